@@ -1,0 +1,89 @@
+"""The record that one MoE layer hands over, once per forward.
+
+Shape legend: T tokens (batch x sequence), E routed experts, K selected, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """What a MoE layer computed for the tokens of one forward.
+
+    Tensors that no active loss or metric needs are not gathered and are ``None``. Everything keeps
+    its graph. Gram matrices hold the inner products of a token's K vectors; most losses on outputs
+    and activations need nothing else, and they are K/H times smaller than the vectors.
+
+    Attributes:
+        layer: index of the decoder layer.
+        inputs_TH: the block's input.
+        logits_TE: float32, before the score function.
+        index_TK: selected experts, in the order the family's router gave them.
+        weights_TK: the weights the block uses (renormalised and scaled as the family does).
+        mask_T: bool, True where a token counts.
+        token_ids_T: input ids, or None when the model was called with embeddings.
+        sequence_lengths: tokens of each sequence, in the order of T; sums to T.
+        router_weight_EH: the router's effective weight (adapter included).
+        score: "softmax" or "sigmoid".
+    """
+
+    layer: int
+    inputs_TH: Tensor
+    logits_TE: Tensor
+    index_TK: Tensor
+    weights_TK: Tensor
+    mask_T: Tensor
+    score: str
+    router_weight_EH: Tensor
+    token_ids_T: Tensor | None = None
+    sequence_lengths: Tensor | None = None
+    activations_TKD: Tensor | None = None
+    outputs_TKH: Tensor | None = None
+    activations_gram_TKK: Tensor | None = None
+    outputs_gram_TKK: Tensor | None = None
+    gate_factors: Callable[[], GateFactors] | None = field(default=None, repr=False)
+
+    @cached_property
+    def probs_TE(self) -> Tensor:
+        """Float32 scores over all experts, before top-k (softmax, or sigmoid as it is)."""
+        if self.score == "softmax":
+            return self.logits_TE.softmax(-1)
+        return self.logits_TE.sigmoid()
+
+    @cached_property
+    def distribution_TE(self) -> Tensor:
+        """``probs_TE`` normalised over experts: rows sum to 1 for sigmoid routers too."""
+        if self.score == "softmax":
+            return self.probs_TE
+        return self.probs_TE / self.probs_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+
+    @cached_property
+    def scores_TK(self) -> Tensor:
+        """Probabilities of the selected experts, renormalised to sum 1, unscaled."""
+        picked = self.probs_TE.gather(-1, self.index_TK)
+        return picked / picked.sum(-1, keepdim=True).clamp_min(1e-20)
+
+    @cached_property
+    def scores_TE(self) -> Tensor:
+        """``scores_TK`` scattered over all experts, zero where an expert was not selected."""
+        return torch.zeros_like(self.logits_TE).scatter(-1, self.index_TK, self.scores_TK)
+
+
+@dataclass(frozen=True)
+class GateFactors:
+    """A stacked projection as ``weight + scaling * B @ A``, without building the sum.
+
+    ``weight_EDH`` (E, D, H); ``a_ErH`` (E, r, H) and ``b_EDr`` (E, D, r) or None without adapter.
+    """
+
+    weight_EDH: Tensor
+    a_ErH: Tensor | None = None
+    b_EDr: Tensor | None = None
+    scaling: float = 1.0

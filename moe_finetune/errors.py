@@ -1,0 +1,69 @@
+"""Errors a user can meet, each also a standard-library type.
+
+The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2.
+A message names the place, what is wrong there, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeFinetuneError(Exception):
+    """Root of all errors that a user can mend."""
+
+
+class RecipeError(MoeFinetuneError, ValueError):
+    """A recipe key, value or combination that cannot be run."""
+
+
+class DataError(MoeFinetuneError, ValueError):
+    """A dataset or file of records that cannot be read (names file and line)."""
+
+
+class CheckpointError(MoeFinetuneError, ValueError):
+    """A checkpoint folder that is missing, incomplete or damaged."""
+
+
+class UnsupportedModelError(MoeFinetuneError, NotImplementedError):
+    """A model type, layout or option that no family supports."""
+
+
+class AdapterError(MoeFinetuneError, ValueError):
+    """An adapter that is damaged or does not fit its base."""
+
+
+class CaptureError(MoeFinetuneError, RuntimeError):
+    """The model's MoE blocks cannot be made to hand over what they compute."""
+
+
+class ObjectiveError(MoeFinetuneError, ValueError):
+    """A loss term that cannot be built or reaches nothing trainable."""
+
+
+class OutputExistsError(MoeFinetuneError, FileExistsError):
+    """An output folder that already holds something else."""
+
+
+class EvaluationError(MoeFinetuneError, RuntimeError):
+    """An evaluation that cannot start or finish."""
+
+
+class TraceError(MoeFinetuneError, ValueError):
+    """A routing trace that is damaged or belongs to another model."""
+
+
+class NumericsError(MoeFinetuneError, ArithmeticError):
+    """A loss, gradient or weight that is not a finite number."""
+
+
+class DependencyError(MoeFinetuneError, ImportError):
+    """An optional dependency that is missing or unusable here."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"

@@ -1,0 +1,88 @@
+"""What the toolkit knows about a model family: facts, declared once, never guessed from shapes.
+
+Shape legend: L decoder layers, E routed experts, K selected per token, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.registry import Registry
+
+
+@dataclass(frozen=True)
+class DiskLayout:
+    """Tensor names of one MoE layer in the published checkpoint, with ``{layer}``/``{expert}``.
+
+    Every family here stores one matrix per expert and projection; in memory transformers fuses
+    them to ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``.
+    """
+
+    block: str = "model.layers.{layer}.mlp"
+    router: str = "gate.weight"
+    router_bias: str | None = None
+    gate: str = "experts.{expert}.gate_proj.weight"
+    up: str = "experts.{expert}.up_proj.weight"
+    down: str = "experts.{expert}.down_proj.weight"
+
+    def name(self, part: str, layer: int, expert: int | None = None) -> str:
+        """Full tensor name of ``part`` (``router``, ``router_bias``, ``gate``, ``up``, ``down``)."""
+        pattern = getattr(self, part)
+        if pattern is None:
+            raise KeyError(f"this layout has no {part}")
+        return f"{self.block}.{pattern}".format(layer=layer, expert=expert)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts of one model family.
+
+    ``score`` is the function from router logits to probabilities. ``renormalize`` and ``scaling``
+    say what the family does to the selected scores before they weight the experts. Module paths
+    are relative to a decoder layer of the loaded transformers model.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    title: str
+    score: Literal["softmax", "sigmoid"]
+    attention_targets: tuple[str, ...]
+    shared_targets: tuple[str, ...] = ()
+    disk: DiskLayout = field(default_factory=DiskLayout)
+    block_path: str = "mlp"
+    router_name: str = "gate"
+    experts_name: str = "experts"
+    num_experts: Callable[[Any], int] = lambda config: config.num_experts
+    renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
+    scaling: Callable[[Any], float] = lambda config: 1.0
+    moe_layers: Callable[[Any], list[int]] = lambda config: list(range(config.num_hidden_layers))
+    expert_width: Callable[[Any], int] = lambda config: config.moe_intermediate_size
+    check: Callable[[Any], None] = lambda config: None
+    bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
+
+    @property
+    def expert_targets(self) -> tuple[str, str]:
+        """PEFT ``target_parameters`` of the routed experts."""
+        return tuple(f"{self.block_path}.{self.experts_name}.{p}" for p in FUSED)  # type: ignore[return-value]
+
+    @property
+    def router_target(self) -> str:
+        """PEFT ``target_parameters`` entry of the router's weight."""
+        return f"{self.block_path}.{self.router_name}.weight"
+
+    def top_k(self, config: Any) -> int:
+        """Experts selected per token."""
+        return int(config.num_experts_per_tok)
+
+
+FUSED = ("gate_up_proj", "down_proj")
+FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
+
+
+def after_dense_layers(config: Any) -> list[int]:
+    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
+    return list(range(config.first_k_dense_replace, config.num_hidden_layers))

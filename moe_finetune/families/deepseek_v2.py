@@ -1,0 +1,40 @@
+"""DeepSeek-V2-Lite: MLA attention, softmax router without renormalisation, shared experts."""
+
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.families.base import Family, after_dense_layers
+
+
+def _check(config) -> None:
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModelError(
+            f"deepseek_v2: topk_method '{config.topk_method}' is not supported; "
+            "supported: greedy, group_limited_greedy"
+        )
+
+
+FAMILY = Family(
+    name="deepseek_v2",
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    title="DeepSeek-V2-Lite",
+    score="softmax",
+    attention_targets=(
+        "q_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+    ),
+    shared_targets=(
+        "shared_experts.gate_proj",
+        "shared_experts.up_proj",
+        "shared_experts.down_proj",
+    ),
+    num_experts=lambda config: config.n_routed_experts,
+    renormalize=lambda config: False,
+    scaling=lambda config: float(config.routed_scaling_factor),
+    moe_layers=after_dense_layers,
+    check=_check,
+    bias_export="noaux_tc",
+)

@@ -1,0 +1,19 @@
+"""Moonlight-16B-A3B: DeepSeek-V3's class, sigmoid router with a correction bias for selection."""
+
+from moe_finetune.families.base import DiskLayout, Family, after_dense_layers
+from moe_finetune.families.deepseek_v2 import FAMILY as DEEPSEEK_V2
+
+FAMILY = Family(
+    name="moonlight",
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    title="Moonlight-16B-A3B",
+    score="sigmoid",
+    attention_targets=DEEPSEEK_V2.attention_targets,
+    shared_targets=DEEPSEEK_V2.shared_targets,
+    disk=DiskLayout(router_bias="gate.e_score_correction_bias"),
+    num_experts=lambda config: config.n_routed_experts,
+    scaling=lambda config: float(config.routed_scaling_factor),
+    moe_layers=after_dense_layers,
+    bias_export="tensor",
+)

@@ -1,0 +1,186 @@
+"""Tiny random checkpoints of every family, with the real names and layouts.
+
+No two dimensions are equal, so a transposed or permuted tensor cannot pass; head sizes are ones
+that vLLM's kernels have. The tokenizer is byte-level with a chat template, so any text encodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+VOCABULARY = 400
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 112,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 12,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 1,
+}
+_MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def config(family: str):
+    """A tiny config of ``family`` that keeps every fact of the real one but its sizes."""
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **_COMMON,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=112,
+            moe_intermediate_size=48,
+            num_experts=12,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.001,
+        )
+    if family == "olmoe":
+        return OlmoeConfig(
+            **{**_COMMON, "num_attention_heads": 6},
+            num_key_value_heads=2,
+            intermediate_size=48,
+            num_experts=12,
+            norm_topk_prob=False,
+        )
+    if family == "mixtral":
+        return MixtralConfig(
+            **_COMMON,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=48,
+            num_local_experts=12,
+            sliding_window=None,
+        )
+    if family == "deepseek_v2":
+        return DeepseekV2Config(
+            **_COMMON,
+            **_DEEPSEEK,
+            **_MLA,
+            topk_method="greedy",
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+        )
+    if family == "moonlight":
+        moonlight = DeepseekV3Config(
+            **_COMMON, **_DEEPSEEK, **_MLA, norm_topk_prob=True, routed_scaling_factor=2.446
+        )
+        moonlight.topk_method = "noaux_tc"
+        moonlight.scoring_func = "sigmoid"
+        return moonlight
+    if family == "deepseek_moe":
+        from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
+
+        return DeepseekConfig(
+            **{**_COMMON, "num_attention_heads": 6},
+            **{**_DEEPSEEK, "num_key_value_heads": 2},
+            norm_topk_prob=False,
+        )
+    raise KeyError(family)
+
+
+FAMILY_NAMES = ("qwen3_moe", "deepseek_v2", "moonlight", "deepseek_moe", "olmoe", "mixtral")
+
+
+def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
+    """A tiny random model in eval mode; router biases and norms are random too."""
+    cfg = copy.deepcopy(config(family))
+    for key, value in changes.items():
+        setattr(cfg, key, value)
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        built = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in built.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("gate.weight"):
+                    parameter.normal_(0, 0.3)
+            for name, buffer in built.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.1)
+    finally:
+        torch.set_rng_state(generator_state)
+    return built.to(dtype).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer: 256 bytes and the special tokens, with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
+    core = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save(family: str, folder: Path, seed: int = 0, **changes) -> Path:
+    """Write a tiny checkpoint (weights, config, tokenizer) and return its folder."""
+    built = model(family, seed, **changes)
+    built.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def batch(rows: int = 3, length: int = 19, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Token ids with right padding of unequal length, mask and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 260, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, length - 2 * row :] = 0
+    ids = ids.masked_fill(mask == 0, 3)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
