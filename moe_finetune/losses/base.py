@@ -1,0 +1,159 @@
+"""What a loss term is: options, what it reads from a layer's record, and its value there.
+
+Add a loss with one file that holds its pure function and its :class:`Term`, and one line in
+``moe_finetune/losses/__init__.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.registry import Registry
+
+Need = Literal[
+    "activations_gram", "outputs_gram", "activations", "outputs", "previous", "gate_factors"
+]
+
+
+class Schedule(BaseModel):
+    """How a term's weight moves over training: constant, linear warm-up, or cosine to 0."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Multiplier of the weight at optimizer step ``step`` (0-based)."""
+        if self.kind == "constant":
+            return 1.0
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "linear":
+            return 1.0
+        if total_steps <= self.warmup_steps:
+            return 1.0
+        progress = (step - self.warmup_steps) / (total_steps - self.warmup_steps)
+        return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+class TermOptions(BaseModel):
+    """Options that every term has; a term's own options join them in a subclass."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight: float = Field(ge=0, allow_inf_nan=False)
+    reduction: Literal["mean", "sum"] = "mean"
+    layers_reduction: Literal["sum", "mean"] = "sum"
+    layers: Literal["all"] | list[int | str] = "all"
+    schedule: Schedule = Schedule()
+
+    @field_validator("layers")
+    @classmethod
+    def _ranges(cls, value: Any) -> Any:
+        if value != "all":
+            expand_layers(value)
+        return value
+
+    def selects(self, layer: int) -> bool:
+        """Whether decoder layer ``layer`` carries this term."""
+        return self.layers == "all" or layer in expand_layers(self.layers)
+
+
+def expand_layers(entries: list[int | str]) -> set[int]:
+    """``[4, "8-10"]`` -> ``{4, 8, 9, 10}``; raise ValueError for anything else."""
+    found: set[int] = set()
+    for entry in entries:
+        first, dash, last = str(entry).partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"layers: '{entry}' is neither a layer nor a range such as 8-20")
+        span = range(int(first), int(last if dash else first) + 1)
+        if not span:
+            raise ValueError(f"layers: the range '{entry}' is empty")
+        found.update(span)
+    return found
+
+
+@dataclass(frozen=True)
+class PreviousLayer:
+    """What the MoE layer below leaves for terms that join two layers."""
+
+    layer: int
+    distribution_TE: Tensor
+    index_TK: Tensor
+
+
+@dataclass
+class LayerContext:
+    """The situation in which a term is evaluated in one layer.
+
+    Attributes:
+        previous: the MoE layer below, or None in the first one.
+        first_visit: False when a checkpointed layer is run again; state moves only when True.
+        draws: random numbers of this forward that a recomputation must meet again, by name.
+    """
+
+    previous: PreviousLayer | None = None
+    first_visit: bool = True
+    draws: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a term may ask of the model before training starts."""
+
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    has_gate: bool = True
+
+
+class Term(ABC):
+    """One loss term. ``trains`` names what its gradient reaches inside its own layer."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    reads: ClassVar[str]
+    trains: ClassVar[frozenset[Literal["router", "experts"]]]
+    Options: ClassVar[type[TermOptions]] = TermOptions
+
+    def __init__(self, options: TermOptions):
+        self.options = options
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Parts of the record beyond the router's that this term reads."""
+        return frozenset()
+
+    @abstractmethod
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
+        """Unweighted float32 scalar of this layer, or None where the layer has no such term."""
+
+    def check(self, facts: ModelFacts) -> None:
+        """Raise ObjectiveError when the model cannot carry this term."""
+        if self.options.layers != "all":
+            unknown = expand_layers(self.options.layers) - set(facts.moe_layers)
+            if unknown:
+                raise ObjectiveError(
+                    f"method.terms.{self.name}.layers: {sorted(unknown)} are not MoE layers of "
+                    f"this model; its MoE layers are {list(facts.moe_layers)}"
+                )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors to save with a training checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+
+TERMS: Registry[type[Term]] = Registry("loss term", ObjectiveError)
