@@ -110,8 +110,10 @@ def config(family: str):
         moonlight.scoring_func = "sigmoid"
         return moonlight
     if family == "deepseek_moe":
+        from moe_finetune.families.deepseek_moe import register
         from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
 
+        register()
         return DeepseekConfig(
             **{**_COMMON, "num_attention_heads": 6},
             **{**_DEEPSEEK, "num_key_value_heads": 2},

@@ -1,6 +1,53 @@
 """DeepSeek-MoE-16B (``model_type: deepseek``): a native class, since transformers 5 has none."""
 
-from moe_finetune.families.base import Family, after_dense_layers
+from __future__ import annotations
+
+from typing import Any
+
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.families.base import Family
+
+
+def moe_layers(config: Any) -> list[int]:
+    """Layers whose MLP is a MoE block: every ``moe_layer_freq``-th after the dense ones."""
+    return [
+        layer
+        for layer in range(config.first_k_dense_replace, config.num_hidden_layers)
+        if layer % config.moe_layer_freq == 0
+    ]
+
+
+def check(config: Any) -> None:
+    """Raise UnsupportedModelError for options of the public config that no release uses."""
+    if config.scoring_func != "softmax":
+        raise UnsupportedModelError(
+            f"deepseek: scoring_func '{config.scoring_func}' is not supported; supported: softmax"
+        )
+    if config.num_experts_per_tok > config.n_routed_experts:
+        raise UnsupportedModelError(
+            f"deepseek: num_experts_per_tok {config.num_experts_per_tok} is more than "
+            f"n_routed_experts {config.n_routed_experts}"
+        )
+    if not moe_layers(config):
+        raise UnsupportedModelError(
+            f"deepseek: no MoE layer among {config.num_hidden_layers} with first_k_dense_replace "
+            f"{config.first_k_dense_replace} and moe_layer_freq {config.moe_layer_freq}"
+        )
+
+
+def register() -> None:
+    """Make transformers' Auto classes know the model and its names on disk; repeatable."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
+    from moe_finetune.families.deepseek_moe.conversion import register_names
+    from moe_finetune.families.deepseek_moe.modeling import DeepseekForCausalLM, DeepseekModel
+
+    AutoConfig.register(FAMILY.model_type, DeepseekConfig, exist_ok=True)
+    AutoModel.register(DeepseekConfig, DeepseekModel, exist_ok=True)
+    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
+    register_names(FAMILY.model_type)
+
 
 FAMILY = Family(
     name="deepseek_moe",
@@ -15,5 +62,6 @@ FAMILY = Family(
         "shared_experts.down_proj",
     ),
     num_experts=lambda config: config.n_routed_experts,
-    moe_layers=after_dense_layers,
+    moe_layers=moe_layers,
+    check=check,
 )
