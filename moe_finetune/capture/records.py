@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Projection = Literal["gate", "up", "down"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class RoutingRecord:
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
         router_weight_EH: the router's effective weight (adapter included).
         score: "softmax" or "sigmoid".
+        expert_factors: the effective projections of the experts, by name.
     """
 
     layer: int
@@ -48,7 +52,9 @@ class RoutingRecord:
     outputs_TKH: Tensor | None = None
     activations_gram_TKK: Tensor | None = None
     outputs_gram_TKK: Tensor | None = None
-    gate_factors: Callable[[], GateFactors] | None = field(default=None, repr=False)
+    expert_factors: Callable[[Projection], ProjectionFactors] | None = field(
+        default=None, repr=False
+    )
 
     @cached_property
     def probs_TE(self) -> Tensor:
@@ -77,13 +83,15 @@ class RoutingRecord:
 
 
 @dataclass(frozen=True)
-class GateFactors:
-    """A stacked projection as ``weight + scaling * B @ A``, without building the sum.
+class ProjectionFactors:
+    """One projection of all experts as ``weight + scaling * B @ A``, without building the sum.
 
-    ``weight_EDH`` (E, D, H); ``a_ErH`` (E, r, H) and ``b_EDr`` (E, D, r) or None without adapter.
+    O is the projection's output width and I its input width: (D, H) for gate and up, (H, D) for
+    down. ``weight_EOI`` (a view where the checkpoint fuses projections); ``a_ErI`` and ``b_EOr``,
+    or None without an adapter.
     """
 
-    weight_EDH: Tensor
-    a_ErH: Tensor | None = None
-    b_EDr: Tensor | None = None
+    weight_EOI: Tensor
+    a_ErI: Tensor | None = None
+    b_EOr: Tensor | None = None
     scaling: float = 1.0

@@ -19,7 +19,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.registry import Registry
 
 Need = Literal[
-    "activations_gram", "outputs_gram", "activations", "outputs", "previous", "gate_factors"
+    "activations_gram", "outputs_gram", "activations", "outputs", "previous", "expert_factors"
 ]
 
 
@@ -123,7 +123,7 @@ class Term(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     reads: ClassVar[str]
-    trains: ClassVar[frozenset[Literal["router", "experts"]]]
+    trains: frozenset[Literal["router", "experts"]]
     Options: ClassVar[type[TermOptions]] = TermOptions
 
     def __init__(self, options: TermOptions):
