@@ -1,0 +1,185 @@
+"""YAML files that extend each other, merged into one tree that remembers where each value is from.
+
+Later files win over earlier ones, a file wins over what it extends, and ``key.path=value``
+overrides win over all files. Mappings merge key by key; anything else is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_finetune.errors import RecipeError, did_you_mean
+
+Key = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, with ``1e-3`` read as a number (YAML 1.1 reads it as text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class Tree:
+    """Merged values and, for each key, the place it was last set (``file:line`` or an override)."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+
+    def origin(self, key: Key) -> str:
+        """Where ``key``, or the nearest key above it, was set; "" when it was set nowhere."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.origins:
+                return self.origins[key[:end]]
+        return ""
+
+    def merge(self, other: Tree) -> None:
+        """Lay ``other`` over this tree."""
+        self.values = merge_mappings(self.values, other.values)
+        self.origins.update(other.origins)
+
+
+def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return ``below`` with ``above`` laid over it; neither is changed."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = merge_mappings(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tree:
+    """Read recipe files with all they extend, then apply ``key.path=value`` overrides.
+
+    Raises:
+        RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
+            override that cannot be applied. The message names file and line.
+    """
+    tree = Tree()
+    for path in paths:
+        tree.merge(_read(Path(path), ()))
+    for override in overrides:
+        _apply(tree, override)
+    return tree
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+    resolved = path.resolve()
+    if resolved in above:
+        chain = " -> ".join(str(p) for p in (*above[above.index(resolved) :], resolved))
+        raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
+    own = _parse(path)
+    parents = own.values.pop("extends", [])
+    if isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
+        raise RecipeError(f"{own.origin(('extends',))}: extends: wanted a file or a list of files")
+    tree = Tree()
+    for parent in parents:
+        file = path.parent / parent
+        if not file.is_file():
+            raise RecipeError(
+                f"{own.origin(('extends',))}: extends: there is no file {file} "
+                f"(paths are relative to {path.parent})"
+            )
+        tree.merge(_read(file, (*above, resolved)))
+    tree.merge(own)
+    return tree
+
+
+def _parse(path: Path) -> Tree:
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe file {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, _Loader)
+        values = yaml.load(text, _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not a YAML file: {error}") from error
+    tree = Tree()
+    if node is None:
+        return tree
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}:1: wanted `key: value` lines, got {type(values).__name__}")
+    tree.values = values
+    _mark(node, (), path, tree.origins)
+    return tree
+
+
+def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for i, child in enumerate(node.value):
+            origins[(*key, i)] = f"{path}:{child.start_mark.line + 1}"
+            _mark(child, (*key, i), path, origins)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for name, child in node.value:
+            place = f"{path}:{name.start_mark.line + 1}"
+            if name.value in seen:
+                dotted_name = dotted((*key, name.value))
+                raise RecipeError(f"{place}: {dotted_name} is set twice in this file")
+            seen.add(name.value)
+            origins[(*key, name.value)] = place
+            _mark(child, (*key, name.value), path, origins)
+
+
+def _apply(tree: Tree, override: str) -> None:
+    """Set one ``a.b.0=value``; the value is read as YAML."""
+    path, equals, text = override.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(f"'{override}': an override is written key.path=value")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"'{override}': the value is not YAML: {error}") from error
+    if any(part.isdigit() for part in parts):
+        _set_in_list(tree, parts, value, override)
+    else:
+        for part in reversed(parts):
+            value = {part: value}
+        tree.values = merge_mappings(tree.values, value)
+    key = tuple(int(part) if part.isdigit() else part for part in parts)
+    tree.origins = {k: place for k, place in tree.origins.items() if k[: len(key)] != key}
+    tree.origins[key] = f"override '{override}'"
+
+
+def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> None:
+    """Set a key below an item of a list that a file has set."""
+    tree.values = copy.deepcopy(tree.values)
+    target: Any = tree.values
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth]) or "the recipe"
+        last = depth == len(parts) - 1
+        index: Any = part
+        if isinstance(target, list):
+            if not part.isdigit() or int(part) >= len(target):
+                raise RecipeError(
+                    f"'{override}': {here} is a list of {len(target)}, counted from 0"
+                )
+            index = int(part)
+        elif not isinstance(target, dict) or (not last and part not in target):
+            known = target if isinstance(target, dict) else ()
+            raise RecipeError(f"'{override}': {here} has no '{part}'{did_you_mean(part, known)}")
+        if last:
+            target[index] = value
+        else:
+            target = target[index]
+
+
+def dotted(key: Key) -> str:
+    """``("data", "train", 0)`` -> ``data.train.0``."""
+    return ".".join(str(part) for part in key)

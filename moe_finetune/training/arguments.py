@@ -1,0 +1,98 @@
+"""``trainer:`` keys of a recipe, checked by name and type against TRL's ``SFTConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from moe_finetune.errors import did_you_mean
+
+OWNED = {
+    "output_dir": "it is --output on the command line",
+    "resume_from_checkpoint": "it is --resume on the command line",
+    "packing": "set data.packing",
+    "eval_packing": "set data.packing",
+    "packing_strategy": "set data.packing_strategy",
+    "padding_free": "set data.packing",
+    "max_length": "set data.max_length",
+    "truncation_mode": "set data.overlong",
+    "completion_only_loss": "set data.completion_only_loss",
+    "assistant_only_loss": "set data.completion_only_loss",
+    "dataset_num_proc": "set data.num_proc",
+    "dataset_text_field": "set data.columns",
+    "dataset_kwargs": "the toolkit prepares the data",
+    "shuffle_dataset": "the trainer shuffles with trainer.seed",
+    "chat_template_path": "set data.chat_template",
+    "model_init_kwargs": "set the keys of model",
+    "router_aux_loss_coef": "set method.terms.load_balance.weight",
+    "remove_unused_columns": "the toolkit prepares the data",
+    "trust_remote_code": "remote code is never run",
+    "hub_token": "secrets stay out of recipes: set HF_TOKEN or use `hf auth login`",
+    "local_rank": "the launcher sets it",
+    "do_train": "use the verb `train`",
+    "do_eval": "set data.validation",
+    "do_predict": "use the verb `eval`",
+    "use_liger_kernel": "it replaces the experts' forward that the losses read",
+    "liger_kernel_config": "it replaces the experts' forward that the losses read",
+    "parallelism_config": "use an accelerate config; see recipes/hardware",
+}
+"""``SFTConfig`` fields that a recipe cannot set, and what to do instead."""
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each ``trainer:`` key that is unknown, owned, mistyped or refused."""
+    fields = _fields()
+    for name, value in trainer.items():
+        if name in OWNED:
+            yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
+        elif name not in fields:
+            known = set(fields) - set(OWNED)
+            yield f"trainer.{name}: unknown key of TRL's SFTConfig{did_you_mean(str(name), known)}"
+        else:
+            wanted = _mismatch(fields[name], value)
+            if wanted:
+                yield f"trainer.{name}: {value!r} is not right; wanted {wanted}"
+    if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
+        yield (
+            "trainer.fp16: its loss scaling would scale the main loss and not the losses added "
+            "inside the layers; use bf16 (model.dtype: bfloat16)"
+        )
+    kwargs = trainer.get("gradient_checkpointing_kwargs")
+    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        yield (
+            "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
+            "of losses that join two layers; set use_reentrant: false"
+        )
+
+
+@functools.cache
+def _fields() -> dict[str, Any]:
+    from trl import SFTConfig
+
+    hints = typing.get_type_hints(SFTConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(SFTConfig) if field.init}
+
+
+def _mismatch(hint: Any, value: Any) -> str | None:
+    """What ``hint`` wants, when ``value`` is not that; an enum's name counts as the enum."""
+    members = typing.get_args(hint) or (hint,)
+    enums = [m for m in members if isinstance(m, type) and issubclass(m, enum.Enum)]
+    if enums and isinstance(value, str):
+        names = [member.value for member in enums[0]]
+        return None if value in names else f"one of {', '.join(names)}"
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(strict=True))
+        adapter.validate_python(value)
+    except PydanticSchemaGenerationError:
+        return None
+    except ValidationError as error:
+        return " or ".join(
+            dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
+        )
+    return None
