@@ -1,0 +1,507 @@
+"""Make a model's MoE layers hand over what they compute, and put everything back afterwards.
+
+Installed on one model instance:
+
+1. backbone pre-hook: makes the forward's :class:`ForwardContext` and passes it down;
+2. decoder-layer pre-hook: takes it out of the keyword arguments for the hooks below;
+3. router hooks: perturb the input, re-select with a bias, and note logits, weights and index;
+4. experts: transformers' registered experts function, with LoRA beside the frozen stack;
+5. block hook: builds the record, evaluates the objective, injects it at the block's output.
+
+Nothing global is replaced, and :meth:`Recorder.restore` leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
+from moe_finetune.capture.experts import ExpertsResult, run_experts
+from moe_finetune.capture.inject import inject
+from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
+from moe_finetune.errors import CaptureError
+from moe_finetune.families import Family, family_of
+from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
+from moe_finetune.losses.objective import LayerLoss, Objective
+
+IMPLEMENTATION = "moe_finetune"
+
+Observer = Callable[[RoutingRecord, LayerLoss], None]
+RouterEdit = Callable[["MoeLayer", RoutingRecord], RoutingRecord]
+
+
+@dataclass(eq=False)
+class MoeLayer:
+    """One MoE layer of the model and what it holds while it runs."""
+
+    index: int
+    decoder_layer: nn.Module
+    block: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    outer_experts: nn.Module
+    family: Family
+    context: ForwardContext | None = None
+    router_output: tuple[Tensor, Tensor, Tensor] | None = None
+    router_input: Tensor | None = None
+    result: ExpertsResult | None = None
+    factors: dict[str, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Drop references to tensors of a finished forward."""
+        self.context = self.router_output = self.router_input = self.result = None
+        self.factors = {}
+
+
+class Perturbation:
+    """Changes to routing in training; the identity here. Subclasses live in ``balancing/``."""
+
+    expert_dropout: float = 0.0
+
+    def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
+        """What the router reads instead of ``hidden``."""
+        return hidden
+
+    def routing(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and index that the block uses instead of the router's own."""
+        return weights_TK, index_TK
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The decoder stack below the language-model head, under PEFT and wrappers too."""
+    inner = getattr(model, "module", model)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if hasattr(inner, "get_decoder"):
+        inner = inner.get_decoder()
+    if not hasattr(inner, "layers"):
+        raise CaptureError(f"{type(inner).__name__} has no decoder layers to record")
+    return inner
+
+
+def moe_layers(model: nn.Module) -> list[MoeLayer]:
+    """All MoE layers of the model, in order."""
+    from moe_finetune.lora.factors import parameter_wrappers
+
+    backbone = backbone_of(model)
+    family = family_of(backbone.config)
+    found = []
+    for index in family.moe_layers(backbone.config):
+        decoder_layer = backbone.layers[index]
+        block = getattr(decoder_layer, family.block_path)
+        outer = getattr(block, family.experts_name, None)
+        router = getattr(block, family.router_name, None)
+        if outer is None or router is None:
+            raise CaptureError(
+                f"layer {index} of this {family.title} has no router and experts at "
+                f"'{family.block_path}.{family.router_name}' and "
+                f"'{family.block_path}.{family.experts_name}'"
+            )
+        experts, _ = parameter_wrappers(outer)
+        found.append(MoeLayer(index, decoder_layer, block, router, experts, outer, family))
+    return found
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """Sizes that loss terms are checked against."""
+    config = backbone_of(model).config
+    family = family_of(config)
+    return ModelFacts(
+        moe_layers=tuple(family.moe_layers(config)),
+        num_experts=family.num_experts(config),
+        top_k=family.top_k(config),
+        vocab_size=config.vocab_size,
+    )
+
+
+class Recorder:
+    """Context manager that installs the hooks on ``model`` and restores it on exit.
+
+    Args:
+        model: a transformers causal language model, PEFT model or wrapped one.
+        objective: loss terms to inject while training, or None.
+        observers: called once per layer and forward with the record and the layer's loss.
+        needs: parts of the record that the observers read beyond the router's tensors.
+        observe: "train" records training forwards alone, "all" every forward.
+        perturbation: changes to routing in training forwards.
+        token_mask: which tokens count: "attention", or "labels" (those that are trained on).
+        dropout: LoRA dropout inside the experts.
+        lengths: whether sequence lengths are needed (scope "sequence").
+
+    Attributes:
+        scale: returns the injected loss's factor for the coming forward; 1 by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective | None = None,
+        observers: Iterable[Observer] = (),
+        needs: frozenset[str] = frozenset(),
+        observe: Literal["train", "all"] = "train",
+        perturbation: Perturbation | None = None,
+        token_mask: Literal["attention", "labels"] = "attention",
+        dropout: float = 0.0,
+    ):
+        self.model = model
+        self.backbone = backbone_of(model)
+        self.objective = objective
+        self.observers = list(observers)
+        self.needs = needs
+        self.observe = observe
+        self.perturbation = perturbation
+        self.token_mask = token_mask
+        self.dropout = dropout
+        self.scale: Callable[[], float] = lambda: 1.0
+        self.layers = moe_layers(model)
+        self._last = self.layers[-1].index
+        self._labels: Tensor | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    # -- installing ---------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def install(self) -> None:
+        """Install all hooks; on any error the model is left as it was."""
+        if self._undo:
+            return
+        try:
+            self._install()
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Remove everything that :meth:`install` added."""
+        while self._undo:
+            self._undo.pop()()
+        for layer in self.layers:
+            layer.clear()
+        self._labels = None
+
+    def _install(self) -> None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
+        for layer in self.layers:
+            _check_experts(layer)
+            if "_moe_finetune" in layer.experts.__dict__:
+                raise CaptureError("this model is being recorded already; restore it first")
+        self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
+        if self.token_mask == "labels":
+            top = getattr(self.model, "module", self.model)
+            self._hook(top.register_forward_pre_hook(self._note_labels, with_kwargs=True))
+        by_module = {id(layer.decoder_layer): layer for layer in self.layers}
+        for module in self.backbone.layers:
+            layer = by_module.get(id(module))
+            self._hook(
+                module.register_forward_pre_hook(partial(_take_context, layer), with_kwargs=True)
+            )
+            if layer is not None:
+                self._hook(
+                    module.register_forward_hook(partial(_finish, layer), always_call=True)
+                )
+        for layer in self.layers:
+            self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
+            self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
+            self._hook(layer.block.register_forward_hook(partial(self._after_block, layer)))
+            self._attach(layer.experts, "_moe_finetune", partial(self._run_experts, layer))
+            if layer.outer_experts is not layer.experts:
+                # PEFT's wrapper would build W + s B A; call the experts themselves instead.
+                self._attach(layer.outer_experts, "forward", layer.experts)
+        for config in {id(layer.experts.config): layer.experts.config for layer in self.layers}.values():
+            before = config._experts_implementation
+            config._experts_implementation = IMPLEMENTATION
+            self._undo.append(partial(setattr, config, "_experts_implementation", before))
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _attach(self, module: nn.Module, name: str, value: Any) -> None:
+        module.__dict__[name] = value
+        self._undo.append(partial(module.__dict__.pop, name))
+
+    # -- one forward --------------------------------------------------------------------------
+
+    def _note_labels(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._labels = kwargs.get("labels")
+
+    def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        train = module.training and torch.is_grad_enabled()
+        observe = bool(self.observers) and (train or self.observe == "all")
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        embeddings = kwargs.get("inputs_embeds")
+        shaped = ids if ids is not None else embeddings[..., 0] if embeddings is not None else None
+        labels, self._labels = self._labels, None
+        if shaped is None:
+            raise CaptureError("the model was called with neither input_ids nor inputs_embeds")
+        if train:
+            _refuse_reentrant(module)
+        context = ForwardContext(
+            train=train and (self.objective is not None or self.perturbation is not None),
+            observe=observe,
+            scale=self.scale() if train and self.objective is not None else 0.0,
+            mask_T=self._mask(shaped, kwargs.get("attention_mask"), labels, train),
+            token_ids_T=None if ids is None else ids.reshape(-1),
+            sequence_lengths=_sequence_lengths(shaped, kwargs),
+        )
+        return args, {**kwargs, CONTEXT_KEY: context}
+
+    def _mask(
+        self, shaped: Tensor, attention: Tensor | None, labels: Tensor | None, train: bool
+    ) -> Tensor:
+        if self.token_mask == "labels" and train:
+            if labels is None:
+                raise CaptureError(
+                    "method.token_mask: labels needs the model to be called with labels, and this "
+                    "trainer does not pass them; use token_mask: attention"
+                )
+            # The token at t predicts label t+1; the last one predicts nothing.
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            return (shifted != -100).reshape(-1)
+        if torch.is_tensor(attention) and attention.shape == shaped.shape:
+            return attention.reshape(-1) != 0
+        return torch.ones(shaped.numel(), dtype=torch.bool, device=shaped.device)
+
+    def _before_router(self, layer: MoeLayer, module: nn.Module, args: tuple) -> tuple:
+        context = layer.context
+        hidden = args[0]
+        if context is not None and context.wanted:
+            layer.router_input = hidden.reshape(-1, hidden.shape[-1])
+        if context is not None and context.train and self.perturbation is not None:
+            hidden = self.perturbation.router_input(layer, hidden)
+        return (hidden, *args[1:])
+
+    def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not (isinstance(output, tuple) and len(output) == 3):
+            raise CaptureError(
+                f"layer {layer.index}: the router of this {layer.family.title} does not return "
+                "(logits, weights, index); this transformers version is not supported"
+            )
+        logits, weights, index = output
+        if self.perturbation is not None:
+            weights, index = self.perturbation.routing(layer, logits, weights, index)
+        if layer.context is not None and layer.context.wanted:
+            layer.router_output = (logits, weights, index)
+        return logits, weights, index
+
+    def _run_experts(
+        self, layer: MoeLayer, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        from moe_finetune.lora.factors import expert_factors, parameter_wrappers
+
+        experts, context = layer.experts, layer.context
+        _, wrappers = parameter_wrappers(layer.outer_experts)
+        dtype = experts.gate_up_proj.dtype
+        up = expert_factors(wrappers.get("gate_up_proj"), dtype, self.dropout)
+        down = expert_factors(wrappers.get("down_proj"), dtype, self.dropout)
+        needs: frozenset[str] = frozenset()
+        expert_dropout = 0.0
+        if context is not None:
+            if context.train and self.objective is not None:
+                needs |= self.objective.needs_of(layer.index)
+            if context.observe:
+                needs |= self.needs
+            if context.train and self.perturbation is not None:
+                expert_dropout = self.perturbation.expert_dropout
+        result = run_experts(
+            hidden_TH,
+            index_TK,
+            weights_TK,
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.act_fn,
+            up,
+            down,
+            needs,
+            expert_dropout,
+        )
+        if context is not None and context.wanted:
+            layer.result = result
+            layer.factors = {"gate_up_proj": up, "down_proj": down}
+        return result.out_TH
+
+    def _after_block(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
+        context = layer.context
+        if context is None or not context.wanted:
+            return output
+        if layer.router_output is None or layer.result is None or layer.router_input is None:
+            raise CaptureError(
+                f"layer {layer.index}: the block ran without its router or its experts; "
+                "is another experts implementation or kernel installed on it?"
+            )
+        first_visit = layer.index not in context.seen
+        record = self._record(layer, context)
+        below = context.previous.get(layer.index)
+        loss = LayerLoss()
+        if context.train and self.objective is not None:
+            with torch.autocast(record.logits_TE.device.type, enabled=False):
+                loss = self.objective(
+                    record,
+                    LayerContext(
+                        previous=below,
+                        first_visit=first_visit,
+                        draws=context.draws.setdefault(layer.index, {}),
+                    ),
+                )
+        if first_visit:
+            context.seen.add(layer.index)
+            self._leave_for_next(layer, context, record, below)
+            if context.observe:
+                with torch.no_grad():
+                    for observer in self.observers:
+                        observer(record, loss)
+        layer.router_output = layer.router_input = layer.result = None
+        layer.factors = {}
+        if loss.total is None:
+            return output
+        return inject(output, loss.total, context.scale)
+
+    def _record(self, layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
+        from moe_finetune.lora.factors import router_weight
+
+        assert layer.router_output and layer.result and layer.router_input is not None
+        logits, weights, index = layer.router_output
+        result = layer.result
+        return RoutingRecord(
+            layer=layer.index,
+            inputs_TH=layer.router_input,
+            logits_TE=logits.float(),
+            index_TK=index,
+            weights_TK=weights,
+            mask_T=context.mask_T,
+            score=layer.family.score,
+            router_weight_EH=router_weight(layer.router),
+            token_ids_T=context.token_ids_T,
+            sequence_lengths=context.sequence_lengths,
+            activations_TKD=result.activations_TKD,
+            outputs_TKH=result.outputs_TKH,
+            activations_gram_TKK=result.activations_gram_TKK,
+            outputs_gram_TKK=result.outputs_gram_TKK,
+            expert_factors=partial(_projection, layer.experts, dict(layer.factors)),
+        )
+
+    def _leave_for_next(
+        self,
+        layer: MoeLayer,
+        context: ForwardContext,
+        record: RoutingRecord,
+        below: PreviousLayer | None,
+    ) -> None:
+        """Stash this layer's probabilities for the next; free the graph of the ones below.
+
+        Kept by the layer that will read them. A recomputation needs their values alone, so once
+        read they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
+        """
+        if not context.train or self.objective is None or "previous" not in self.objective.needs:
+            return
+        if below is not None:
+            seen = below.distribution_TE
+            leaf = seen.detach().requires_grad_(seen.requires_grad)
+            context.previous[layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
+        if layer.index != self._last:
+            following = next(item.index for item in self.layers if item.index > layer.index)
+            context.previous[following] = PreviousLayer(
+                layer.index, record.distribution_TE, record.index_TK
+            )
+
+
+def _experts_function(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Transformers' experts function of the name ``moe_finetune``: the layer's own, if recorded."""
+    run = self.__dict__.get("_moe_finetune")
+    if run is None:
+        raise CaptureError(
+            "experts_implementation 'moe_finetune' is set on a model that is not being recorded; "
+            "use SpecializationCallback or Recorder, or set another implementation"
+        )
+    return run(hidden_states, top_k_index, top_k_weights)
+
+
+def _take_context(
+    layer: MoeLayer | None, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    context = kwargs.pop(CONTEXT_KEY, None)
+    if layer is not None:
+        layer.clear()
+        layer.context = context
+    return args, kwargs
+
+
+def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> None:
+    layer.clear()
+
+
+def _projection(experts: nn.Module, factors: dict[str, Any], name: str) -> ProjectionFactors:
+    """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
+    if name == "down":
+        weight, lora, rows = experts.down_proj, factors["down_proj"], slice(None)
+    else:
+        weight, lora = experts.gate_up_proj, factors["gate_up_proj"]
+        width = weight.shape[1] // 2
+        rows = slice(0, width) if name == "gate" else slice(width, None)
+    if lora is None:
+        return ProjectionFactors(weight[:, rows])
+    return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
+
+
+def _check_experts(layer: MoeLayer) -> None:
+    """Refuse experts whose layout or execution this forward does not have."""
+    experts, where = layer.experts, f"layer {layer.index}"
+    flags = {
+        "has_gate": True,
+        "has_bias": False,
+        "is_transposed": False,
+        "is_concatenated": True,
+        "_is_expert_parallel": False,
+    }
+    for name, wanted in flags.items():
+        if getattr(experts, name, None) != wanted:
+            raise CaptureError(
+                f"{where}: experts with {name}={getattr(experts, name, None)} are not supported "
+                f"(needed: {wanted})"
+            )
+    if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
+        raise CaptureError(f"{where}: {type(experts).__name__} gates in its own way")
+
+
+def _refuse_reentrant(backbone: nn.Module) -> None:
+    for layer in backbone.layers[:1]:
+        function = getattr(layer, "_gradient_checkpointing_func", None)
+        if getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial):
+            if function.keywords.get("use_reentrant") is not False:
+                raise CaptureError(
+                    "reentrant gradient checkpointing gives wrong gradients of losses between "
+                    "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
+
+
+def _sequence_lengths(shaped: Tensor, kwargs: dict) -> Tensor | None:
+    """Tokens of each sequence in the flattened batch: rows, or runs of packed positions."""
+    rows, length = shaped.shape[0], shaped.shape[1]
+    positions = kwargs.get("position_ids")
+    if kwargs.get("attention_mask") is None and positions is not None and positions.shape == (
+        rows,
+        length,
+    ):
+        flat = positions.reshape(-1)
+        starts = (flat == 0).nonzero().squeeze(1)
+        if starts.numel() == 0 or int(starts[0]) != 0:
+            starts = torch.cat([starts.new_zeros(1), starts])
+        ends = torch.cat([starts[1:], starts.new_tensor([flat.numel()])])
+        return ends - starts
+    return torch.full((rows,), length, device=shaped.device)

@@ -1,0 +1,83 @@
+"""Per-expert LoRA factors as PEFT holds them, read without building ``W + s B A``.
+
+PEFT packs the factors of all experts into two matrices: in ``lora_A`` (r*E, I) the expert is the
+slowest index, in ``lora_B`` (O, r*E) the fastest.
+"""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moe_finetune.capture.experts import LoraFactors
+from moe_finetune.errors import CaptureError
+
+RANK_MULTIPLE_ON_GPU = 8
+
+
+def parameter_wrappers(module: nn.Module) -> tuple[nn.Module, dict[str, ParamWrapper]]:
+    """Unwrap PEFT's nested parameter wrappers: the base module, and each wrapper by parameter."""
+    wrappers: dict[str, ParamWrapper] = {}
+    while isinstance(module, ParamWrapper):
+        wrappers[module.parameter_name] = module
+        module = module.base_layer
+    return module, wrappers
+
+
+def active_adapter(wrapper: ParamWrapper) -> str | None:
+    """Name of the adapter that acts now, or None when disabled or merged.
+
+    Raises:
+        CaptureError: several adapters are active on one parameter.
+    """
+    if wrapper.disable_adapters or wrapper.merged:
+        return None
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(names) > 1:
+        raise CaptureError(
+            f"adapters {names} are active together on '{wrapper.parameter_name}'; activate one "
+            "with model.set_adapter(name), or merge them first"
+        )
+    return names[0] if names else None
+
+
+def expert_factors(
+    wrapper: ParamWrapper | None, dtype: torch.dtype, dropout: float = 0.0
+) -> LoraFactors | None:
+    """Factors of the wrapper's active adapter in ``dtype``, with their graph, or None."""
+    name = active_adapter(wrapper) if wrapper is not None else None
+    if wrapper is None or name is None:
+        return None
+    if not wrapper._did_swap_in_out_features:
+        raise CaptureError(
+            f"experts that store '{wrapper.parameter_name}' as (E, in, out) are not supported"
+        )
+    experts = wrapper.num_experts
+    packed_a, packed_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a_ErI = packed_a.view(experts, -1, packed_a.shape[1])
+    b_EOr = packed_b.view(packed_b.shape[0], -1, experts).permute(2, 0, 1)
+    missing = -a_ErI.shape[1] % RANK_MULTIPLE_ON_GPU if a_ErI.device.type == "cuda" else 0
+    if missing:  # rows of grouped products must be aligned; zeros change nothing
+        a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
+    return LoraFactors(
+        a_ErI.to(dtype).contiguous(),
+        b_EOr.to(dtype).contiguous(),
+        wrapper.scaling[name],
+        dropout if wrapper.training else 0.0,
+    )
+
+
+def router_weight(router: nn.Module) -> Tensor:
+    """The router's effective weight (E, H), adapter included, with its graph."""
+    if isinstance(router, ParamWrapper):
+        base, _ = parameter_wrappers(router)
+        weight = base.weight
+        name = active_adapter(router)
+        return weight if name is None else weight + router.get_delta_weight(name)
+    if hasattr(router, "modules_to_save") and not router.disable_adapters:
+        names = [name for name in router.active_adapters if name in router.modules_to_save]
+        if names:
+            return router.modules_to_save[names[0]].weight
+    return getattr(router, "original_module", router).weight

@@ -1,0 +1,127 @@
+"""The weighted sum of loss terms, evaluated inside one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
+
+
+@dataclass
+class LayerLoss:
+    """Value of the objective in one layer.
+
+    ``total`` is the weighted sum with its graph (None when no term applies); ``values`` are the
+    unweighted values by term, detached.
+    """
+
+    total: Tensor | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Objective:
+    """Loss terms, their weights at the current step, and the layers each applies to.
+
+    Args:
+        terms: the terms; at most one of a name.
+        facts: the model's sizes; every term is checked against them.
+    """
+
+    def __init__(self, terms: Iterable[Term], facts: ModelFacts):
+        self.terms = tuple(terms)
+        self.facts = facts
+        names = [term.name for term in self.terms]
+        if len(set(names)) < len(names):
+            raise ObjectiveError(f"method.terms: a term is given twice: {names}")
+        for term in self.terms:
+            term.check(facts)
+        self._layers = {
+            term.name: sum(term.options.selects(layer) for layer in facts.moe_layers)
+            for term in self.terms
+        }
+        self.weights: dict[str, float] = {}
+        self.set_progress(0, 1)
+
+    @classmethod
+    def from_options(cls, terms: Mapping[str, Mapping[str, Any]], facts: ModelFacts) -> Objective:
+        """Build from ``{term name: options}``; a term of weight 0 is left out."""
+        built = []
+        for name, options in terms.items():
+            kind = TERMS[name]
+            try:
+                parsed = kind.Options(**options)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(str(part) for part in first["loc"])
+                raise ObjectiveError(f"method.terms.{name}.{place}: {first['msg']}") from None
+            if parsed.weight > 0:
+                built.append(kind(parsed))
+        return cls(built, facts)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Everything the terms read beyond the router's tensors."""
+        return frozenset().union(*(term.needs for term in self.terms))
+
+    def needs_of(self, layer: int) -> frozenset[Need]:
+        """What the terms of decoder layer ``layer`` read."""
+        return frozenset().union(
+            *(term.needs for term in self.terms if term.options.selects(layer))
+        )
+
+    def set_progress(self, step: int, total_steps: int) -> None:
+        """Move every weight to optimizer step ``step`` of ``total_steps``."""
+        self.weights = {
+            term.name: term.options.weight * term.options.schedule.factor(step, total_steps)
+            for term in self.terms
+        }
+
+    def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
+        """Evaluate the terms of this layer on ``record``."""
+        result = LayerLoss()
+        for term in self.terms:
+            if not term.options.selects(record.layer):
+                continue
+            value = term.loss(record, context)
+            if value is None:
+                continue
+            weight = self.weights[term.name]
+            if term.options.layers_reduction == "mean":
+                weight /= self._layers[term.name]
+            weighted = value * weight
+            result.total = weighted if result.total is None else result.total + weighted
+            result.values[term.name] = value.detach()
+        return result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """State of all terms, keys prefixed by the term's name."""
+        return {
+            f"{term.name}.{key}": tensor
+            for term in self.terms
+            for key, tensor in term.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        for term in self.terms:
+            prefix = f"{term.name}."
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            if own or term.state_dict():
+                term.load_state_dict(own)
+
+
+def reaches(total: Tensor, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether ``total`` sends any gradient other than exact zero into ``parameters``."""
+    trainable = [p for p in parameters if p.requires_grad]
+    if not trainable or not total.requires_grad:
+        return False
+    grads = torch.autograd.grad(total, trainable, retain_graph=True, allow_unused=True)
+    return any(grad is not None and bool((grad != 0).any()) for grad in grads)
