@@ -152,7 +152,7 @@ class Term(ABC):
         """Tensors to save with a training checkpoint."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have none)
         """Restore what :meth:`state_dict` returned."""
 
 

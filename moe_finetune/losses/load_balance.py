@@ -1,0 +1,214 @@
+"""Load balancing: Switch, DeepSeek and GShard forms, per sequence, micro-batch or global batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, distributed
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
+from moe_finetune.losses.tensors import (
+    at_least_float32,
+    blank,
+    check_choice,
+    check_shapes,
+    full_precision,
+)
+
+Variant = Literal["switch", "deepseek", "gshard"]
+Probabilities = Literal["all", "topk"]
+
+
+@full_precision
+def load_balancing_loss(
+    probs_TE: Tensor,
+    index_TK: Tensor,
+    mask_T: Tensor | None = None,
+    variant: Variant = "switch",
+    sequence_lengths: Tensor | None = None,
+    *,
+    probabilities: Probabilities = "all",
+    rank_totals: Tensor | None = None,
+) -> Tensor:
+    """``E Σ_e f_e P_e``: 1 at perfect balance (``switch``: K), larger the more tokens crowd.
+
+    ``f_e`` is the share of tokens whose selection holds expert e and carries no gradient; ``P_e``
+    is the mean probability of e. The loss is linear in the probabilities, so it is computed as
+    their product with constant coefficients.
+
+    Args:
+        probs_TE: probabilities before top-k, used as they are: normalise sigmoid scores first.
+        index_TK: selected experts; their order means nothing.
+        mask_T: True where a token counts; None counts all.
+        variant: "switch" as written; "deepseek" divided by K; "gshard" with ``f_e`` from the first
+            choice alone, the selected expert of highest probability (lowest id among equals).
+        sequence_lengths: tokens of each sequence, summing to T: the loss is then the mean of the
+            sequences' values (DeepSeek's ``seq_aux``); sequences without a token that counts are
+            left out. None pools all tokens.
+        probabilities: "all", or "topk" for the selected ones renormalised to sum 1 (P0 eq. 2).
+        rank_totals: what :func:`load_totals` returned, summed over data-parallel ranks. ``f`` and
+            ``P`` are then those of all ranks (Qiu et al. 2025), the value is the same on every
+            rank, and the mean over ranks of the gradients is the gradient of one process that
+            holds all tokens. Not together with ``sequence_lengths``.
+
+    Raises:
+        ValueError: for wrong shapes, an unknown variant, or lengths that do not sum to T.
+
+    Source: GShard (Lepikhin et al. 2020), Switch Transformer eq. 4, DeepSeek-V2 eq. 23; P0 eq. 18.
+    """
+    check_shapes(probs_TE=probs_TE, index_TK=index_TK, mask_T=mask_T)
+    probs_TE, chosen_TC, counts_T = _prepare(probs_TE, index_TK, mask_T, variant, probabilities)
+    num_experts = probs_TE.shape[1]
+    scale = num_experts / (index_TK.shape[1] if variant == "deepseek" else 1)
+    if rank_totals is not None:
+        if sequence_lengths is not None:
+            raise ValueError("rank_totals and sequence_lengths exclude each other")
+        if rank_totals.shape != (2 * num_experts + 1,):
+            got = tuple(rank_totals.shape)
+            raise ValueError(f"rank_totals has shape {got}, wanted ({2 * num_experts + 1},)")
+        load_E, mass_E, tokens = rank_totals.split([num_experts, num_experts, 1])
+        coefficient_E = scale * load_E / tokens.clamp_min(1).square()
+        own = (probs_TE.sum(0) * coefficient_E).sum()
+        # The other ranks' share has no gradient here; the mean over ranks divides by their number.
+        return (mass_E * coefficient_E).sum() + _num_ranks() * (own - own.detach())
+    if sequence_lengths is None:
+        load_E = _load(chosen_TC, counts_T, num_experts)
+        coefficient_E = scale * load_E / counts_T.sum().clamp_min(1).square()
+        return (probs_TE.sum(0) * coefficient_E).sum()
+    sequence_T = _sequence_of_token(sequence_lengths, probs_TE)
+    sequences = sequence_lengths.shape[0]
+    slots_TC = sequence_T.unsqueeze(1) * num_experts + chosen_TC
+    load_SE = _load(slots_TC, counts_T, sequences * num_experts).view(sequences, num_experts)
+    tokens_S = counts_T.new_zeros(sequences).index_add_(0, sequence_T, counts_T)
+    occupied = (tokens_S > 0).sum().clamp_min(1)
+    coefficient_SE = scale * load_SE / (tokens_S.clamp_min(1).square() * occupied).unsqueeze(1)
+    return (probs_TE * coefficient_SE.index_select(0, sequence_T)).sum()
+
+
+@full_precision
+def load_totals(
+    probs_TE: Tensor,
+    index_TK: Tensor,
+    mask_T: Tensor | None = None,
+    variant: Variant = "switch",
+    *,
+    probabilities: Probabilities = "all",
+) -> Tensor:
+    """Loads (E), probability sums (E) and token count (1) of this rank, without gradient."""
+    check_shapes(probs_TE=probs_TE, index_TK=index_TK, mask_T=mask_T)
+    probs_TE, chosen_TC, counts_T = _prepare(
+        probs_TE.detach(), index_TK, mask_T, variant, probabilities
+    )
+    load_E = _load(chosen_TC, counts_T, probs_TE.shape[1])
+    return torch.cat([load_E, probs_TE.sum(0), counts_T.sum(0, keepdim=True)])
+
+
+def _prepare(
+    probs_TE: Tensor,
+    index_TK: Tensor,
+    mask_T: Tensor | None,
+    variant: Variant,
+    probabilities: Probabilities,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities to average, the choices that make up the load, and 1 per token that counts."""
+    check_choice("variant", variant, ("switch", "deepseek", "gshard"))
+    check_choice("probabilities", probabilities, ("all", "topk"))
+    probs_TE = blank(at_least_float32(probs_TE), mask_T)
+    index_TK = blank(index_TK, mask_T)
+    counts_T = probs_TE.new_ones(probs_TE.shape[0]) if mask_T is None else mask_T.to(probs_TE.dtype)
+    chosen_TC = index_TK
+    if variant == "gshard":
+        by_id_TK = index_TK.sort(-1).values
+        first_T1 = probs_TE.detach().gather(-1, by_id_TK).argmax(-1, keepdim=True)
+        chosen_TC = by_id_TK.gather(-1, first_T1)
+    if probabilities == "topk":
+        picked_TK = probs_TE.gather(-1, index_TK)
+        scores_TK = picked_TK / picked_TK.sum(-1, keepdim=True).clamp_min(1e-20)
+        probs_TE = torch.zeros_like(probs_TE).scatter(-1, index_TK, scores_TK)
+    return probs_TE, chosen_TC, counts_T
+
+
+def _load(slots_TC: Tensor, counts_T: Tensor, size: int) -> Tensor:
+    """Tokens per slot. Sums of ones are exact in any order, so this repeats bit for bit."""
+    ones = counts_T.unsqueeze(1).expand_as(slots_TC).reshape(-1)
+    return counts_T.new_zeros(size).index_add_(0, slots_TC.reshape(-1), ones)
+
+
+def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
+    tokens = probs_TE.shape[0]
+    if sequence_lengths.dim() != 1 or sequence_lengths.is_floating_point():
+        raise ValueError(
+            f"sequence_lengths has shape {tuple(sequence_lengths.shape)} and dtype "
+            f"{sequence_lengths.dtype}, wanted (sequences,) integers"
+        )
+    # On an accelerator this check would wait for the device, so there it is left to the caller.
+    if sequence_lengths.device.type == "cpu" and int(sequence_lengths.sum()) != tokens:
+        raise ValueError(
+            f"sequence_lengths sum to {int(sequence_lengths.sum())}, wanted T={tokens}"
+        )
+    ends_S = sequence_lengths.to(probs_TE.device).cumsum(0)
+    return torch.searchsorted(ends_S, torch.arange(tokens, device=ends_S.device), right=True)
+
+
+def _num_ranks() -> int:
+    return distributed.get_world_size() if _distributed() else 1
+
+
+def _distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+class LoadBalanceOptions(TermOptions):
+    """Options of :func:`load_balancing_loss`; a batch has one value, so nothing is summed."""
+
+    reduction: Literal["mean"] = "mean"
+    variant: Variant = "switch"
+    scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
+    probabilities: Probabilities = "all"
+
+
+class LoadBalance(Term):
+    """``load_balance``: product of load share and mean probability, summed over experts."""
+
+    name = "load_balance"
+    source = "P0 eq. 18; P4 §2.3; GShard; Switch; DeepSeek-V2; Qiu et al. 2025"
+    reads = "router probabilities"
+    trains = frozenset({"router"})
+    Options = LoadBalanceOptions
+    options: LoadBalanceOptions
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Balance loss of this layer."""
+        options = self.options
+        inputs = (record.distribution_TE, record.index_TK, record.mask_T, options.variant)
+        lengths = totals = None
+        if options.scope == "sequence":
+            lengths = record.sequence_lengths
+            if lengths is None:
+                raise ObjectiveError(
+                    "method.terms.load_balance.scope: 'sequence' needs the length of each "
+                    "sequence, which this forward did not give; use 'micro_batch'"
+                )
+        if options.scope == "global_batch":
+            totals = self._totals_over_ranks(record, context, inputs)
+        return load_balancing_loss(
+            *inputs, lengths, probabilities=options.probabilities, rank_totals=totals
+        )
+
+    def _totals_over_ranks(
+        self,
+        record: RoutingRecord,
+        context: LayerContext,
+        inputs: tuple[Tensor, Tensor, Tensor, Variant],
+    ) -> Tensor:
+        """Totals of all ranks; kept for a recomputation, which then needs no communication."""
+        key = f"{self.name}.{record.layer}"
+        if key not in context.draws:
+            totals = load_totals(*inputs, probabilities=self.options.probabilities)
+            if _distributed():
+                distributed.all_reduce(totals)
+            context.draws[key] = totals
+        return context.draws[key]

@@ -1,0 +1,155 @@
+"""Orthogonality of a token's expert outputs (P0 eq. 25 and 28; P4 §6.2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.gram import gram, inverse_lengths, off_diagonal, squared_lengths
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_choice,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+Form = Literal["projection", "cosine"]
+
+
+@full_precision
+def orthogonality_loss(
+    outputs_TKH: Tensor,
+    scores_TK: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    form: Form = "projection",
+    tau_gate: float = 0.0,
+    eps: float = 1e-8,
+    *,
+    one_sided: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Squared overlap of the outputs of a token's experts, over ordered pairs, per token.
+
+    ``projection``: ``Σ_{j≠k} ‖proj_{y_k}(y_j)‖² = Σ_{j≠k} ⟨y_j,y_k⟩² ‖y_k‖² / (‖y_k‖² + eps)²``,
+    in squared units of the outputs. ``cosine``: ``Σ_{j≠k} cos²(y_j, y_k)``, where a zero vector
+    has cosine 0 with anything and ``eps`` is not used.
+
+    Args:
+        outputs_TKH: expert outputs before the routing weight.
+        scores_TK: scores of the selected experts; only pairs whose two scores are above
+            ``tau_gate`` count. None counts all pairs.
+        mask_T: True where a token counts; None counts all.
+        form: "projection" or "cosine".
+        tau_gate: threshold of the scores.
+        eps: added to the squared length that is divided by.
+        one_sided: treat ``y_k``, the vector projected on, as constant (P0 eq. 28).
+        reduction: "mean" over the tokens that count, or "sum" as P0 prints it.
+
+    Raises:
+        ValueError: for wrong shapes or an unknown form.
+    """
+    check_shapes(outputs_TKH=outputs_TKH, scores_TK=scores_TK, mask_T=mask_T)
+    if not one_sided:
+        gram_TKK = gram(outputs_TKH, mask_T)
+        return orthogonality_from_gram(
+            gram_TKK, scores_TK, mask_T, form, tau_gate, eps, reduction=reduction
+        )
+    moving_TKH = blank(at_least_float32(outputs_TKH), mask_T)
+    fixed_TKH = moving_TKH.detach()
+    inner_TKK = moving_TKH @ fixed_TKH.transpose(-1, -2)
+    squared_j_TK = moving_TKH.square().sum(-1)
+    overlap_TKK = _overlap(inner_TKK, squared_j_TK, squared_j_TK.detach(), form, eps)
+    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate, reduction)
+
+
+@full_precision
+def orthogonality_from_gram(
+    gram_TKK: Tensor,
+    scores_TK: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    form: Form = "projection",
+    tau_gate: float = 0.0,
+    eps: float = 1e-8,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""
+    check_shapes(gram_TKK=gram_TKK, scores_TK=scores_TK, mask_T=mask_T)
+    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    squared_TK = squared_lengths(gram_TKK)
+    overlap_TKK = _overlap(gram_TKK, squared_TK, squared_TK, form, eps)
+    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate, reduction)
+
+
+def _overlap(
+    inner_TKK: Tensor, squared_j_TK: Tensor, squared_k_TK: Tensor, form: Form, eps: float
+) -> Tensor:
+    """Overlap of y_j (rows) with y_k (columns)."""
+    check_choice("form", form, ("projection", "cosine"))
+    if form == "projection":
+        squared_k_TK = squared_k_TK.unsqueeze(-2)
+        # Divide before squaring: the fourth power of a length can leave float32.
+        return (inner_TKK / (squared_k_TK + eps)).square() * squared_k_TK
+    inverse_j_TK, inverse_k_TK = inverse_lengths(squared_j_TK), inverse_lengths(squared_k_TK)
+    return (inner_TKK * inverse_j_TK.unsqueeze(-1) * inverse_k_TK.unsqueeze(-2)).square()
+
+
+def _sum_pairs(
+    overlap_TKK: Tensor,
+    scores_TK: Tensor | None,
+    mask_T: Tensor | None,
+    tau_gate: float,
+    reduction: Reduction,
+) -> Tensor:
+    pairs_TKK = off_diagonal(overlap_TKK)
+    if scores_TK is not None:
+        above_TK = scores_TK > tau_gate
+        both_TKK = above_TK.unsqueeze(-1) & above_TK.unsqueeze(-2)
+        pairs_TKK = pairs_TKK.masked_fill(~both_TKK, 0.0)
+    return reduce_tokens(pairs_TKK.sum((-1, -2)), mask_T, reduction)
+
+
+class OrthogonalityOptions(TermOptions):
+    """Options of :func:`orthogonality_loss`."""
+
+    form: Form = "projection"
+    one_sided: bool = False
+    tau_gate: float = Field(default=0.0, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+
+
+class Orthogonality(Term):
+    """``orthogonality``: overlap of the selected experts' outputs."""
+
+    name = "orthogonality"
+    source = "P0 eq. 25, 28; P4 §6.2"
+    reads = "expert outputs"
+    trains = frozenset({"experts"})
+    Options = OrthogonalityOptions
+    options: OrthogonalityOptions
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inner products, or the outputs when the two sides of a pair differ."""
+        return frozenset({"outputs"} if self.options.one_sided else {"outputs_gram"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Orthogonality loss of this layer."""
+        options = self.options
+        shared = (record.scores_TK, record.mask_T, options.form, options.tau_gate, options.eps)
+        if options.one_sided:
+            assert record.outputs_TKH is not None
+            return orthogonality_loss(
+                record.outputs_TKH, *shared, one_sided=True, reduction=options.reduction
+            )
+        assert record.outputs_gram_TKK is not None
+        return orthogonality_from_gram(
+            record.outputs_gram_TKK, *shared, reduction=options.reduction
+        )

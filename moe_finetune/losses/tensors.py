@@ -1,0 +1,87 @@
+"""What all losses share: shape checks, arithmetic type, masked reduction.
+
+Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum"]
+Inputs = ParamSpec("Inputs")
+Result = TypeVar("Result")
+
+
+def check_shapes(**tensors: Tensor | None) -> None:
+    """Check each tensor against the suffix of its name; equal letters are equal sizes.
+
+    Raises:
+        ValueError: naming the argument, the shape got and the shape wanted.
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        letters = name.rsplit("_", 1)[1]
+        got = tuple(tensor.shape)
+        known = dict(sizes)
+        fits = len(got) == len(letters)
+        for letter, size in zip(letters, got, strict=False):
+            fits = fits and known.setdefault(letter, size) == size
+        if not fits:
+            wanted = ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters)
+            raise ValueError(f"{name} has shape {got}, wanted ({wanted})")
+        if name.startswith(("index_", "token_ids_")) and tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}, wanted an integer type")
+        sizes = known
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError when ``value`` is none of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} is '{value}', wanted one of {', '.join(choices)}")
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Float64 stays; narrower types become float32. Gradients arrive in the tensor's own type."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
+    """Run ``function`` outside autocast, which would put its products back into 16 bits."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        first = next(tensors, None)
+        with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Zeros in place of the rows that do not count, so that a NaN there reaches nothing."""
+    if mask_T is None:
+        return tensor
+    rows = mask_T.to(torch.bool).view(-1, *(1,) * (tensor.dim() - 1))
+    return torch.where(rows, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+
+def count(mask_T: Tensor | None, values_T: Tensor) -> Tensor:
+    """Number of tokens that count, at least 1, in the type of ``values_T``."""
+    if mask_T is None:
+        return values_T.new_full((), max(values_T.shape[0], 1))
+    return mask_T.to(torch.bool).sum().clamp_min(1).to(values_T.dtype)
+
+
+def reduce_tokens(values_T: Tensor, mask_T: Tensor | None, reduction: Reduction) -> Tensor:
+    """Mean or sum over the tokens that count; 0 when none does."""
+    check_choice("reduction", reduction, ("mean", "sum"))
+    total = blank(values_T, mask_T).sum()
+    return total if reduction == "sum" else total / count(mask_T, values_T)

@@ -1,0 +1,52 @@
+"""Routing variance: makes each expert's score differ from token to token (P0, eq. 7)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Term
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    count,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def variance_loss(
+    scores_TE: Tensor, mask_T: Tensor | None = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """``-(1/E) Σ_e (s_te - s̄_e)²`` per token, ``s̄_e`` the mean over the tokens that count.
+
+    Args:
+        scores_TE: scores after top-k: rows sum to 1, zeros where an expert was not selected.
+        mask_T: True where a token counts; None counts all.
+        reduction: "mean" over the tokens that count, or "sum" as the paper prints it.
+
+    Raises:
+        ValueError: for wrong shapes.
+
+    Source: *Advancing Expert Specialization for Better MoE* (arXiv 2505.22323), eq. 7.
+    """
+    check_shapes(scores_TE=scores_TE, mask_T=mask_T)
+    scores_TE = blank(at_least_float32(scores_TE), mask_T)
+    mean_E = scores_TE.sum(0) / count(mask_T, scores_TE)
+    return reduce_tokens(-(scores_TE - mean_E).square().mean(-1), mask_T, reduction)
+
+
+class Variance(Term):
+    """``variance``: spread of the scores after top-k."""
+
+    name = "variance"
+    source = "P0 eq. 7"
+    reads = "router scores after top-k"
+    trains = frozenset({"router"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Variance loss of this layer."""
+        return variance_loss(record.scores_TE, record.mask_T, self.options.reduction)

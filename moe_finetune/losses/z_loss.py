@@ -1,0 +1,48 @@
+"""Router z-loss: keeps router logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Term
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def router_z_loss(
+    logits_TE: Tensor, mask_T: Tensor | None = None, reduction: Reduction = "mean"
+) -> Tensor:
+    """``(logsumexp_e logits)²`` per token, in nats squared.
+
+    Args:
+        logits_TE: router logits before the score function.
+        mask_T: True where a token counts; None counts all.
+        reduction: "mean" or "sum" over the tokens that count.
+
+    Raises:
+        ValueError: for wrong shapes.
+    """
+    check_shapes(logits_TE=logits_TE, mask_T=mask_T)
+    logits_TE = blank(at_least_float32(logits_TE), mask_T)
+    return reduce_tokens(logits_TE.logsumexp(-1).square(), mask_T, reduction)
+
+
+class ZLoss(Term):
+    """``z_loss``: squared log-partition of the router logits."""
+
+    name = "z_loss"
+    source = "ST-MoE eq. 5"
+    reads = "router logits"
+    trains = frozenset({"router"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Z-loss of this layer."""
+        return router_z_loss(record.logits_TE, record.mask_T, self.options.reduction)
