@@ -1,0 +1,76 @@
+"""Metrics of routing, experts, coherence and placement: pure functions on numpy or torch arrays."""
+
+from moe_finetune.metrics.coherence import (
+    coherence_barrier,
+    coherence_summary,
+    effective_rank,
+    mutual_coherence,
+    token_coherence,
+    weighted_barrier,
+)
+from moe_finetune.metrics.domains import domain_specialization
+from moe_finetune.metrics.experts import (
+    activation_cosine,
+    expert_overlap,
+    gram_cosine,
+    output_cosine,
+    silhouette,
+)
+from moe_finetune.metrics.load import expert_load, max_violation
+from moe_finetune.metrics.paths import (
+    conditional_activation,
+    coupling_mass,
+    path_stability,
+    top_choice,
+)
+from moe_finetune.metrics.placement import placement_metrics
+from moe_finetune.metrics.router import (
+    erc_table,
+    noise_level,
+    parameter_norms,
+    router_cosine,
+    router_gate_norms,
+)
+from moe_finetune.metrics.routing import (
+    rmse,
+    routing_entropy,
+    routing_information,
+    routing_variance,
+    scatter_scores,
+    score_variance,
+)
+from moe_finetune.metrics.tokens import conditional_mean_rank
+
+__all__ = [
+    "activation_cosine",
+    "coherence_barrier",
+    "coherence_summary",
+    "conditional_activation",
+    "conditional_mean_rank",
+    "coupling_mass",
+    "domain_specialization",
+    "effective_rank",
+    "erc_table",
+    "expert_load",
+    "expert_overlap",
+    "gram_cosine",
+    "max_violation",
+    "mutual_coherence",
+    "noise_level",
+    "output_cosine",
+    "parameter_norms",
+    "path_stability",
+    "placement_metrics",
+    "rmse",
+    "router_cosine",
+    "router_gate_norms",
+    "routing_entropy",
+    "routing_information",
+    "routing_variance",
+    "scatter_scores",
+    "score_variance",
+    "silhouette",
+    "token_coherence",
+    "top_choice",
+    "weighted_barrier",
+]

@@ -1,0 +1,132 @@
+"""Arrays in: torch or numpy, checked once, with one way to say what is wrong.
+
+Shape legend of the metrics: T tokens, L MoE layers, E routed experts, K selected, H hidden,
+D expert width, N items of a sample, V vocabulary, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.errors import NumericsError
+
+Array = Any
+"""A numpy array, a torch tensor on any device, or nested lists."""
+
+
+class NotFiniteError(NumericsError, ValueError):
+    """NaN or infinity where a metric needs numbers."""
+
+
+def to_numpy(values: Array) -> np.ndarray:
+    """``values`` as a numpy array; torch tensors are detached, bfloat16 becomes float32."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        if str(values.dtype) == "torch.bfloat16":
+            values = values.float()
+        return values.numpy()
+    return np.asarray(values)
+
+
+def check_shape(name: str, array: np.ndarray, wanted: Sequence[int | str]) -> None:
+    """Raise ValueError unless ``array`` has the shape ``wanted`` (letters stand for any size)."""
+    fits = array.ndim == len(wanted) and all(
+        isinstance(size, str) or size == got for size, got in zip(wanted, array.shape, strict=True)
+    )
+    if not fits:
+        shape = ", ".join(str(size) for size in wanted)
+        raise ValueError(f"{name}: got shape {tuple(array.shape)}, wanted ({shape})")
+
+
+def floats(
+    name: str, values: Array, wanted: Sequence[int | str], as_given: bool = False
+) -> np.ndarray:
+    """Finite, non-empty array of the shape ``wanted``, in float64.
+
+    ``as_given`` keeps the dtype, for arrays that are converted chunk by chunk.
+    """
+    array = to_numpy(values)
+    check_shape(name, array, wanted)
+    if array.size == 0:
+        shape = ", ".join(str(size) for size in wanted)
+        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+    if not as_given:
+        array = array.astype(np.float64, copy=False)
+    if not np.isfinite(array).all():
+        bad = np.argwhere(~np.isfinite(array))
+        raise NotFiniteError(
+            f"{name}: {len(bad)} of {array.size} values are NaN or infinite, the first at "
+            f"{tuple(bad[0].tolist())}; leave those rows out or find where they come from"
+        )
+    return array
+
+
+def integers(
+    name: str, values: Array, wanted: Sequence[int | str], below: int | None = None
+) -> np.ndarray:
+    """Non-empty integer array of the shape ``wanted``, all in ``[0, below)`` when that is given."""
+    array = to_numpy(values)
+    check_shape(name, array, wanted)
+    if array.size == 0:
+        shape = ", ".join(str(size) for size in wanted)
+        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
+    if below is not None:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= below:
+            raise ValueError(f"{name}: got values from {low} to {high}, wanted 0 to {below - 1}")
+    return array
+
+
+def keep(name: str, mask_T: Array | None, tokens: int) -> np.ndarray | slice:
+    """Selector of the tokens that count: all of them without a mask; ValueError when none do."""
+    if mask_T is None:
+        return slice(None)
+    mask = to_numpy(mask_T)
+    check_shape(name, mask, (tokens,))
+    mask = mask.astype(bool)
+    if not mask.any():
+        raise ValueError(f"{name}: no token counts, wanted at least one True of {tokens}")
+    return mask
+
+
+def chunks(rows: int, row_elements: int, limit: int = 4_000_000) -> Iterator[slice]:
+    """Slices over ``rows`` such that a slice holds about ``limit`` elements at most."""
+    step = max(1, limit // max(1, row_elements))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def entropy(probabilities: np.ndarray) -> np.ndarray:
+    """``-sum p ln p`` over the last axis in nats, with 0 ln 0 = 0."""
+    logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
+    return -(probabilities * logs).sum(-1)
+
+
+def unit_rows(array: np.ndarray) -> np.ndarray:
+    """Rows divided by their Euclidean norm; a zero row stays zero (cosine 0 with anything)."""
+    # Scaling by the largest entry first keeps tiny and huge rows from under- and overflowing.
+    largest = np.abs(array).max(-1, keepdims=True)
+    scaled = np.divide(array, largest, out=np.zeros_like(array), where=largest > 0)
+    norms = np.linalg.norm(scaled, axis=-1, keepdims=True)
+    return np.divide(scaled, norms, out=np.zeros_like(scaled), where=norms > 0)
+
+
+class MeanStd(float):
+    """A mean that also knows its spread: ``float(x)``, ``x.std``, or ``mean, std = x``."""
+
+    std: float
+
+    def __new__(cls, mean: float, std: float) -> MeanStd:
+        """Build from both numbers."""
+        made = super().__new__(cls, mean)
+        made.std = float(std)
+        return made
+
+    def __iter__(self) -> Iterator[float]:
+        """Mean, then standard deviation."""
+        return iter((float(self), self.std))

@@ -1,0 +1,93 @@
+"""Coherence of expert features: when can top-k selection recover the right experts?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_finetune.metrics.arrays import Array, chunks, floats, unit_rows
+
+
+def mutual_coherence(features_NH: Array) -> float:
+    """``mu = max_{i != j} abs cos(E_i, E_j)`` over N expert features ``(N, H)``.
+
+    Over the K selected experts of a token it is a lower bound of the value over all E. Range 0
+    (orthogonal: perfect specialization) to 1 (two experts parallel). A zero feature has cosine 0
+    with anything; N = 1 has no pairs and gives 0. Source: P4 def. 5.2.
+    """
+    return float(token_coherence(floats("features_NH", features_NH, ("N", "H"))[None])[0])
+
+
+def token_coherence(outputs_TKH: Array) -> np.ndarray:
+    """:func:`mutual_coherence` of every token's K outputs, ``(T,)``."""
+    outputs = floats("outputs_TKH", outputs_TKH, ("T", "K", "H"), as_given=True)
+    tokens, width = outputs.shape[:2]
+    coherence_T = np.zeros(tokens)
+    own = np.arange(width)
+    for part in chunks(tokens, outputs[0].size):
+        unit = unit_rows(outputs[part].astype(np.float64))
+        cosines = np.abs(unit @ unit.transpose(0, 2, 1))
+        cosines[:, own, own] = 0
+        coherence_T[part] = np.minimum(cosines.max((1, 2)), 1.0)
+    return coherence_T
+
+
+def coherence_barrier(k: int) -> float:
+    """``1 / (2k - 1)``: below it, k experts of equal weight are recovered by greedy selection.
+
+    Sufficient, not necessary. 1 for k = 1, 1/3 for k = 2, 1/11 for k = 6. For unequal weights see
+    :func:`weighted_barrier`. Source: P4 thm 5.3.
+    """
+    if k < 1:
+        raise ValueError(f"k: got {k}, wanted at least 1")
+    return 1 / (2 * k - 1)
+
+
+def weighted_barrier(weights_TK: Array) -> np.ndarray:
+    """The barrier per token for unequal weights: ``alpha_min / alpha_max / (2k - 1)``, ``(T,)``.
+
+    ``weights_TK`` ``(T, K)`` positive routing weights. Greedy selection recovers all k experts
+    when ``alpha_min / alpha_max > (2k - 1) mu``. Source: P4 thm 5.3.
+    """
+    weights = floats("weights_TK", weights_TK, ("T", "K"))
+    if weights.min() < 0:
+        raise ValueError(f"weights_TK: got values down to {weights.min():g}, wanted weights >= 0")
+    high = weights.max(-1)
+    ratio = np.divide(weights.min(-1), high, out=np.zeros_like(high), where=high > 0)
+    return ratio * coherence_barrier(weights.shape[1])
+
+
+def coherence_summary(outputs_TKH: Array, weights_TK: Array | None = None) -> dict[str, float]:
+    """Mean and largest coherence of the tokens, the barrier, and the share of tokens below it.
+
+    Keys ``mean``, ``max``, ``barrier``, ``share_below`` and, with weights,
+    ``share_below_weighted``. Shares are 1 at perfect specialization. Source: P4 thm 5.3.
+    """
+    coherence_T = token_coherence(outputs_TKH)
+    barrier = coherence_barrier(np.shape(outputs_TKH)[1])
+    found = {
+        "mean": float(coherence_T.mean()),
+        "max": float(coherence_T.max()),
+        "barrier": barrier,
+        "share_below": float((coherence_T < barrier).mean()),
+    }
+    if weights_TK is not None:
+        weights = floats("weights_TK", weights_TK, np.shape(outputs_TKH)[:2])
+        found["share_below_weighted"] = float((coherence_T < weighted_barrier(weights)).mean())
+    return found
+
+
+def effective_rank(features_NH: Array) -> float:
+    """``exp`` of the entropy of the normalised singular values of the matrix as given.
+
+    ``features_NH`` ``(N, H)``: rows are experts, columns their outputs on a token sample,
+    flattened. Between 1 (all experts alike up to scale) and ``min(N, H)`` (orthogonal, equally
+    strong); 0 for a zero matrix. Source: P4 Fig. 3b (the definition, after Roy and Vetterli 2007,
+    is ours).
+    """
+    values = np.linalg.svd(floats("features_NH", features_NH, ("N", "H")), compute_uv=False)
+    total = values.sum()
+    if total == 0:
+        return 0.0
+    shares = values / total
+    shares = shares[shares > 0]
+    return float(np.exp(-(shares * np.log(shares)).sum()))

@@ -1,0 +1,136 @@
+"""How different the experts are, seen from tokens: neighbours, clusters, cosines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_finetune.metrics.arrays import (
+    Array,
+    check_shape,
+    chunks,
+    floats,
+    integers,
+    keep,
+    to_numpy,
+    unit_rows,
+)
+
+
+def expert_overlap(
+    embeddings_NH: Array,
+    labels_N: Array,
+    k: int = 10,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+) -> float:
+    """Mean share of an embedding's k nearest neighbours that carry another expert label.
+
+    Euclidean distance, the embedding itself left out, ``k' = min(k, N - 1)``, ties to the lower
+    index. ``embeddings_NH`` ``(N, H)`` (a token's input to the MoE block, or its top-1 expert's
+    output), ``labels_N`` ``(N,)`` its top-1 expert. ``sample``: use that many embeddings, drawn
+    without replacement by ``seed`` (the cost grows with N squared). 0 at perfect specialization;
+    about ``1 - sum_e share_e^2`` when labels say nothing about the embedding. NaN raises
+    ValueError. Source: P0 eq. 39-41 (distance and k are ours).
+    """
+    embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
+    count = len(labels)
+    if k < 1:
+        raise ValueError(f"k: got {k}, wanted at least 1")
+    if count < 2:
+        raise ValueError(f"embeddings_NH: got {count} embedding, wanted at least 2 to compare")
+    neighbours = min(k, count - 1)
+    squares_N = (embeddings**2).sum(-1)
+    other = 0
+    for part in chunks(count, count):
+        distances = squares_N - 2 * embeddings[part] @ embeddings.T  # + |x|^2, the same for a row
+        rows = np.arange(part.stop - part.start)
+        distances[rows, rows + part.start] = np.inf
+        nearest = np.argsort(distances, axis=-1, kind="stable")[:, :neighbours]
+        other += int((labels[nearest] != labels[part][:, None]).sum())
+    return other / (count * neighbours)
+
+
+def silhouette(
+    embeddings_NH: Array, labels_N: Array, *, sample: int | None = None, seed: int = 0
+) -> float:
+    """Mean silhouette coefficient of embeddings labelled by their top-1 expert (scikit-learn's).
+
+    Range -1 (every point nearer to another cluster) over 0 (overlapping) to 1 (perfectly separate
+    experts). Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels. Source:
+    P0 eq. 38.
+    """
+    from sklearn.metrics import silhouette_score
+
+    embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
+    kinds = len(np.unique(labels))
+    if not 2 <= kinds <= len(labels) - 1:
+        raise ValueError(
+            f"labels_N: got {kinds} different labels on {len(labels)} embeddings, wanted 2 to N - 1"
+        )
+    return float(silhouette_score(embeddings, labels))
+
+
+def activation_cosine(activations_TKD: Array, mask_T: Array | None = None) -> float:
+    """Mean squared cosine over ordered pairs of a token's selected experts' activations.
+
+    ``activations_TKD`` ``(T, K, D)``: z after the gate, before the down projection. Range 0
+    (orthogonal: perfect specialization) to 1 (parallel); a zero vector has cosine 0 with anything;
+    K = 1 has no pairs and gives 0. Source: P1 Table 1, normalised by K(K - 1).
+    """
+    return _mean_squared_cosine("activations_TKD", activations_TKD, ("T", "K", "D"), mask_T)
+
+
+def output_cosine(outputs_TKH: Array, mask_T: Array | None = None) -> float:
+    """Mean squared cosine over ordered pairs of a token's selected experts' outputs.
+
+    ``outputs_TKH`` ``(T, K, H)``: y before the routing weight. Range and conventions as in
+    :func:`activation_cosine`. Source: P4 section 6.2.
+    """
+    return _mean_squared_cosine("outputs_TKH", outputs_TKH, ("T", "K", "H"), mask_T)
+
+
+def gram_cosine(gram_TKK: Array, mask_T: Array | None = None) -> float:
+    """:func:`output_cosine` or :func:`activation_cosine` from the Gram matrices ``(T, K, K)``."""
+    gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
+    width = gram.shape[1]
+    if gram.shape[2] != width:
+        raise ValueError(f"gram_TKK: got shape {gram.shape}, wanted (T, {width}, {width})")
+    gram = gram[keep("mask_T", mask_T, len(gram))]
+    norms = np.einsum("tkk->tk", gram)
+    scale = norms[:, :, None] * norms[:, None, :]
+    squared = np.divide(gram**2, scale, out=np.zeros_like(gram), where=scale > 0)
+    return _mean_off_diagonal(squared.sum(0), len(gram))
+
+
+def _mean_squared_cosine(
+    name: str, values: Array, wanted: tuple[str, str, str], mask_T: Array | None
+) -> float:
+    vectors = floats(name, values, wanted, as_given=True)
+    vectors = vectors[keep("mask_T", mask_T, len(vectors))]
+    tokens, width = vectors.shape[:2]
+    total_KK = np.zeros((width, width))
+    for part in chunks(tokens, vectors[0].size):
+        unit = unit_rows(vectors[part].astype(np.float64))
+        total_KK += ((unit @ unit.transpose(0, 2, 1)) ** 2).sum(0)
+    return _mean_off_diagonal(total_KK, tokens)
+
+
+def _mean_off_diagonal(total_KK: np.ndarray, tokens: int) -> float:
+    width = len(total_KK)
+    if width == 1:
+        return 0.0
+    return float((total_KK.sum() - np.trace(total_KK)) / (tokens * width * (width - 1)))
+
+
+def _sampled(
+    embeddings_NH: Array, labels_N: Array, sample: int | None, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    embeddings = to_numpy(embeddings_NH)
+    check_shape("embeddings_NH", embeddings, ("N", "H"))
+    labels = integers("labels_N", labels_N, (len(embeddings),))
+    if sample is not None and sample < len(labels):
+        # Drawn before the conversion to float64, so that a large trace costs only its sample.
+        chosen = np.sort(np.random.default_rng(seed).choice(len(labels), sample, replace=False))
+        embeddings, labels = embeddings[chosen], labels[chosen]
+    return floats("embeddings_NH", embeddings, ("N", "H")), labels

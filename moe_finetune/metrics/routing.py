@@ -1,0 +1,99 @@
+"""What the router's probabilities and scores look like over a set of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_finetune.metrics.arrays import Array, chunks, entropy, floats, integers
+
+
+def scatter_scores(index_TK: Array, weights_TK: Array, num_experts: int) -> np.ndarray:
+    """``scores_TE``: the selected weights renormalised to sum 1, 0 where not selected.
+
+    A scaling factor in the weights drops out. A token whose weights are all 0 stays all 0.
+    """
+    index = integers("index_TK", index_TK, ("T", "K"), below=num_experts)
+    weights = floats("weights_TK", weights_TK, index.shape)
+    totals = weights.sum(-1, keepdims=True)
+    scores = np.zeros((len(index), num_experts))
+    shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
+    np.put_along_axis(scores, index.astype(np.int64), shares, axis=-1)
+    return scores
+
+
+def routing_variance(probs_TE: Array) -> float:
+    """``1/E sum_e (mean_t g_e(x_t) - 1/E)^2`` of the mean routing distribution.
+
+    ``probs_TE`` ``(T, E)``, rows sum to 1. 0 at perfect balance; rises with imbalance to
+    ``(E - 1) / E^2`` when one expert takes everything. Source: P0 eq. 42.
+    """
+    probs = floats("probs_TE", probs_TE, ("T", "E"), as_given=True)
+    mean_E = probs.mean(0, dtype=np.float64)
+    return float(((mean_E - 1 / len(mean_E)) ** 2).mean())
+
+
+def score_variance(scores_TE: Array) -> float:
+    """Mean over tokens of ``1/E sum_e (s_te - mean_t s_te)^2``: what the variance loss raises.
+
+    ``scores_TE`` ``(T, E)`` after top-k: rows sum to 1, zeros elsewhere. 0 when every token is
+    routed alike; at most ``(1 - 1/E) / E``, reached by one-hot scores in perfect balance (perfect
+    specialization). Source: P0 eq. 7.
+    """
+    scores = floats("scores_TE", scores_TE, ("T", "E"), as_given=True)
+    mean_E = scores.mean(0, dtype=np.float64)
+    total = 0.0
+    for part in chunks(*scores.shape):
+        total += float(((scores[part] - mean_E) ** 2).sum())
+    return total / scores.size
+
+
+def routing_entropy(probs_TE: Array) -> float:
+    """Mean over tokens of ``-sum_e p_te ln p_te``, in nats.
+
+    ``probs_TE`` ``(T, E)``, rows sum to 1: full probabilities or top-k scores. ``ln E`` (``ln K``
+    for top-k scores) when all are equal, 0 when every token has one certain expert. Source: P1;
+    P3's S_RL.
+    """
+    probs = _distribution("probs_TE", probs_TE)
+    total = 0.0
+    for part in chunks(*probs.shape):
+        total += float(entropy(probs[part].astype(np.float64)).sum())
+    return total / len(probs)
+
+
+def routing_information(scores_TE: Array) -> dict[str, float]:
+    """Entropies of the expert Z that a token X is routed to, in nats.
+
+    ``scores_TE`` ``(T, E)``: top-k scores, rows sum to 1. Returns ``entropy`` H(Z) of the mean
+    distribution (``ln E`` at perfect balance), ``conditional_entropy`` H(Z|X) (at most ``ln K``;
+    0 when decided), ``mutual_information`` I(X;Z) = H(Z) - H(Z|X) (``ln E`` at perfect
+    specialization in balance) and ``collision_entropy`` H_2 = -ln sum_e mean_e^2 (between 0 and
+    H(Z)). Source: P4 thm 3.3, 4.1, 4.2.
+    """
+    scores = _distribution("scores_TE", scores_TE)
+    return information(scores.mean(0, dtype=np.float64), routing_entropy(scores))
+
+
+def information(mean_E: np.ndarray, conditional_entropy: float) -> dict[str, float]:
+    """:func:`routing_information` from the mean distribution and H(Z|X)."""
+    whole = float(entropy(mean_E))
+    return {
+        "entropy": whole,
+        "conditional_entropy": float(conditional_entropy),
+        "mutual_information": whole - float(conditional_entropy),
+        "collision_entropy": float(-np.log((mean_E**2).sum())),
+    }
+
+
+def rmse(curve_a: Array, curve_b: Array) -> float:
+    """Root mean squared difference of two curves of the same length; 0 when equal. P0 eq. 43."""
+    a = floats("curve_a", curve_a, ("N",))
+    b = floats("curve_b", curve_b, a.shape)
+    return float(np.sqrt(((a - b) ** 2).mean()))
+
+
+def _distribution(name: str, values: Array) -> np.ndarray:
+    array = floats(name, values, ("T", "E"), as_given=True)
+    if array.min() < 0:
+        raise ValueError(f"{name}: got values down to {array.min():g}, wanted probabilities >= 0")
+    return array
