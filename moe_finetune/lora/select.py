@@ -1,0 +1,196 @@
+"""Expert selection for expert-selective fine-tuning (ESFT, Wang et al. 2024, arXiv 2407.01906).
+
+Experts of a layer are taken in descending order of their relevance to a task until the running
+sum of the relevance, normalised to 1 per layer, reaches ``top_p``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from moe_finetune.errors import DataError
+from moe_finetune.metrics.arrays import Array, chunks, floats, integers
+
+Score = Literal["token", "gate"]
+
+
+def expert_relevance(
+    index_TLK: Array, weights_TLK: Array | None, num_experts: int, score: Score = "token"
+) -> np.ndarray:
+    """Relevance of each expert, ``(L, E)`` float64, rows sum to 1.
+
+    ``token``: share of the dispatches that go to the expert (ESFT eq. 5). ``gate``: mean routing
+    weight (ESFT eq. 4), normalised per layer; needs ``weights_TLK`` of the shape of ``index_TLK``
+    ``(T, L, K)``.
+    """
+    if score not in ("token", "gate"):
+        raise ValueError(f"score: got {score!r}, wanted 'token' or 'gate'")
+    index = integers("index_TLK", index_TLK, ("T", "L", "K"), below=num_experts)
+    tokens, layers, width = index.shape
+    weights = None
+    if score == "gate":
+        if weights_TLK is None:
+            raise ValueError(f"weights_TLK: got None, wanted {index.shape} for the gate score")
+        weights = floats("weights_TLK", weights_TLK, index.shape, as_given=True)
+    relevance_LE = np.zeros((layers, num_experts))
+    for part in chunks(tokens, layers * width):
+        for layer in range(layers):
+            relevance_LE[layer] += np.bincount(
+                index[part, layer].ravel(),
+                None if weights is None else weights[part, layer].ravel(),
+                minlength=num_experts,
+            )
+    totals = relevance_LE.sum(-1, keepdims=True)
+    if not totals.all():
+        raise ValueError(f"weights_TLK: all weights of layer {int(totals.argmin())} are 0")
+    return relevance_LE / totals
+
+
+def select_experts(
+    index_TLK: Array,
+    weights_TLK: Array | None,
+    num_experts: int,
+    score: Score = "token",
+    top_p: float = 0.2,
+) -> list[list[int]]:
+    """The experts of each layer that a task relies on, most relevant first.
+
+    Args:
+        index_TLK: ``(T, L, K)`` selected experts per token and MoE layer.
+        weights_TLK: their routing weights, same shape; may be None with ``score="token"``.
+        num_experts: routed experts E of a layer.
+        score: see :func:`expert_relevance`.
+        top_p: share of the relevance that the chosen experts reach together, in (0, 1]; the expert
+            that reaches it is included.
+
+    Returns a list per layer; equal relevances go to the lower expert index. An expert that no
+    token uses is never selected.
+    """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: got {top_p}, wanted a share above 0 and at most 1")
+    relevance_LE = expert_relevance(index_TLK, weights_TLK, num_experts, score)
+    return [_until(relevance_E, top_p) for relevance_E in relevance_LE]
+
+
+def _until(relevance_E: np.ndarray, top_p: float) -> list[int]:
+    order = np.argsort(-relevance_E, kind="stable")
+    sums = np.cumsum(relevance_E[order])
+    # Sums of shares such as 0.05 + 0.15 must count as 0.2 whatever their last bit says.
+    count = int(np.searchsorted(sums, top_p - 1e-9)) + 1
+    used = int(np.count_nonzero(relevance_E))
+    return [int(expert) for expert in order[: min(count, used)]]
+
+
+@dataclass(frozen=True)
+class ExpertSelection:
+    """Chosen experts per decoder layer, and how they were chosen (None where a file is silent)."""
+
+    experts: dict[int, list[int]]
+    model_type: str | None = None
+    num_experts: int | None = None
+    score: str | None = None
+    top_p: float | None = None
+
+    def write(self, path: str | Path) -> None:
+        """Write the selection as JSON."""
+        document = {
+            "model_type": self.model_type,
+            "num_experts": self.num_experts,
+            "score": self.score,
+            "top_p": self.top_p,
+            "experts": {str(layer): ids for layer, ids in sorted(self.experts.items())},
+        }
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
+        """Raise DataError unless the selection belongs to a model with these facts."""
+        if self.model_type not in (None, model_type):
+            raise DataError(
+                f"expert selection: made for model type '{self.model_type}', "
+                f"this checkpoint is '{model_type}'; select again on its own routing"
+            )
+        if self.num_experts not in (None, num_experts):
+            raise DataError(
+                f"expert selection: made for {self.num_experts} experts a layer, "
+                f"this checkpoint has {num_experts}"
+            )
+        unknown = sorted(set(self.experts) - set(moe_layers))
+        if unknown:
+            raise DataError(
+                f"expert selection: layers {unknown} are not MoE layers of this checkpoint, "
+                f"whose MoE layers are {list(moe_layers)}"
+            )
+        for layer, ids in self.experts.items():
+            if max(ids) >= num_experts:
+                raise DataError(
+                    f"expert selection: layer {layer} names expert {max(ids)}, "
+                    f"this checkpoint has experts 0 to {num_experts - 1}"
+                )
+
+    @classmethod
+    def read(cls, path: str | Path) -> ExpertSelection:
+        """Read a selection file, ours or ESFT's published ``{"experts": {...}, ...}``.
+
+        Raise DataError that names the file and the entry that is wrong. ESFT files that also train
+        shared experts or other modules are refused: say so in the recipe's targets instead.
+        """
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as a selection file: {error}") from error
+        if not isinstance(document, dict) or not isinstance(document.get("experts"), dict):
+            raise DataError(
+                f"{path}: not a selection file; wanted JSON with "
+                '"experts": {"<decoder layer>": [expert ids]}'
+            )
+        for key in ("shared_experts", "non_expert_modules"):
+            if document.get(key):
+                raise DataError(
+                    f"{path}: {key} is true, which a selection file cannot ask for here; set it "
+                    "to false and name those modules in lora.targets"
+                )
+        num_experts = document.get("num_experts")
+        if num_experts is not None and (not _is_count(num_experts) or num_experts < 1):
+            raise DataError(f"{path}: num_experts: got {num_experts!r}, wanted a whole number >= 1")
+        experts = {
+            _layer(path, key): _ids(path, key, ids, num_experts)
+            for key, ids in document["experts"].items()
+        }
+        return cls(
+            dict(sorted(experts.items())),
+            document.get("model_type"),
+            num_experts,
+            document.get("score"),
+            document.get("top_p"),
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layer(path: str | Path, key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise DataError(f"{path}: experts: '{key}' is not the number of a decoder layer")
+    return int(key)
+
+
+def _ids(path: str | Path, layer: str, ids: Any, num_experts: int | None) -> list[int]:
+    if not isinstance(ids, list) or not ids or not all(_is_count(i) and i >= 0 for i in ids):
+        raise DataError(
+            f"{path}: experts of layer {layer}: got {ids!r}, wanted a list of expert ids"
+        )
+    if len(set(ids)) != len(ids):
+        raise DataError(f"{path}: experts of layer {layer}: some id is listed twice: {ids}")
+    if num_experts is not None and max(ids) >= num_experts:
+        raise DataError(
+            f"{path}: experts of layer {layer}: id {max(ids)} does not exist, "
+            f"the layer has experts 0 to {num_experts - 1}"
+        )
+    return ids
