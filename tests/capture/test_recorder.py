@@ -1,0 +1,258 @@
+"""The recorded model computes what the stock one does, and injection equals explicit addition."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.errors import CaptureError
+from moe_finetune.families import family_of
+from moe_finetune.losses.objective import Objective
+from tests import tiny
+
+FAMILIES = tiny.FAMILY_NAMES
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "z_loss": {"weight": 0.02},
+    "orthogonality": {"weight": 0.5},
+    "variance": {"weight": 0.7},
+}
+
+
+def adapted(name: str, experts: bool = True, router: bool = True, seed: int = 0):
+    """A tiny model with random, non-zero LoRA on attention, experts, shared experts and router."""
+    base = tiny.model(name, seed)
+    family = family_of(base.config)
+    parameters = list(family.expert_targets) * experts + [family.router_target] * router
+    targets = [*family.attention_targets, *family.shared_targets]
+    present = [t for t in targets if any(n.endswith(t) for n, _ in base.named_modules())]
+    torch.manual_seed(seed + 1)
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, lora_alpha=12, target_modules=present, target_parameters=parameters),
+    )
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.1)
+    return model.train()
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys() and ours
+    for name, value in theirs.items():
+        scale = value.abs().max().clamp_min(1e-6)
+        assert (ours[name] - value).abs().max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_and_gradients_equal_stock_peft(name):
+    model, batch = adapted(name), tiny.batch()
+    stock = model(**batch)
+    stock.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with Recorder(model):
+        recorded = model(**batch)
+        recorded.loss.backward()
+    scale = stock.logits.abs().max()
+    assert (recorded.logits - stock.logits).abs().max() <= 1e-5 * scale
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_is_exact(name):
+    model, batch = adapted(name).eval(), tiny.batch()
+    hooks = lambda: [  # noqa: E731
+        (n, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
+        for n, m in model.named_modules()
+    ]
+    before, logits = hooks(), model(**batch).logits
+    implementation = model.config._experts_implementation
+    with pytest.raises(ZeroDivisionError), Recorder(model):
+        assert hooks() != before
+        raise ZeroDivisionError
+    assert hooks() == before
+    assert model.config._experts_implementation == implementation
+    assert torch.equal(model(**batch).logits, logits)
+
+
+def explicit(model, batch, terms, scale=1.0):
+    """Loss plus the objective, summed by hand from observed records that keep their graph."""
+    objective = Objective.from_options(terms, model_facts(model))
+    totals = []
+
+    def observer(record, _):
+        with torch.enable_grad():
+            from moe_finetune.losses.base import LayerContext, PreviousLayer
+
+            below = totals[-1][1] if totals else None
+            previous = below and PreviousLayer(below.layer, below.distribution_TE, below.index_TK)
+            totals.append((objective(record, LayerContext(previous=previous)).total, record))
+
+    with Recorder(model, observers=[observer], needs=objective.needs):
+        loss = model(**batch).loss
+        for total, _ in totals:
+            if total is not None:
+                loss = loss + scale * total
+        loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_injection_equals_explicit_addition(name, checkpointing):
+    model, batch = adapted(name), tiny.batch()
+    expected = explicit(model, batch, TERMS, scale=0.25)
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    objective = Objective.from_options(TERMS, model_facts(model))
+    visits = []
+    recorder = Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)])
+    recorder.scale = lambda: 0.25
+    with recorder:
+        model(**batch).loss.backward()
+    assert_close(gradients(model), expected, 2e-5)
+    assert visits == list(objective.facts.moe_layers)  # a recomputed layer counts once
+    with pytest.raises(AssertionError):  # the terms do change the gradient
+        assert_close(gradients(plain), expected, 1e-3)
+
+
+def test_nothing_is_injected_or_recorded_outside_training():
+    model, batch = adapted("qwen3_moe"), tiny.batch()
+    objective = Objective.from_options(TERMS, model_facts(model))
+    visits = []
+    with Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)]):
+        with torch.no_grad():
+            model(**batch)
+        model.eval()
+        output = model(**batch)
+        output.loss.backward()
+        assert not visits
+        silent = gradients(model)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    assert_close(silent, gradients(model))
+
+
+def test_two_forwards_before_one_backward():
+    model = adapted("deepseek_v2")
+    first, second = tiny.batch(seed=1), tiny.batch(rows=2, length=23, seed=2)
+    expected = explicit(model, first, TERMS)
+    model.zero_grad()
+    other = explicit(model, second, TERMS)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    with Recorder(model, Objective.from_options(TERMS, model_facts(model))):
+        (model(**first).loss + model(**second).loss).backward()
+    assert_close(gradients(model), {n: expected[n] + other[n] for n in expected}, 2e-5)
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = adapted("olmoe")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with Recorder(model), pytest.raises(CaptureError, match="use_reentrant"):
+        model(**tiny.batch())
+
+
+def test_adapter_life_cycle():
+    model, batch = adapted("mixtral").eval(), tiny.batch()
+    with torch.no_grad():
+        on = model(**batch).logits
+        with model.disable_adapter():
+            off = model(**batch).logits
+        assert (on - off).abs().max() > 1e-2
+        with Recorder(model):
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+            with model.disable_adapter():
+                assert torch.allclose(model(**batch).logits, off, atol=1e-4)
+            model.merge_adapter()
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+            model.unmerge_adapter()
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+
+
+def test_two_active_adapters_are_refused():
+    model = adapted("qwen3_moe", router=False)
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    model.base_model.set_adapter(["default", "other"])
+    with Recorder(model), pytest.raises(CaptureError, match="active together"):
+        model(**tiny.batch())
+
+
+def test_full_router_through_modules_to_save():
+    base = tiny.model("moonlight")
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["gate"]),
+    ).train()
+    records = []
+    with Recorder(model, observers=[lambda record, _: records.append(record)]):
+        model(**tiny.batch()).loss.backward()
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and "gate" in n]
+    assert [tuple(p.shape) for p in trained] == [(12, 192)] * 2
+    assert [r.router_weight_EH.data_ptr() for r in records] == [p.data_ptr() for p in trained]
+    assert all(p.grad.abs().max() > 0 for p in trained)
+
+
+def test_bfloat16_is_no_further_from_float32_than_stock():
+    def run(model, recorded):
+        model.zero_grad()
+        if recorded:
+            with Recorder(model):
+                model(**tiny.batch()).loss.backward()
+        else:
+            model(**tiny.batch()).loss.backward()
+        return gradients(model)
+
+    exact = run(adapted("qwen3_moe"), recorded=False)
+    half = adapted("qwen3_moe")
+    for parameter in half.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+    def distance(got):
+        errors = [
+            ((got[n].float() - exact[n]).norm() / exact[n].norm()).item() for n in exact
+        ]
+        return sorted(errors)[len(errors) // 2]
+
+    ours, stock = distance(run(half, True)), distance(run(half, False))
+    assert 0 < ours <= 1.1 * stock
+
+
+def test_dropout_acts_in_training_alone_and_repeats_under_checkpointing():
+    model, batch = adapted("qwen3_moe", router=False), tiny.batch()
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        with Recorder(model, dropout=0.5):
+            torch.manual_seed(5)
+            loss = model(**batch).loss
+            loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1])
+    with Recorder(model, dropout=0.5), torch.no_grad():
+        assert (model(**batch).loss - results[0][0]).abs() > 1e-4
+        model.eval()
+        quiet = model(**batch).loss
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).loss, quiet, atol=1e-5)
