@@ -1,0 +1,183 @@
+"""An lm-eval model that stores every reply, counts tokens and refuses to cut prompts silently."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.backends import Backend
+from moe_finetune.evaluation.cache import ReplyStore, answer_all
+
+Overflow = Literal["error", "truncate"]
+
+
+@dataclass
+class Usage:
+    """What a task cost and whether its prompts fitted.
+
+    Attributes:
+        requests: requests of the task; ``stored`` of them were answered from the cache.
+        tokens: prompt and reply tokens of the requests that were asked now.
+        seconds: wall time of those.
+        overflowing: requests longer than the context; ``policy`` says what was done with them.
+    """
+
+    requests: int = 0
+    stored: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    overflowing: int = 0
+    longest: int = 0
+    policy: str = "error"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields and tokens per second."""
+        speed = self.tokens / self.seconds if self.seconds else None
+        return asdict(self) | {"tokens_per_second": speed}
+
+
+class CachedLM(LM):
+    """Wraps a backend's lm-eval model.
+
+    Args:
+        backend: the opened model.
+        store: where replies are kept.
+        overflow: ``"error"`` stops a task whose prompts do not fit into the context;
+            ``"truncate"`` lets lm-eval cut them on the left, and counts them.
+        max_tokens: cap on generated tokens instead of the task's own.
+        progress: show a progress bar on stderr.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        store: ReplyStore,
+        overflow: Overflow = "error",
+        max_tokens: int | None = None,
+        progress: bool = True,
+    ):
+        super().__init__()
+        self._inner, self._backend, self._store = backend.lm, backend, store
+        self._max_tokens, self._progress = max_tokens, progress
+        self.usage = Usage(policy=overflow)
+
+    def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
+        """See lm-eval; replies are (sum of log-probabilities in nats, is greedy)."""
+        return [(float(r[0]), bool(r[1])) for r in self._answer("loglikelihood", requests)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
+        """See lm-eval; windows are rolled, so no text is too long."""
+        return self._answer("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
+        """See lm-eval."""
+        if self._max_tokens is not None:
+            for request in requests:
+                context, arguments = request.args
+                request.arguments = (context, {**arguments, "max_gen_toks": self._max_tokens})
+        return self._answer("generate_until", requests)
+
+    def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
+        lengths = self._lengths(kind, requests)
+        self.usage.requests += len(requests)
+        with _Bar(len(requests), kind, self._progress) as bar:
+
+            def ask(indices: list[int]) -> list[Any]:
+                started = time.perf_counter()
+                chunk = [requests[i] for i in indices]
+                replies = getattr(self._inner, kind)(chunk, disable_tqdm=True)
+                self.usage.seconds += time.perf_counter() - started
+                self.usage.tokens += sum(lengths[i] for i in indices)
+                if kind == "generate_until":
+                    self.usage.tokens += sum(map(len, self._encode(list(replies))))
+                return replies
+
+            def progress(indices: list[int], stored: bool) -> None:
+                self.usage.stored += len(indices) * stored
+                bar.update(len(indices), self.usage)
+
+            return answer_all(
+                kind, [r.args for r in requests], ask, self._store, self._backend.chunk, progress
+            )
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        tokenizer = getattr(self._inner, "tokenizer", None)
+        if not callable(tokenizer) or not texts:
+            return [[] for _ in texts]
+        return tokenizer(texts, add_special_tokens=False).input_ids
+
+    def _lengths(self, kind: str, requests: list[Instance]) -> list[int]:
+        """Return prompt tokens per request, after checking that they fit."""
+        texts = [
+            "".join(r.args) if kind == "loglikelihood" else r.args[0] for r in requests
+        ]
+        lengths = [len(ids) for ids in self._encode(texts)]
+        limit = self._backend.max_length
+        if limit is None or kind == "loglikelihood_rolling":
+            return lengths
+        # A generation needs room for its reply, a log-likelihood for the token vLLM must generate.
+        room = [
+            self._reply_tokens(r.args[1]) if kind == "generate_until" else 1 for r in requests
+        ]
+        needs = [length + extra for length, extra in zip(lengths, room, strict=True)]
+        too_long = [need for need in needs if need > limit]
+        self.usage.overflowing += len(too_long)
+        self.usage.longest = max(self.usage.longest, *needs) if needs else 0
+        if too_long:
+            message = (
+                f"{requests[0].task_name}: {len(too_long)} of {len(requests)} prompts do not fit "
+                f"into the context of {limit} tokens (the longest needs {max(too_long)} with its "
+                "reply)"
+            )
+            if self.usage.policy == "error":
+                raise EvaluationError(
+                    f"{message}; use fewer shots, a smaller max_tokens, a longer context, or "
+                    "overflow 'truncate' to cut them on the left and count them"
+                )
+            print(f"{message}; they are cut on the left", file=sys.stderr)
+        return [min(n, limit - extra) for n, extra in zip(lengths, room, strict=True)]
+
+    def _reply_tokens(self, arguments: dict[str, Any]) -> int:
+        for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+            if arguments.get(key) is not None:
+                return int(arguments[key])
+        return int(getattr(self._inner, "max_gen_toks", 256))
+
+    def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
+        """Render messages with the checkpoint's template."""
+        return self._inner.apply_chat_template(chat_history, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template's text."""
+        return self._inner.chat_template(chat_template)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name under which lm-eval caches rendered prompts."""
+        return self._inner.tokenizer_name
+
+
+class _Bar:
+    """Progress with tokens/s and time left; nothing when disabled."""
+
+    def __init__(self, total: int, kind: str, enabled: bool):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc=kind, unit="req", disable=not enabled, leave=False)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, done: int, usage: Usage) -> None:
+        if usage.seconds:
+            self._bar.set_postfix_str(f"{usage.tokens / usage.seconds:,.0f} tokens/s")
+        self._bar.update(done)

@@ -1,0 +1,198 @@
+"""From a suite's line to lm-evaluation-harness tasks that read the right data.
+
+With a data folder nothing is downloaded: every task's ``dataset_path`` and ``dataset_name`` name a
+folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parquet, .csv, .json,
+.jsonl.gz), unless the suite names files itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
+from moe_finetune.evaluation.files import ROW_FORMATS, read_rows, sha256_file, sha256_json
+from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
+
+_SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One lm-eval task behind a suite's line: its config and its local files.
+
+    Attributes:
+        name: lm-eval's task name.
+        config: the task's YAML with includes and functions resolved.
+        files: split -> local file (empty when the data comes from the hub).
+        missing: files that should be there and are not.
+    """
+
+    name: str
+    config: dict[str, Any]
+    files: dict[str, Path] = field(default_factory=dict)
+    missing: tuple[Path, ...] = ()
+
+    def data_hashes(self) -> dict[str, str]:
+        """Return split -> SHA-256 of the local file."""
+        return {split: _file_hash(path, path.stat().st_mtime_ns) for split, path in
+                sorted(self.files.items())}
+
+    def config_hash(self) -> str:
+        """Return a hash over the task's definition (not over where its files lie)."""
+        hidden = ("custom_dataset", "dataset_kwargs", "metadata")
+        return sha256_json({k: v for k, v in self.config.items() if k not in hidden})
+
+
+@cache
+def _file_hash(path: Path, modified_ns: int) -> str:
+    return sha256_file(path)
+
+
+class Catalog:
+    """The tasks that lm-eval and ``eval/tasks`` know.
+
+    Args:
+        suite: the suite to be run; lm-eval's own 14,000 tasks are indexed only when it needs them.
+        data_dir: folder of local data, or None to let tasks load from the hub.
+    """
+
+    def __init__(self, suite: Suite, data_dir: str | Path | None = None):
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise DependencyError(
+                f"lm-evaluation-harness cannot be imported ({error}); "
+                "install moe-finetune[eval]"
+            ) from None
+        self.suite = suite
+        self.data_dir = Path(data_dir) if data_dir is not None else None
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise DataError(f"data folder {self.data_dir} does not exist")
+        own = str(eval_root() / "tasks")
+        self._manager = TaskManager(include_path=own, include_defaults=False)
+        names = [t.template or t.task for t in suite.tasks if not t.external]
+        if any(name not in self._manager._index for name in names):
+            self._manager = TaskManager(include_path=own)
+        self._index = self._manager._index
+
+    def leaves(self, entry: SuiteTask) -> list[Leaf]:
+        """Return the lm-eval tasks that ``entry`` stands for, with their local files.
+
+        Raises:
+            EvaluationError: unknown task or template (nearest names), or another version installed.
+        """
+        from lm_eval.tasks._index import Kind
+
+        name = entry.template or entry.task
+        if name not in self._index:
+            # All 14,000 names are no help in a message; the families' first words are.
+            known = [n for n in self._index if n[:2] == name[:2]] or list(self._index)[:20]
+            raise EvaluationError(
+                f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, known)}"
+            )
+        found = self._index[name]
+        version = ((found.cfg or {}).get("metadata") or {}).get("version")
+        if entry.version is not None and version is not None and found.kind is not Kind.TAG:
+            if str(version) != str(entry.version):
+                raise EvaluationError(
+                    f"suite {self.suite.name}: task '{name}' has version {version} here and the "
+                    f"suite asks for {entry.version}; their scores are not comparable. Install the "
+                    "lm-eval version of the constraints file, or change the suite"
+                )
+        return [self._leaf(entry, leaf) for leaf in self._names(name)]
+
+    def _names(self, name: str) -> Iterator[str]:
+        from lm_eval.tasks._index import Kind
+
+        entry = self._index[name]
+        if entry.kind is Kind.TAG:
+            yield from sorted(entry.tags)
+        elif entry.kind is Kind.GROUP:
+            members = (entry.cfg or {})["task"]
+            for member in members if isinstance(members, list) else [members]:
+                if isinstance(member, dict):
+                    inner = member.get("task") if "group" in member else None
+                    for child in inner if isinstance(inner, list) else [member.get("task")]:
+                        yield from self._names(child if isinstance(child, str) else child["task"])
+                else:
+                    yield from self._names(member)
+        else:
+            yield name
+
+    def _leaf(self, entry: SuiteTask, name: str) -> Leaf:
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        found = self._index[name]
+        config = dict(load_yaml(found.yaml_path)) if found.yaml_path else dict(found.cfg or {})
+        if entry.template:
+            config["task"] = entry.task
+        splits = {s for key in _SPLIT_KEYS if isinstance(s := config.get(key), str) and s}
+        if not config.get("test_split"):
+            splits |= {config["validation_split"]} if config.get("validation_split") else set()
+        files, missing = {}, []
+        for split in sorted(self._needed(entry, config, splits)):
+            path = self._find(entry, config, split)
+            if path is not None:
+                (files.__setitem__(split, path) if path.is_file() else missing.append(path))
+        return Leaf(config["task"], config, files, tuple(missing))
+
+    def _needed(self, entry: SuiteTask, config: dict, splits: set[str]) -> set[str]:
+        if entry.files:
+            unused = {config.get("training_split"), config.get("fewshot_split")} - {None}
+            shots = entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
+            return set(entry.files) - (unused - {config.get("test_split")} if not shots else set())
+        return splits if self.data_dir is not None else set()
+
+    def _find(self, entry: SuiteTask, config: dict, split: str) -> Path | None:
+        if named := entry.files.get(split):
+            for folder in (self.data_dir, self.suite.folder):
+                if folder is not None and (folder / named).is_file():
+                    return folder / named
+            if self.data_dir is None and not entry.template:
+                return None  # the hub has it
+            return (self.data_dir or self.suite.folder or Path()) / named
+        if self.data_dir is None:
+            return None
+        folder = self.data_dir / str(config.get("dataset_path", config["task"]))
+        if config.get("dataset_name"):
+            folder /= str(config["dataset_name"])
+        for suffix in ROW_FORMATS:
+            if (folder / f"{split}{suffix}").is_file():
+                return folder / f"{split}{suffix}"
+        return folder / f"{split}.jsonl"
+
+    def register(self, leaves: list[Leaf]) -> None:
+        """Make lm-eval read local files for ``leaves`` that have them."""
+        from lm_eval.tasks._index import Entry, Kind
+
+        for leaf in leaves:
+            if leaf.missing:
+                raise DataError(
+                    f"task {leaf.name}: data file {leaf.missing[0]} does not exist"
+                    + (f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else "")
+                    + "; 'eval --check' lists what a suite needs"
+                )
+            if leaf.files:
+                config = {**leaf.config, "custom_dataset": _loader(leaf.files)}
+                config.pop("dataset_kwargs", None)
+                self._index[leaf.name] = Entry(leaf.name, Kind.TASK, None, cfg=config)
+
+    @property
+    def manager(self) -> Any:
+        """lm-eval's TaskManager with the registered tasks."""
+        return self._manager
+
+
+def _loader(files: dict[str, Path]) -> Callable[..., Any]:
+    def load(**_: Any) -> Any:
+        from datasets import Dataset, DatasetDict
+
+        return DatasetDict(
+            {split: Dataset.from_list(read_rows(path)) for split, path in files.items()}
+        )
+
+    return load

@@ -1,0 +1,331 @@
+"""Run a suite over a checkpoint and write complete, resumable, comparable results."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from moe_finetune.errors import MoeFinetuneError, OutputExistsError
+from moe_finetune.evaluation.backends import Backend, open_backend
+from moe_finetune.evaluation.cache import ReplyStore
+from moe_finetune.evaluation.catalog import Catalog, Leaf
+from moe_finetune.evaluation.environment import describe_environment
+from moe_finetune.evaluation.files import (
+    sha256_json,
+    sha256_text,
+    to_json,
+    write_atomic,
+    write_jsonl,
+)
+from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
+from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite
+
+_RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
+
+
+def evaluate(
+    checkpoint: str | Path,
+    suite: str | Path | Suite,
+    backend: str | None = None,
+    output: str | Path = "eval",
+    data_dir: str | Path | None = None,
+    vllm: dict[str, Any] | None = None,
+    limit: int | None = None,
+    base_url: str | None = None,
+    model: str | None = None,
+    batch_size: int | str = "auto",
+    seed: int = 0,
+    adapter: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    overflow: str = "error",
+    allow_unsafe_local: bool = False,
+    opened: Backend | None = None,
+    progress: bool = True,
+) -> Results:
+    """Evaluate ``checkpoint`` on ``suite`` and write ``<output>/results.json``.
+
+    A run that was killed goes on where it stopped when it is called again with the same arguments:
+    finished tasks are read back, stored replies of an unfinished one are not asked again. Results
+    are kept per (checkpoint content, task definition and data, settings), so another checkpoint or
+    another setting never meets them.
+
+    Args:
+        checkpoint: folder of an ordinary checkpoint (for a server: also the tokenizer's folder).
+        suite: name, YAML file or :class:`Suite`.
+        backend: ``"vllm"``, ``"hf"``, ``"server"``; None takes vLLM where usable, else
+            transformers with a visible line.
+        output: folder for results.json, ``tasks/`` (samples) and ``cache/`` (replies).
+        data_dir: folder of local data; nothing is downloaded then.
+        vllm: engine arguments passed through to vLLM.
+        limit: first items of each task only.
+        base_url: the server's address (backend ``"server"``).
+        model: the server's model name.
+        batch_size: an int, or ``"auto"``.
+        seed: seed of few-shot sampling, of bootstraps and of the engine.
+        adapter: PEFT adapter over the checkpoint (transformers only).
+        dtype: computation type.
+        overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
+        allow_unsafe_local: score generated programs without a sandbox.
+        opened: an opened backend to use (and leave open) instead of opening one.
+        progress: show progress on stderr.
+
+    Returns:
+        what results.json holds.
+
+    Raises:
+        EvaluationError, DataError, CheckpointError, DependencyError: see their messages; tasks
+            that were finished are in results.json, marked ``"complete": false``.
+        OutputExistsError: ``output`` holds results of another checkpoint.
+    """
+    loaded = load_suite(suite)
+    output = Path(output)
+    if data_dir is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    catalog = Catalog(loaded, data_dir)
+    leaves = {t.label: catalog.leaves(t) for t in loaded.tasks if not t.external}
+    for group in leaves.values():
+        catalog.register(group)
+    own = opened is None
+    active = opened or open_backend(
+        checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
+        batch_size=batch_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    settings = active.settings | {"overflow": overflow, "seed": seed}
+    _refuse_other_checkpoint(output, active)
+    run = _Run(loaded, catalog, active, settings, output, limit, seed, overflow, progress)
+    try:
+        return run.go(leaves, allow_unsafe_local)
+    finally:
+        if own:
+            active.close()
+
+
+def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
+    path = output / "results.json"
+    if not path.is_file():
+        return
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))["checkpoint"]["sha256"]
+    except (ValueError, KeyError, TypeError):
+        there = None
+    if there != backend.identity:
+        raise OutputExistsError(
+            f"{path} holds results of another checkpoint; choose another output folder"
+        )
+
+
+class _Run:
+    """One call of :func:`evaluate` after everything was checked and opened."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        catalog: Catalog,
+        backend: Backend,
+        settings: dict[str, Any],
+        output: Path,
+        limit: int | None,
+        seed: int,
+        overflow: str,
+        progress: bool,
+    ):
+        self.suite, self.catalog, self.backend, self.settings = suite, catalog, backend, settings
+        self.output, self.limit, self.seed = output, limit, seed
+        self.overflow, self.progress = overflow, progress
+        self.identity = {"checkpoint": backend.identity, "settings": settings}
+        self.key = f"{backend.identity[:12]}-{sha256_json(settings)[:12]}"
+        self.started = time.time()
+
+    def go(self, leaves: dict[str, list[Leaf]], allow_unsafe_local: bool) -> Results:
+        tasks: dict[str, TaskResult] = {}
+        notes = list(self.backend.notes)
+        try:
+            for number, entry in enumerate(self.suite.tasks, 1):
+                if entry.external:
+                    notes.append(f"{entry.label}: {entry.external}")
+                    continue
+                self._say(f"[{number}/{len(self.suite.tasks)}] {entry.label}")
+                result = self._task(entry, leaves[entry.label])
+                if entry.code:
+                    from moe_finetune.evaluation.code import add_code_score
+
+                    add_code_score(self.output, entry.code, result, allow_unsafe_local)
+                    write_atomic(self._task_file(result["key"], entry), to_json(result, 1))
+                tasks[entry.label] = result
+                for note in result["notes"]:
+                    self._say(f"  {note}")
+        except (MoeFinetuneError, KeyboardInterrupt):
+            self._write(tasks, notes, complete=False)
+            raise
+        return self._write(tasks, notes, complete=True)
+
+    def _say(self, line: str) -> None:
+        if self.progress:
+            print(line, file=sys.stderr)
+
+    def _task_file(self, key: str, entry: SuiteTask) -> Path:
+        return self.output / "tasks" / f"{entry.label}-{key[:16]}" / "result.json"
+
+    def _task(self, entry: SuiteTask, leaves: list[Leaf]) -> TaskResult:
+        limit = min((n for n in (self.limit, entry.limit) if n is not None), default=None)
+        definition = {
+            "entry": entry.model_dump(exclude={"label", "source", "external"}),
+            "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
+            "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
+            "limit": limit,
+            "package": importlib.metadata.version("moe-finetune"),
+        }
+        key = sha256_json([definition, self.identity])
+        file = self._task_file(key, entry)
+        if file.is_file():
+            return cast(TaskResult, json.loads(file.read_text(encoding="utf-8")))
+        started = time.perf_counter()
+        raw, usage = self._ask(entry, limit)
+        samples = _samples(raw["samples"])
+        write_jsonl(file.parent / "samples.jsonl", samples)
+        result = _collect(entry, leaves, raw)
+        result |= {
+            "key": key,
+            "config_sha256": sha256_json(definition["leaves"]),
+            "data_sha256": definition["data"],
+            "samples": str((file.parent / "samples.jsonl").relative_to(self.output)),
+            "usage": usage,
+            "wall_seconds": time.perf_counter() - started,
+        }
+        if usage["overflowing"]:
+            result["notes"].append(
+                f"{usage['overflowing']} of {usage['requests']} prompts were longer than the "
+                "context and were cut on the left"
+            )
+        write_atomic(file, to_json(result, 1))
+        return result
+
+    def _ask(self, entry: SuiteTask, limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        import lm_eval
+
+        from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        store = ReplyStore(self.output / "cache" / self.key / "replies.jsonl", self.identity)
+        lm = CachedLM(
+            self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
+        )
+        try:
+            raw = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=[entry.task],
+                num_fewshot=entry.shots,
+                limit=limit,
+                task_manager=self.catalog.manager,
+                apply_chat_template=entry.chat,
+                fewshot_as_multiturn=entry.chat,
+                bootstrap_iters=1000,
+                random_seed=self.seed,
+                numpy_random_seed=self.seed,
+                torch_random_seed=self.seed,
+                fewshot_random_seed=self.seed,
+            )
+        finally:
+            store.close()
+        return cast(dict[str, Any], raw), lm.usage.as_dict()
+
+    def _write(self, tasks: dict[str, TaskResult], notes: list[str], complete: bool) -> Results:
+        expected = [t.label for t in self.suite.tasks if not t.external]
+        results: Results = {
+            "schema": SCHEMA,
+            "complete": complete,
+            "suite": {
+                "name": self.suite.name,
+                "sha256": sha256_json(self.suite.model_dump(mode="json")),
+            },
+            "checkpoint": {"path": self.backend.checkpoint, "sha256": self.backend.identity},
+            "backend": self.backend.kind,
+            "settings": self.settings | {"limit": self.limit},
+            "environment": describe_environment(),
+            "tasks": tasks,
+            "unfinished": [label for label in expected if label not in tasks],
+            "notes": notes,
+            "started": datetime.datetime.fromtimestamp(
+                self.started, datetime.UTC
+            ).isoformat(timespec="seconds"),
+            "wall_seconds": time.time() - self.started,
+        }
+        write_atomic(self.output / "results.json", to_json(results, 1) + "\n")
+        return results
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for key, value in row.items():
+        name, _, extraction = key.partition(",")
+        if not extraction or name.endswith("_stderr") or isinstance(value, str):
+            continue
+        stderr = row.get(f"{name}_stderr,{extraction}")
+        number = isinstance(stderr, (int, float))
+        metrics[key] = {"value": float(value), "stderr": float(stderr) if number else None}
+    return metrics
+
+
+def _collect(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> TaskResult:
+    rows = raw["results"]
+    names = [leaf.name for leaf in leaves]
+    whole = raw.get("groups", {}).get(entry.task) or rows.get(entry.task)
+    metrics = _metrics(whole) if whole else {}
+    headline = f"{entry.metric},{entry.filter}"
+    if entry.aggregate == "glue":
+        from moe_finetune.evaluation.glue import glue_mean
+
+        metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
+    notes = []
+    if headline not in metrics and not entry.code:
+        notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
+    top = metrics.get(headline, {"value": None, "stderr": None})
+    several = len(names) > 1
+    return {
+        "task": entry.task,
+        "version": raw["versions"].get(entry.task, entry.version),
+        "shots": entry.shots,
+        "metric": entry.metric,
+        "filter": entry.filter,
+        "value": top["value"],
+        "stderr": top["stderr"],
+        "n": sum(raw["n-samples"][name]["effective"] for name in names),
+        "metrics": metrics,
+        "subtasks": {
+            name: {"metrics": _metrics(rows[name]), "n": raw["n-samples"][name]["effective"]}
+            for name in (names if several else [])
+        },
+        "notes": notes,
+    }
+
+
+def _samples(by_task: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row per task, item and filter, with hashes that let two runs be joined."""
+    rows = []
+    for name, samples in sorted(by_task.items()):
+        for sample in sorted(samples, key=lambda s: (s["doc_id"], s["filter"])):
+            arguments = [list(args) for args in sample["arguments"]]
+            rows.append(
+                {
+                    "task": name,
+                    "doc_id": sample["doc_id"],
+                    "item": sample["doc_hash"],
+                    "prompt_sha256": sha256_text(to_json(arguments)),
+                    "filter": sample["filter"],
+                    "doc": sample["doc"],
+                    "prompts": arguments,
+                    "target": sample["target"],
+                    "replies": sample["resps"],
+                    "extracted": sample["filtered_resps"],
+                    "metrics": {name: sample[name] for name in sample["metrics"]},
+                }
+            )
+    return rows

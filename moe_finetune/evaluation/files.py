@@ -1,0 +1,162 @@
+"""Reading and writing of the files that evaluation keeps: atomic writes, hashes, local rows."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError, DataError
+
+ROW_FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
+_WEIGHTS = (".safetensors", ".bin")
+_IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
+# Written beside a checkpoint by people and tools; they change nothing that a model answers.
+_NOT_IDENTITY = ("README.md", "trainer_state.json", "training_args.json", "environment.json")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader meets the old file or the whole new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return canonical JSON (sorted keys, real characters); unknown objects become text."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        return value.item()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)
+    if inspect.isroutine(value):
+        # A function's repr holds an address; its name and source are what decides.
+        try:
+            return f"{value.__qualname__} {sha256_text(inspect.getsource(value))}"
+        except (OSError, TypeError):
+            return value.__qualname__
+    return str(value)
+
+
+def sha256_text(text: str) -> str:
+    """Return the SHA-256 of ``text`` in UTF-8, as hex."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Return the SHA-256 of the canonical JSON of ``value``."""
+    return sha256_text(to_json(value))
+
+
+def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """Return one SHA-256 over the weights, config and tokenizer files of a checkpoint folder.
+
+    The name and place of the folder do not count, so a copy has the same hash, and a checkpoint
+    trained again in place has another.
+
+    Raises:
+        CheckpointError: ``folder`` is no folder, or holds neither a config nor an adapter.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint '{folder}' is not a folder")
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise CheckpointError(
+            f"{folder} has no config.json and no adapter_config.json; give the folder of a "
+            "complete checkpoint"
+        )
+    files = sorted(
+        f
+        for f in folder.iterdir()
+        if f.is_file() and f.name.endswith(_IDENTITY_SUFFIXES) and f.name not in _NOT_IDENTITY
+    )
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(sha256_file, files))
+    return sha256_json([[f.name, digest] for f, digest in zip(files, digests, strict=True)])
+
+
+def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Read a local file of records (JSONL, JSONL.gz, JSON list, Parquet or CSV).
+
+    Args:
+        path: the file.
+        required: fields that every row must have.
+
+    Raises:
+        DataError: the file is missing, empty or of another kind, or a row is malformed; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist")
+    rows = list(_numbered_rows(path))
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: a row must be an object, got {row!r:.60}")
+        missing = [field for field in required if field not in row]
+        if missing:
+            raise DataError(
+                f"{path}, line {number}: no field '{missing[0]}'; the row has "
+                f"{', '.join(sorted(map(str, row))) or 'no fields'}"
+            )
+    return [row for _, row in rows]
+
+
+def _numbered_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    name = path.name
+    try:
+        if name.endswith((".jsonl", ".jsonl.gz")):
+            opener = gzip.open if name.endswith(".gz") else open
+            with opener(path, "rt", encoding="utf-8") as stream:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        try:
+                            yield number, json.loads(line)
+                        except json.JSONDecodeError as error:
+                            raise DataError(
+                                f"{path}, line {number}: not JSON ({error.msg} at column "
+                                f"{error.colno})"
+                            ) from None
+        elif name.endswith(".json"):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, list):
+                raise DataError(f"{path}: a .json data file must hold one list of objects")
+            yield from enumerate(content, 1)
+        elif name.endswith(".csv"):
+            with path.open(newline="", encoding="utf-8") as stream:
+                yield from enumerate(csv.DictReader(stream), 2)
+        elif name.endswith(".parquet"):
+            import pyarrow.parquet
+
+            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+        else:
+            raise DataError(f"{path}: unknown kind of file; known: {', '.join(ROW_FORMATS)}")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+
+
+def write_jsonl(path: Path, rows: list[Mapping[str, Any]]) -> None:
+    """Write rows as JSON lines, atomically."""
+    write_atomic(path, "".join(to_json(row) + "\n" for row in rows))

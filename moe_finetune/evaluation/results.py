@@ -1,0 +1,88 @@
+"""The typed schema of results.json and of the samples beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypedDict
+
+from moe_finetune.errors import EvaluationError
+
+SCHEMA = 1
+
+
+class Metric(TypedDict):
+    """A metric's value with its standard error (None where lm-eval has none)."""
+
+    value: float | None
+    stderr: float | None
+
+
+class TaskResult(TypedDict, total=False):
+    """One suite line's result.
+
+    ``metrics`` and ``subtasks`` are keyed ``"metric,filter"``; ``value`` and ``stderr`` repeat the
+    suite's headline metric. ``samples`` is relative to the results folder.
+    """
+
+    task: str
+    version: float | str | None
+    shots: int | None
+    metric: str
+    filter: str
+    value: float | None
+    stderr: float | None
+    n: int
+    metrics: dict[str, Metric]
+    subtasks: dict[str, dict[str, Any]]
+    key: str
+    config_sha256: str
+    data_sha256: dict[str, dict[str, str]]
+    samples: str
+    usage: dict[str, Any]
+    wall_seconds: float
+    notes: list[str]
+
+
+class Results(TypedDict, total=False):
+    """The whole of results.json."""
+
+    schema: int
+    complete: bool
+    suite: dict[str, str]
+    checkpoint: dict[str, str]
+    backend: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    tasks: dict[str, TaskResult]
+    unfinished: list[str]
+    notes: list[str]
+    started: str
+    wall_seconds: float
+
+
+def load_results(path: str | Path) -> Results:
+    """Read ``results.json`` (or the folder that holds it).
+
+    Raises:
+        EvaluationError: missing, damaged, or written by another schema.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "results.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise EvaluationError(f"{path} is no results file of schema {SCHEMA}")
+    return content  # type: ignore[return-value]
+
+
+def load_samples(folder: str | Path, task: TaskResult) -> list[dict[str, Any]]:
+    """Read the per-item samples of one task."""
+    from moe_finetune.evaluation.files import read_rows
+
+    return read_rows(Path(folder) / task["samples"])

@@ -1,0 +1,136 @@
+"""Suites: YAML lists of tasks with version, shots, metric, filter and data source."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_finetune.errors import EvaluationError, did_you_mean
+
+
+class SuiteTask(BaseModel):
+    """One line of a suite.
+
+    Attributes:
+        task: name of the task, group or tag in lm-evaluation-harness or in ``eval/tasks``; with
+            ``template`` it is the name of the new task.
+        label: key in results.json; the task's name unless given.
+        template: a task file to instantiate with ``files``, for tasks that are pure data.
+        version: the version that the installed task must have.
+        shots: number of examples in the prompt.
+        metric: the metric that stands for the task in tables.
+        filter: which of the task's answer extractions ``metric`` is read from.
+        source: where the data comes from (hub id, or words).
+        files: split -> file, relative to the data folder (or to the suite's file).
+        limit: evaluate only the first items.
+        chat: render prompts with the chat template.
+        max_tokens: cap on generated tokens, where the task's own is too small or too large.
+        code: generated programs are scored in the sandbox, in this form.
+        aggregate: ``glue`` builds GLUE's mean over its tasks from their own main metrics.
+        external: evaluated by its own package against a server, not by lm-eval; a note says how.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: str
+    label: str = ""
+    template: str | None = None
+    version: float | str | None = None
+    shots: int | None = None
+    metric: str
+    filter: str = "none"
+    source: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    limit: int | None = Field(default=None, gt=0)
+    chat: bool = False
+    max_tokens: int | None = Field(default=None, gt=0)
+    code: Literal["humaneval", "mbpp"] | None = None
+    aggregate: Literal["glue"] | None = None
+    external: str | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        """Fill in the label."""
+        self.label = self.label or self.task
+
+
+class Suite(BaseModel):
+    """A named list of tasks; ``folder`` is where relative data files are looked for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    description: str = ""
+    tasks: list[SuiteTask] = Field(min_length=1)
+    folder: Path | None = Field(default=None, exclude=True)
+
+
+def eval_root() -> Path:
+    """Return the folder that holds ``tasks/`` and ``suites/``.
+
+    Raises:
+        EvaluationError: the package was installed without them.
+    """
+    candidates = [
+        Path(__file__).resolve().parents[2] / "eval",
+        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "eval",
+    ]
+    if named := os.environ.get("MOE_FINETUNE_EVAL"):
+        candidates.insert(0, Path(named))
+    for folder in candidates:
+        if (folder / "tasks").is_dir() and (folder / "suites").is_dir():
+            return folder
+    raise EvaluationError(
+        f"no folder with tasks/ and suites/ in {', '.join(map(str, candidates))}; "
+        "set MOE_FINETUNE_EVAL to the project's eval folder"
+    )
+
+
+def suite_names() -> list[str]:
+    """Return the names of the suites that come with the package."""
+    return sorted(path.stem for path in (eval_root() / "suites").glob("*.yaml"))
+
+
+def load_suite(suite: str | Path | Suite) -> Suite:
+    """Return a suite by name, from a YAML file, or as it is.
+
+    Raises:
+        EvaluationError: unknown name (with the nearest), unreadable file, unknown key, a label
+            that occurs twice.
+    """
+    if isinstance(suite, Suite):
+        return suite
+    path = Path(suite)
+    if path.suffix not in (".yaml", ".yml"):
+        path = eval_root() / "suites" / f"{suite}.yaml"
+        if not path.is_file():
+            raise EvaluationError(f"unknown suite '{suite}'{did_you_mean(str(suite), suite_names())}")
+    if not path.is_file():
+        raise EvaluationError(f"suite file {path} does not exist")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path} is not YAML: {error}") from None
+    try:
+        loaded = Suite.model_validate(content)
+    except ValidationError as error:
+        raise EvaluationError(_explain(path, error)) from None
+    labels = [task.label for task in loaded.tasks]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise EvaluationError(f"{path}: label '{twice[0]}' occurs twice; give the entries a label")
+    loaded.folder = path.resolve().parent
+    return loaded
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"])) or "the file"
+    hint = ""
+    if first["type"] == "extra_forbidden":
+        model = SuiteTask if len(first["loc"]) > 1 else Suite
+        hint = did_you_mean(str(first["loc"][-1]), model.model_fields)
+    return f"{path}: {where}: {first['msg']}{hint}"
