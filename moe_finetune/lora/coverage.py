@@ -1,0 +1,159 @@
+"""What training reaches: parameters and tensors of attention, router, shared and routed experts.
+
+Works on a plain or PEFT model, on the meta device too, where nothing takes memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.families import Family, family_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+GROUPS = ("attention", "router", "shared experts", "routed experts", "other")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_ADDED = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
+
+
+@dataclass
+class Group:
+    """One group's totals.
+
+    Attributes:
+        tensors, parameters: of the model itself, without what an adapter adds.
+        reached_tensors, reached_parameters: of those, what an adapter changes or training updates.
+        trained_tensors, trained_parameters: what the optimizer holds.
+    """
+
+    tensors: int = 0
+    parameters: int = 0
+    reached_tensors: int = 0
+    reached_parameters: int = 0
+    trained_tensors: int = 0
+    trained_parameters: int = 0
+
+    def add(self, other: Group) -> None:
+        """Add another group's totals to these."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Coverage:
+    """Totals by group, in the order of :data:`GROUPS`."""
+
+    groups: dict[str, Group] = field(default_factory=lambda: {name: Group() for name in GROUPS})
+
+    @property
+    def total(self) -> Group:
+        """All groups together."""
+        total = Group()
+        for group in self.groups.values():
+            total.add(group)
+        return total
+
+    def to_mapping(self) -> dict[str, dict[str, int]]:
+        """Plain numbers, with a ``total``, for JSON."""
+        rows = {**self.groups, "total": self.total}
+        return {name: asdict(group) for name, group in rows.items()}
+
+    def table(self) -> str:
+        """A text table of what training reaches."""
+        head = ("", "tensors", "parameters", "reached", "trained", "trained parameters")
+        rows = [head]
+        for name, group in {**self.groups, "total": self.total}.items():
+            rows.append(
+                (
+                    name,
+                    f"{group.tensors:,}",
+                    f"{group.parameters:,}",
+                    f"{group.reached_tensors:,} ({_share(group)})",
+                    f"{group.trained_tensors:,}",
+                    f"{group.trained_parameters:,}",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+
+def _share(group: Group) -> str:
+    if not group.parameters:
+        return "-"
+    return f"{100 * group.reached_parameters / group.parameters:.0f} %"
+
+
+def lora_coverage(model: nn.Module) -> Coverage:
+    """Count what training of ``model`` reaches, by group.
+
+    ``model`` is a transformers model or a PEFT model around one.
+
+    Raises:
+        UnsupportedModelError: the model belongs to no family.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    family = family_of(base.config)
+    moe_layers = set(family.moe_layers(base.config))
+    adapted = {id(parameter) for parameter in _adapted(model)}
+    coverage = Coverage()
+    for name, parameter in model.named_parameters():
+        group = coverage.groups[group_of(name, family, moe_layers)]
+        if parameter.requires_grad:
+            group.trained_tensors += 1
+            group.trained_parameters += parameter.numel()
+        if _ADDED.search(name):
+            continue
+        group.tensors += 1
+        group.parameters += parameter.numel()
+        if parameter.requires_grad or id(parameter) in adapted:
+            group.reached_tensors += 1
+            group.reached_parameters += parameter.numel()
+    return coverage
+
+
+def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
+    """Group of a parameter's name as ``named_parameters`` gives it, PEFT's wrapping included."""
+    match = _LAYER.search(name)
+    if match is None:
+        return "other"
+    layer, rest = int(match[1]), match[2] + "."
+    if rest.startswith("self_attn."):
+        return "attention" if _is_projection(rest, family) else "other"
+    if layer not in moe_layers:
+        return "other"
+    block = family.block_path
+    if rest.startswith(f"{block}.{family.experts_name}."):
+        return "routed experts"
+    if rest.startswith(f"{block}.{family.router_name}."):
+        return "router"
+    shared = {f"{block}.{target.split('.')[0]}." for target in family.shared_targets}
+    return "shared experts" if rest.startswith(tuple(shared)) else "other"
+
+
+def _is_projection(rest: str, family: Family) -> bool:
+    """Whether an attention parameter is one of the family's projections (norms are not)."""
+    return rest.split(".")[1] in family.attention_targets
+
+
+def _adapted(model: nn.Module) -> Iterator[Any]:
+    """The base parameters that an adapter changes."""
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            yield module.get_param()
+        elif isinstance(module, LoraLayer):
+            yield module.get_base_layer().weight
+        elif isinstance(module, ModulesToSaveWrapper):
+            yield from module.original_module.parameters()
