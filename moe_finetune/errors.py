@@ -46,10 +46,6 @@ class OutputExistsError(MoeFinetuneError, FileExistsError):
     """An output folder that already holds something else."""
 
 
-class DiskSpaceError(MoeFinetuneError, OSError):
-    """A disk without room for what is to be written."""
-
-
 class EvaluationError(MoeFinetuneError, RuntimeError):
     """An evaluation that cannot start or finish."""
 
