@@ -1,8 +1,15 @@
 """Loss terms by name: a new one is a file of its own and one line here."""
 
 from moe_finetune.losses.base import TERMS
+from moe_finetune.losses.coupling import Coupling
+from moe_finetune.losses.dpp import Dpp
+from moe_finetune.losses.erc import Erc
 from moe_finetune.losses.load_balance import LoadBalance
+from moe_finetune.losses.ncl import Ncl
 from moe_finetune.losses.orthogonality import Orthogonality
+from moe_finetune.losses.router_orthogonality import RouterOrthogonality
+from moe_finetune.losses.specialization import Specialization
+from moe_finetune.losses.supervised_routing import SupervisedRouting
 from moe_finetune.losses.variance import Variance
 from moe_finetune.losses.z_loss import ZLoss
 
@@ -10,5 +17,12 @@ TERMS.register("load_balance", LoadBalance)
 TERMS.register("z_loss", ZLoss)
 TERMS.register("orthogonality", Orthogonality)
 TERMS.register("variance", Variance)
+TERMS.register("specialization", Specialization)
+TERMS.register("coupling", Coupling)
+TERMS.register("erc", Erc)
+TERMS.register("router_orthogonality", RouterOrthogonality)
+TERMS.register("dpp", Dpp)
+TERMS.register("ncl", Ncl)
+TERMS.register("supervised_routing", SupervisedRouting)
 
 __all__ = ["TERMS"]

@@ -117,7 +117,7 @@ def _prepare(
     check_choice("variant", variant, ("switch", "deepseek", "gshard"))
     check_choice("probabilities", probabilities, ("all", "topk"))
     probs_TE = blank(at_least_float32(probs_TE), mask_T)
-    index_TK = blank(index_TK, mask_T)
+    index_TK = blank(index_TK.long(), mask_T)
     counts_T = probs_TE.new_ones(probs_TE.shape[0]) if mask_T is None else mask_T.to(probs_TE.dtype)
     chosen_TC = index_TK
     if variant == "gshard":
@@ -205,10 +205,9 @@ class LoadBalance(Term):
         inputs: tuple[Tensor, Tensor, Tensor, Variant],
     ) -> Tensor:
         """Totals of all ranks; kept for a recomputation, which then needs no communication."""
-        key = f"{self.name}.{record.layer}"
-        if key not in context.draws:
+        if self.name not in context.draws:
             totals = load_totals(*inputs, probabilities=self.options.probabilities)
             if _distributed():
                 distributed.all_reduce(totals)
-            context.draws[key] = totals
-        return context.draws[key]
+            context.draws[self.name] = totals
+        return context.draws[self.name]

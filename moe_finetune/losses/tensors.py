@@ -1,6 +1,7 @@
 """What all losses share: shape checks, arithmetic type, masked reduction.
 
-Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary.
+Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary,
+X any width.
 """
 
 from __future__ import annotations

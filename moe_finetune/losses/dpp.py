@@ -1,0 +1,101 @@
+"""Determinantal diversity of a token's expert outputs (P4, algorithm 2)."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_lengths
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def dpp_loss(
+    outputs_TKH: Tensor,
+    mask_T: Tensor | None = None,
+    eps: float = 1e-4,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalised outputs.
+
+    Smallest, ``-K log(1 + eps)``, when the K outputs are orthogonal. A zero output has length 0 in
+    Ĝ and no gradient.
+
+    Args:
+        outputs_TKH: expert outputs before the routing weight.
+        mask_T: True where a token counts; None counts all.
+        eps: added to the diagonal; below about 1e-6 float32 can no longer factorise Ĝ.
+        reduction: "mean" or "sum" over the tokens that count.
+
+    Raises:
+        ValueError: for wrong shapes or ``eps`` that is not positive.
+
+    Source: P4, algorithm 2.
+    """
+    check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
+    return dpp_from_gram(gram(outputs_TKH, mask_T), mask_T, eps, reduction=reduction)
+
+
+@full_precision
+def dpp_from_gram(
+    gram_TKK: Tensor,
+    mask_T: Tensor | None = None,
+    eps: float = 1e-4,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """:func:`dpp_loss` from the inner products of each token's outputs."""
+    check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}, wanted a positive number")
+    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    # The diagonal of Ĝ is 1 whatever the vector, so it is set, not divided.
+    nonzero_TK = (squared_lengths(gram_TKK) > ZERO_SQUARED).to(gram_TKK.dtype)
+    kernel_TKK = cosines(gram_TKK) + torch.diag_embed(nonzero_TK + eps)
+    # `cholesky` would wait for the device to see whether it failed.
+    factor_TKK, _ = torch.linalg.cholesky_ex(kernel_TKK)
+    logdet_T = 2.0 * factor_TKK.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return reduce_tokens(-logdet_T, mask_T, reduction)
+
+
+class DppOptions(TermOptions):
+    """Options of :func:`dpp_loss`."""
+
+    eps: float = Field(default=1e-4, ge=1e-6)
+
+
+class Dpp(Term):
+    """``dpp``: negative log-volume spanned by the selected experts' outputs."""
+
+    name = "dpp"
+    source = "P4 algorithm 2"
+    reads = "expert outputs"
+    trains = frozenset({"experts"})
+    Options = DppOptions
+    options: DppOptions
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inner products of the outputs."""
+        return frozenset({"outputs_gram"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Determinantal loss of this layer."""
+        assert record.outputs_gram_TKK is not None
+        return dpp_from_gram(
+            record.outputs_gram_TKK,
+            record.mask_T,
+            self.options.eps,
+            reduction=self.options.reduction,
+        )

@@ -1,0 +1,252 @@
+"""Expert-router coupling: each router row should excite its own expert most (P2 eq. 3, 4).
+
+Shape legend: E experts, P proxies (one per router row, P = E), H hidden, D expert width, r rank,
+I and O the input and output width of a projection.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from moe_finetune.capture.records import Projection, ProjectionFactors, RoutingRecord
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
+from moe_finetune.losses.gram import off_diagonal
+from moe_finetune.losses.tensors import at_least_float32, check_shapes, full_precision
+
+Activation = Literal["gate", "up", "silu_gate", "swiglu", "output"]
+
+# Weights that are widened to float32 at a time: 128 MiB.
+CHUNK_ELEMENTS = 2**25
+
+
+@full_precision
+def erc_loss(
+    router_weight_EH: Tensor,
+    gate_weight_EDH: Tensor,
+    alpha: float = 1.0,
+    noise: bool = True,
+    router_grad: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """``1/E² Σ_i Σ_{j≠i} [max(M_ij - αM_ii, 0) + max(M_ji - αM_ii, 0)]``, ``M_ij = ‖R̃_i W_g^j‖``.
+
+    ``R̃_i = R_i ⊙ δ_i`` with ``δ_i ~ U(1-ε_i, 1+ε_i)^H`` and ``ε_i = min_{j≠i}‖R_i-R_j‖/(2‖R_i‖)``,
+    both without gradient. It is 0 when every proxy excites its own expert most, and every expert
+    answers its own proxy most, by the factor ``1/alpha``.
+
+    Args:
+        router_weight_EH: the router's weight.
+        gate_weight_EDH: gate projections, adapters included.
+        alpha: in [0, 1]; the paper finds 1 best at 64 experts and 0.5 at 256.
+        noise: False sets δ = 1.
+        router_grad: False makes R̃ without gradient (the paper's Figure 8).
+        generator: source of δ; the default generator if None.
+
+    Raises:
+        ValueError: for wrong shapes or a negative ``alpha``.
+
+    Warns:
+        UserWarning: for ``alpha`` above 1, where the loss cannot reach 0.
+
+    Source: *Coupling Experts and Routers via an Auxiliary Loss* (arXiv 2512.23447), eq. 3, 4.
+    """
+    check_shapes(router_weight_EH=router_weight_EH, gate_weight_EDH=gate_weight_EDH)
+    check_alpha(alpha)
+    proxies_PH = at_least_float32(router_weight_EH if router_grad else router_weight_EH.detach())
+    if noise:
+        uniform_EH = torch.rand(
+            proxies_PH.shape, generator=generator, dtype=proxies_PH.dtype, device=proxies_PH.device
+        )
+        proxies_PH = perturbed(proxies_PH, uniform_EH)
+    return erc_from_table(erc_table(proxies_PH, gate_weight_EDH), alpha)
+
+
+@full_precision
+def erc_table(proxies_EH: Tensor, gate_weight_EDH: Tensor) -> Tensor:
+    """``M[i, j]``: length of expert j's gate projection of proxy i (``R_i``, or ``R̃_i``)."""
+    check_shapes(proxies_EH=proxies_EH, gate_weight_EDH=gate_weight_EDH)
+    return _table(
+        at_least_float32(proxies_EH), lambda name: ProjectionFactors(gate_weight_EDH), "gate"
+    )
+
+
+@full_precision
+def erc_from_table(table_EE: Tensor, alpha: float = 1.0) -> Tensor:
+    """The loss from the table ``M``."""
+    check_shapes(table_EE=table_EE)
+    own_E1 = alpha * table_EE.diagonal().unsqueeze(1)
+    excess_EE = relu(table_EE - own_E1) + relu(table_EE.T - own_E1)
+    return off_diagonal(excess_EE).sum() / table_EE.shape[0] ** 2
+
+
+def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
+    """``R ⊙ δ`` where ``uniform_PH`` in [0, 1) is stretched to ``U(1-ε, 1+ε)``."""
+    with torch.no_grad():
+        # Differences, not products: near rows would lose their distance to rounding.
+        apart_PP = torch.cdist(
+            proxies_PH, proxies_PH, compute_mode="donot_use_mm_for_euclid_dist"
+        ).fill_diagonal_(torch.inf)
+        twice_P1 = 2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1, keepdim=True)
+        epsilon_P1 = apart_PP.amin(-1, keepdim=True) / twice_P1
+        # A zero row stays zero, and a single expert has no neighbour to stay clear of.
+        epsilon_P1 = epsilon_P1.masked_fill(~epsilon_P1.isfinite(), 0.0)
+        delta_PH = 1.0 + epsilon_P1 * (2.0 * uniform_PH - 1.0)
+    return proxies_PH * delta_PH
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise ValueError for a negative ``alpha`` and warn above 1."""
+    if not alpha >= 0:
+        raise ValueError(f"alpha is {alpha}, wanted a number in [0, 1]")
+    if alpha > 1:
+        warnings.warn(
+            f"erc: alpha {alpha} is above 1, where the loss cannot reach 0; the paper uses [0, 1]",
+            stacklevel=3,
+        )
+
+
+def _table(
+    proxies_PH: Tensor,
+    factors: Callable[[Projection], ProjectionFactors],
+    activation: Activation,
+) -> Tensor:
+    """Length of what each expert makes of each proxy, ``(P, E)``."""
+
+    def project(inputs: Tensor, name: Projection) -> Tensor:
+        return _project(inputs, factors(name))
+
+    if activation == "up":
+        made_EPO = project(proxies_PH, "up")
+    else:
+        made_EPO = project(proxies_PH, "gate")
+        if activation != "gate":
+            made_EPO = silu(made_EPO)
+        if activation in ("swiglu", "output"):
+            made_EPO = made_EPO * project(proxies_PH, "up")
+        if activation == "output":
+            made_EPO = project(made_EPO, "down")
+    return torch.linalg.vector_norm(made_EPO, dim=-1).T
+
+
+def _project(inputs: Tensor, factors: ProjectionFactors) -> Tensor:
+    """``x (W + s B A)^T`` for every expert without building the sum: ``(E, P, O)``."""
+    made_EPO = _Product.apply(inputs, factors.weight_EOI)
+    if factors.a_ErI is None or factors.b_EOr is None:
+        return made_EPO
+    low_EPr = inputs @ factors.a_ErI.to(inputs.dtype).mT
+    return made_EPO + factors.scaling * (low_EPr @ factors.b_EOr.to(inputs.dtype).mT)
+
+
+class _Product(torch.autograd.Function):
+    """``x W_e^T`` for all experts e, with x ``(P, I)`` or ``(E, P, I)``.
+
+    A plain product of float32 proxies with bfloat16 weights would widen the whole stack and keep
+    the copy until backward; this widens a few experts at a time and keeps only the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight_EOI: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight_EOI)
+        parts = [
+            _part(inputs, span) @ weight_EOI[span].to(inputs.dtype).mT
+            for span in _spans(weight_EOI, inputs.dtype)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_EPO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        inputs, weight_EOI = ctx.saved_tensors
+        needs_inputs, needs_weight = ctx.needs_input_grad
+        grad_inputs = torch.zeros_like(inputs) if needs_inputs else None
+        grad_weight = torch.empty_like(weight_EOI) if needs_weight else None
+        for span in _spans(weight_EOI, inputs.dtype):
+            grad = grad_EPO[span]
+            if grad_inputs is not None:
+                weight = weight_EOI[span].to(inputs.dtype)
+                if inputs.dim() == 2:
+                    grad_inputs += torch.einsum("epo,eoi->pi", grad, weight)
+                else:
+                    grad_inputs[span] = grad @ weight
+            if grad_weight is not None:
+                grad_weight[span] = grad.mT @ _part(inputs, span)
+        return grad_inputs, grad_weight
+
+
+def _part(inputs: Tensor, span: slice) -> Tensor:
+    return inputs if inputs.dim() == 2 else inputs[span]
+
+
+def _spans(weight_EOI: Tensor, dtype: torch.dtype) -> list[slice]:
+    """Experts to take at a time: all, unless their weights must be widened."""
+    experts = weight_EOI.shape[0]
+    step = experts
+    if weight_EOI.dtype != dtype:
+        step = max(1, CHUNK_ELEMENTS // weight_EOI[0].numel())
+    return [slice(start, start + step) for start in range(0, experts, step)]
+
+
+class ErcOptions(TermOptions):
+    """Options of :func:`erc_loss`; ``activation`` is what M measures (P2 §4.5).
+
+    A layer has one value, so nothing is summed over tokens.
+    """
+
+    reduction: Literal["mean"] = "mean"
+    alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    noise: bool = True
+    router_grad: bool = True
+    activation: Activation = "gate"
+
+
+class Erc(Term):
+    """``erc``: how far each router row is from exciting its own expert most."""
+
+    name = "erc"
+    source = "P2 eq. 3, 4"
+    reads = "router weight and expert projections"
+    trains = frozenset({"router", "experts"})
+    Options = ErcOptions
+    options: ErcOptions
+
+    def __init__(self, options: ErcOptions):
+        super().__init__(options)
+        check_alpha(options.alpha)
+        if not options.router_grad:
+            self.trains = frozenset({"experts"})
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The experts' projections."""
+        return frozenset({"expert_factors"})
+
+    def check(self, facts: ModelFacts) -> None:
+        """Refuse experts without a gate projection, unless the up projection alone is asked for."""
+        super().check(facts)
+        if not facts.has_gate and self.options.activation != "up":
+            raise ObjectiveError(
+                "method.terms.erc reads the experts' gate projection, and this model's experts "
+                "have none; set `activation: up` or remove the term"
+            )
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """ERC loss of this layer."""
+        options = self.options
+        assert record.expert_factors is not None
+        weight_EH = record.router_weight_EH
+        with torch.autocast(weight_EH.device.type, enabled=False):
+            proxies_PH = at_least_float32(weight_EH if options.router_grad else weight_EH.detach())
+            if options.noise:
+                if self.name not in context.draws:
+                    context.draws[self.name] = torch.rand_like(proxies_PH)
+                proxies_PH = perturbed(proxies_PH, context.draws[self.name])
+            table_EE = _table(proxies_PH, record.expert_factors, options.activation)
+            return erc_from_table(table_EE, options.alpha)

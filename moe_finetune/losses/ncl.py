@@ -1,0 +1,108 @@
+"""Negative correlation of a token's expert outputs (P4, algorithm 3, without its label term)."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.gram import ZERO_SQUARED, gram, lengths, squared_lengths
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def ncl_loss(
+    outputs_TKH: Tensor,
+    mask_T: Tensor | None = None,
+    normalize: bool = True,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``Σ_i d_i·Σ_{j≠i} d_j = -Σ_i ‖d_i‖²`` per token, ``d_i = y_i - mean_j y_j``.
+
+    Args:
+        outputs_TKH: expert outputs before the routing weight.
+        mask_T: True where a token counts; None counts all.
+        normalize: divide the outputs by the token's mean output norm first, gradient included
+            (ours): the value then lies in ``[-K², 0]`` and does not depend on the outputs' scale.
+            Without it the loss is the paper's and **unbounded below**: growing outputs lower it.
+        reduction: "mean" or "sum" over the tokens that count.
+
+    Raises:
+        ValueError: for wrong shapes.
+
+    Source: P4, algorithm 3; its label term is left out.
+    """
+    check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
+    return ncl_from_gram(gram(outputs_TKH, mask_T), mask_T, normalize, reduction=reduction)
+
+
+@full_precision
+def ncl_from_gram(
+    gram_TKK: Tensor,
+    mask_T: Tensor | None = None,
+    normalize: bool = True,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """:func:`ncl_loss` from inner products: ``Σ‖d_i‖² = tr G - (Σ_jk G_jk) / K``."""
+    check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
+    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    squared_TK = squared_lengths(gram_TKK)
+    spread_T = squared_TK.sum(-1) - gram_TKK.sum((-1, -2)) / gram_TKK.shape[-1]
+    if normalize:
+        scale_T = lengths(squared_TK).mean(-1).square()
+        nonzero_T = scale_T > ZERO_SQUARED
+        spread_T = torch.where(nonzero_T, spread_T / torch.where(nonzero_T, scale_T, 1.0), 0.0)
+    return reduce_tokens(-spread_T, mask_T, reduction)
+
+
+class NclOptions(TermOptions):
+    """Options of :func:`ncl_loss`."""
+
+    normalize: bool = True
+
+
+class Ncl(Term):
+    """``ncl``: negative spread of the selected experts' outputs around their mean."""
+
+    name = "ncl"
+    source = "P4 algorithm 3"
+    reads = "expert outputs"
+    trains = frozenset({"experts"})
+    Options = NclOptions
+    options: NclOptions
+
+    def __init__(self, options: NclOptions):
+        super().__init__(options)
+        if not options.normalize:
+            warnings.warn(
+                "method.terms.ncl.normalize: false leaves the loss unbounded below; "
+                "it falls as the outputs grow",
+                stacklevel=2,
+            )
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inner products of the outputs."""
+        return frozenset({"outputs_gram"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Negative correlation loss of this layer."""
+        assert record.outputs_gram_TKK is not None
+        return ncl_from_gram(
+            record.outputs_gram_TKK,
+            record.mask_T,
+            self.options.normalize,
+            reduction=self.options.reduction,
+        )

@@ -1,0 +1,186 @@
+"""Methods of the papers as data: loss terms, routing noise and bias update by preset name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One method.
+
+    Attributes:
+        name: the preset's name in a recipe.
+        terms: options of each loss term, by its name.
+        source: paper and place.
+        shows: what a run should show against ``aux_loss`` or ``none``.
+        perturbations: ``jitter``, ``expert_dropout``, ``random_second_choice``.
+        bias_update: step of the loss-free bias, or None.
+    """
+
+    name: str
+    terms: Mapping[str, Mapping[str, Any]]
+    source: str
+    shows: str
+    perturbations: Mapping[str, Any] = field(default_factory=dict)
+    bias_update: float | None = None
+
+    def method(self) -> dict[str, Any]:
+        """The preset as a recipe's ``method:`` mapping; a copy that may be changed."""
+        method: dict[str, Any] = {"terms": copy.deepcopy(dict(self.terms))}
+        if self.perturbations:
+            method["perturbations"] = dict(self.perturbations)
+        if self.bias_update is not None:
+            method["bias_update"] = self.bias_update
+        return method
+
+
+def _balance(weight: float, variant: str, scope: str, **options: Any) -> dict[str, Any]:
+    return {"weight": weight, "variant": variant, "scope": scope, **options}
+
+
+_DEEPSEEK = _balance(1e-3, "deepseek", "sequence")
+_PER_LAYER = _balance(1e-2, "deepseek", "micro_batch", layers_reduction="mean")
+_SYNTHETIC = _balance(1e-2, "switch", "micro_batch")
+_COUPLED = {
+    "load_balance": _balance(1e-3, "deepseek", "micro_batch"),
+    "specialization": {"weight": 2e-4},
+    "coupling": {"weight": 1e-4},
+}
+_COUPLED_SCRATCH = {
+    "load_balance": _balance(1e-2, "deepseek", "micro_batch"),
+    "specialization": {"weight": 2e-3},
+    "coupling": {"weight": 1e-3},
+}
+_Z = {"z_loss": {"weight": 1e-3}}
+
+_ALL = (
+    Preset(
+        "none",
+        terms={},
+        source="-",
+        shows="plain fine-tuning: the loss and routing that all others are compared with",
+    ),
+    Preset(
+        "aux_loss",
+        terms={"load_balance": _DEEPSEEK},
+        source='P0 "With Aux Loss"; DeepSeek-V2 eq. 23',
+        shows="MaxVio below none",
+    ),
+    Preset(
+        "gshard",
+        terms={"load_balance": _balance(1e-3, "gshard", "micro_batch")},
+        perturbations={"random_second_choice": True},
+        source="GShard (Lepikhin et al. 2020)",
+        shows="MaxVio below none",
+    ),
+    Preset(
+        "st_moe",
+        terms={"load_balance": _balance(1e-2, "switch", "micro_batch"), **_Z},
+        perturbations={"jitter": 0.01, "expert_dropout": 0.4},
+        source="ST-MoE (Zoph et al. 2022)",
+        shows="MaxVio and router logits below none",
+    ),
+    Preset(
+        "loss_free",
+        terms={},
+        bias_update=1e-3,
+        source="loss-free balancing; DeepSeek-V3",
+        shows="MaxVio below none without a balance gradient",
+    ),
+    Preset(
+        "orthogonal_variance",
+        terms={
+            "load_balance": _DEEPSEEK,
+            "orthogonality": {"weight": 1e-3, "form": "projection"},
+            "variance": {"weight": 1e-3},
+        },
+        source="P0 eq. 7, 18, 25",
+        shows="score variance above and output overlap below aux_loss, MaxVio about the same",
+    ),
+    Preset(
+        "orthogonal_variance_sum",
+        terms={
+            "load_balance": _DEEPSEEK,
+            "orthogonality": {"weight": 1e-3, "form": "projection", "reduction": "sum"},
+            "variance": {"weight": 1e-3, "reduction": "sum"},
+        },
+        source="P0 eq. 7, 18, 25, summed over tokens as printed",
+        shows="as orthogonal_variance, stronger",
+    ),
+    Preset(
+        "specialization_coupling",
+        terms=_COUPLED,
+        source="P1 eq. 4, 6, Table 14 (fine-tuning)",
+        shows="activation cosine below and coupling mass above aux_loss",
+    ),
+    Preset(
+        "specialization_coupling_z",
+        terms={**_COUPLED, **_Z},
+        source="P1 Table 14, with z-loss",
+        shows="as specialization_coupling, with smaller router logits",
+    ),
+    Preset(
+        "specialization_coupling_scratch",
+        terms=_COUPLED_SCRATCH,
+        source="P1 (from scratch)",
+        shows="as specialization_coupling, when training from scratch",
+    ),
+    Preset(
+        "specialization_coupling_scratch_z",
+        terms={**_COUPLED_SCRATCH, **_Z},
+        source="P1 (from scratch), with z-loss",
+        shows="as specialization_coupling_scratch, with smaller router logits",
+    ),
+    Preset(
+        "erc",
+        terms={"load_balance": _PER_LAYER, "erc": {"weight": 1.0, "alpha": 1.0}},
+        source="P2 eq. 3, 4; OLMoE's balance",
+        shows="ERC table down to 0 at alpha 1 in the trained layers",
+    ),
+    Preset(
+        "router_orthogonality",
+        terms={"load_balance": _PER_LAYER, "router_orthogonality": {"weight": 1e-2}},
+        source="P2 §4.5 (ERNIE); the weight is ours",
+        shows="cosine of router rows below aux_loss",
+    ),
+    Preset(
+        "dpp",
+        terms={"load_balance": _SYNTHETIC, "dpp": {"weight": 0.1}},
+        source="P4 algorithm 2",
+        shows="output cosine below aux_loss",
+    ),
+    Preset(
+        "ncl",
+        terms={"load_balance": _SYNTHETIC, "ncl": {"weight": 0.1}},
+        source="P4 algorithm 3",
+        shows="spread of outputs above aux_loss",
+    ),
+    Preset(
+        "cosine_orthogonality",
+        terms={
+            "load_balance": _SYNTHETIC,
+            "orthogonality": {"weight": 0.1, "form": "cosine"},
+        },
+        source="P4 §6.2",
+        shows="output cosine below aux_loss",
+    ),
+    Preset(
+        "supervised_routing",
+        terms={"supervised_routing": {"weight": 1.0}},
+        source="P3 §3.2 (router stage); needs `terms.supervised_routing.table`",
+        shows="conditional mean rank and router entropy below none",
+    ),
+    Preset(
+        "supervised_routing_baseline",
+        terms={"load_balance": _balance(1e-2, "gshard", "micro_batch", probabilities="topk")},
+        source="P3 appendix B",
+        shows="the balance loss that P3 compares with",
+    ),
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})

@@ -1,0 +1,71 @@
+"""Intra-layer specialization: experts that share a token should activate differently (P1 eq. 4)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import LayerContext, Need, Term
+from moe_finetune.losses.gram import cosines, gram
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def specialization_loss(
+    activations_TKD: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """``Σ_{e≠ν} cos²(z_e, z_ν)`` per token, over ordered pairs of selected experts.
+
+    The paper's sum includes ``e = ν``, a constant K that is dropped.
+
+    Args:
+        activations_TKD: activations after the gate, before the down projection. A zero vector has
+            cosine 0 with anything.
+        mask_T: True where a token counts; None counts all.
+        reduction: "mean" or "sum" over the tokens that count.
+
+    Raises:
+        ValueError: for wrong shapes.
+
+    Source: P1, eq. 4.
+    """
+    check_shapes(activations_TKD=activations_TKD, mask_T=mask_T)
+    return specialization_from_gram(gram(activations_TKD, mask_T), mask_T, reduction=reduction)
+
+
+@full_precision
+def specialization_from_gram(
+    gram_TKK: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """:func:`specialization_loss` from the inner products ``⟨z_e, z_ν⟩`` of each token."""
+    check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
+    cosines_TKK = cosines(blank(at_least_float32(gram_TKK), mask_T))
+    return reduce_tokens(cosines_TKK.square().sum((-1, -2)), mask_T, reduction)
+
+
+class Specialization(Term):
+    """``specialization``: similarity of the selected experts' activations."""
+
+    name = "specialization"
+    source = "P1 eq. 4"
+    reads = "expert activations"
+    trains = frozenset({"experts"})
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inner products of the activations."""
+        return frozenset({"activations_gram"})
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        """Specialization loss of this layer."""
+        assert record.activations_gram_TKK is not None
+        return specialization_from_gram(
+            record.activations_gram_TKK, record.mask_T, reduction=self.options.reduction
+        )
