@@ -281,7 +281,7 @@ def _preset(name: str) -> dict[str, Any]:
 
     if name not in PRESETS:
         raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[name].method()
 
 
 def _terms(terms: Any) -> dict[str, BaseModel]:
