@@ -35,9 +35,9 @@ def coupling_loss(
 ) -> Tensor:
     """``-Σ_{e∈A} Σ_{ν∈T(e)} p_e p'_ν`` per token: p of one MoE layer, p' of the next.
 
-    The value lies in [-1, 0]. A is the token's selection in the first layer. Without ``transitions_EE``, T is the ``top_k``
-    experts of highest probability in the next layer, the same for all e. With it, T(e) is the
-    ``top_k`` largest entries of row e.
+    The value lies in [-1, 0]. A is the token's selection in the first layer. Without
+    ``transitions_EE``, T is the ``top_k`` experts of highest probability in the next layer, the
+    same for all e. With it, T(e) is the ``top_k`` largest entries of row e.
 
     Args:
         probs_TE: probabilities of the first layer over all experts, not renormalised after top-k;
