@@ -1,0 +1,140 @@
+"""A PEFT LoRA adapter folder, known from its config and header, its tensors read on demand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import AdapterError
+from moe_finetune.weights.headers import FLOATS, TensorInfo, read_header
+from moe_finetune.weights.selection import AdapterMetadata, read_metadata
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Options that change what the factors mean; a merge that ignored them would be silently wrong.
+_REFUSED = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
+    "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "velora_config", "monteclora_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter folder.
+
+    Attributes:
+        folder: where it lies.
+        config: ``adapter_config.json`` as a mapping.
+        tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
+        metadata: contents of ``moe_finetune.json``.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    metadata: AdapterMetadata
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.size for info in self.tensors.values())
+
+    def targets_parameter(self, key: str) -> bool:
+        """Whether ``target_parameters`` names the parameter ``key`` (PEFT's suffix rule)."""
+        names = self.config.get("target_parameters") or ()
+        return any(key == name or key.endswith(f".{name}") for name in names)
+
+    def rank(self, key: str) -> int:
+        """Rank that the config gives to ``key`` (module, or module.parameter)."""
+        return int(_by_pattern(self.config.get("rank_pattern"), key, self.config["r"]))
+
+    def scaling(self, key: str) -> float:
+        """Factor of ``B @ A``: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
+        alpha = float(_by_pattern(self.config.get("alpha_pattern"), key, self.config["lora_alpha"]))
+        rank = self.rank(key)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def open_adapter(path: str | Path) -> Adapter:
+    """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
+
+    Raises:
+        AdapterError: the folder or a file is missing or damaged, or the adapter is of a kind that
+            cannot be merged as LoRA.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: no such adapter folder")
+    if not (folder / CONFIG).is_file():
+        raise AdapterError(f"{folder}: {CONFIG} is missing; this is no adapter folder")
+    if not (folder / WEIGHTS).is_file():
+        hint = "; save it again as safetensors" if (folder / "adapter_model.bin").is_file() else ""
+        raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")
+    config = _read_config(folder / CONFIG)
+    header = read_header(folder / WEIGHTS, AdapterError)
+    tensors = {}
+    for name, info in header.tensors.items():
+        if not name.startswith(PREFIX):
+            raise AdapterError(f"{info.file}: key '{name}' does not start with '{PREFIX}'")
+        if info.dtype not in FLOATS:
+            raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
+        tensors[name.removeprefix(PREFIX)] = info
+    if not tensors:
+        raise AdapterError(f"{folder / WEIGHTS}: holds no tensors")
+    return Adapter(folder, config, tensors, read_metadata(folder))
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Read every tensor once; raise AdapterError naming the first with a NaN or infinity."""
+    from moe_finetune.weights.tensors import read_tensor
+
+    for name, info in adapter.tensors.items():
+        if not read_tensor(info).isfinite().all():
+            raise AdapterError(
+                f"{info.file}: '{name}' holds NaN or infinity; the training diverged, take an "
+                "earlier checkpoint"
+            )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise AdapterError(f"{file}: not valid JSON ({problem})") from problem
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise AdapterError(f"{file}: '{key}' must be a positive number, got {config.get(key)}")
+    for key in _REFUSED:
+        if config.get(key):
+            raise AdapterError(
+                f"{file}: '{key}' is set; such an adapter cannot be merged here, merge it with PEFT"
+            )
+    return config
+
+
+def _by_pattern(patterns: dict[str, Any] | None, key: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the end of ``key`` at a dot decides."""
+    return next(
+        (value for p, value in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)),
+        default,
+    )
+
+
+def unused(adapter: Adapter, used: Iterable[str]) -> None:
+    """Raise AdapterError when a tensor of the adapter is not in ``used``."""
+    left = sorted(set(adapter.tensors) - set(used))
+    if left:
+        raise AdapterError(
+            f"{adapter.folder / WEIGHTS}: {len(left)} tensors would not be merged, first "
+            f"'{left[0]}'; they are not LoRA factors or saved modules"
+        )

@@ -1,0 +1,152 @@
+"""The arithmetic of a merge: one tensor, in float32, in pieces of a few megabytes.
+
+Shape legend: O rows and I columns of the tensor, R the ranks of all its updates together.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_finetune.errors import NumericsError
+from moe_finetune.weights.adapter import Adapter
+from moe_finetune.weights.headers import ITEM_BYTES, TensorInfo
+from moe_finetune.weights.plan import TensorPlan
+from moe_finetune.weights.tensors import DTYPES, read_bytes, read_into, read_tensor, write_from
+from moe_finetune.weights.updates import LowRank, Replace
+
+# Elements worked on at a time by one thread: the whole of one expert's matrix, a part of lm_head.
+_CHUNK = 4 << 20
+_MAX_FLOAT16 = 65504.0
+
+
+class Factors:
+    """Factors of the adapters in float32, unpacked to one contiguous pair per expert.
+
+    Only the few most recently used tensors are held: a layer's experts follow one another.
+    """
+
+    def __init__(self, adapters: tuple[tuple[Adapter, float], ...], held: int = 8):
+        self.adapters = adapters
+        self._held = held
+        self._cache: OrderedDict[tuple[int, str], Future[Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def pair(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """``left_OR`` (weight and scale included) and ``right_RI`` of one update."""
+        b_nOr = self._get(update.adapter, update.b, lambda t: _unpack_b(t, update.slots))
+        a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
+        left_Or, right_rI = b_nOr[update.slot], a_nrI[update.slot]
+        if update.transposed:
+            left_Or, right_rI = right_rI.T, left_Or.T
+        if update.rows:
+            left_Or = left_Or[slice(*update.rows)]
+        return left_Or * (update.scale * self.adapters[update.adapter][1]), right_rI
+
+    def _get(self, number: int, key: str, unpack) -> Tensor:
+        with self._lock:
+            future = self._cache.get((number, key))
+            mine = future is None
+            if future is None:
+                future = self._cache[number, key] = Future()
+                while len(self._cache) > self._held:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end((number, key))
+        if mine:
+            try:
+                info = self.adapters[number][0].tensors[key]
+                future.set_result(unpack(read_tensor(info).float()).contiguous())
+            except BaseException as problem:
+                future.set_exception(problem)
+        return future.result()
+
+
+def _unpack_b(packed_ORn: Tensor, slots: int) -> Tensor:
+    """``lora_B`` (O, r·n), the expert fastest, to (n, O, r)."""
+    return packed_ORn.view(packed_ORn.shape[0], -1, slots).permute(2, 0, 1)
+
+
+@dataclass
+class Merged:
+    """Content of a changed or converted tensor: ``source + sum of updates``, cast and written.
+
+    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name.
+    """
+
+    plan: TensorPlan
+    factors: Factors
+    norms: dict[str, float] = field(default_factory=dict)
+
+    def write(self, fd: int, target: TensorInfo) -> None:
+        """See :class:`moe_finetune.weights.writer.Content`."""
+        source = self.plan.source
+        assert source is not None
+        low_rank = [self.factors.pair(u) for u in self.plan.updates if isinstance(u, LowRank)]
+        replacements = [u for u in self.plan.updates if isinstance(u, Replace)]
+        left_OR = torch.cat([left for left, _ in low_rank], 1) if low_rank else None
+        right_RI = torch.cat([right for _, right in low_rank], 0) if low_rank else None
+        squares = 0.0
+        columns = target.shape[-1] if len(target.shape) > 1 else 1
+        rows = target.size // ITEM_BYTES[target.dtype] // columns
+        step = max(1, _CHUNK // columns)
+        file = os.open(source.file, os.O_RDONLY)
+        try:
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                chunk_OI = _read_rows(file, source, first, last, columns)
+                work_OI = chunk_OI.float()
+                for update in replacements:
+                    squares += self._replace(work_OI, update, first * columns)
+                if left_OR is not None and right_RI is not None:
+                    work_OI.addmm_(left_OR[first:last], right_RI)
+                _check_range(work_OI, target)
+                out = work_OI.to(DTYPES[target.dtype])
+                at = target.offset + first * columns * ITEM_BYTES[target.dtype]
+                write_from(fd, _bytes(out), at)
+        finally:
+            os.close(file)
+        if self.plan.updates:
+            if left_OR is not None and right_RI is not None:
+                # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
+                gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
+                squares += max(gram.sum().item(), 0.0)
+            self.norms[target.name] = squares**0.5
+
+    def _replace(self, work_OI: Tensor, update: Replace, first: int) -> float:
+        """Move ``work_OI`` towards the saved tensor by the adapter's weight; square of the move."""
+        adapter, weight = self.factors.adapters[update.adapter]
+        info, count = adapter.tensors[update.key], work_OI.numel()
+        size = ITEM_BYTES[info.dtype]
+        raw = read_bytes(info.file, info.offset + (update.first + first) * size, count * size)
+        new_OI = torch.frombuffer(raw, dtype=DTYPES[info.dtype]).view(work_OI.shape).float()
+        move_OI = new_OI - work_OI
+        if weight == 1.0 and sum(isinstance(u, Replace) for u in self.plan.updates) == 1:
+            work_OI.copy_(new_OI)
+        else:
+            work_OI.add_(move_OI, alpha=weight)
+        return (weight * move_OI.norm().item()) ** 2
+
+
+def _read_rows(fd: int, source: TensorInfo, first: int, last: int, columns: int) -> Tensor:
+    size = ITEM_BYTES[source.dtype] * columns
+    raw = bytearray((last - first) * size)
+    read_into(fd, memoryview(raw), source.offset + first * size)
+    return torch.frombuffer(raw, dtype=DTYPES[source.dtype]).view(last - first, columns)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def _check_range(work_OI: Tensor, target: TensorInfo) -> None:
+    if target.dtype == "F16" and work_OI.abs().max().item() > _MAX_FLOAT16:
+        raise NumericsError(
+            f"'{target.name}' does not fit into float16 (largest value "
+            f"{work_OI.abs().max().item():.3g}); choose dtype bfloat16 or float32"
+        )
