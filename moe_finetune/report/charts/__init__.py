@@ -1,0 +1,1 @@
+"""Pictures as inline SVG: pure functions from numbers to markup."""

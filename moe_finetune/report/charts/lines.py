@@ -1,0 +1,129 @@
+"""Curves over training steps or layers, one line for each series."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+from moe_finetune.report.charts.frame import SIZE, Scale, inner, plot
+from moe_finetune.report.markup import Markup, tag
+
+KEPT = 400  # points of a line; more cannot be told apart at this size
+SMOOTH_FROM = 60  # shorter curves are drawn as they are
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: its name, colour (CSS) and points, x ascending; NaN makes a gap."""
+
+    label: str
+    color: str
+    x: list[float]
+    y: list[float]
+    dashed: bool = False
+    behind: bool = False
+
+
+def line_chart(
+    title: str,
+    description: str,
+    series: list[Series],
+    *,
+    x_label: str = "step",
+    height: int = 170,
+    smooth: bool = True,
+    zero: bool = False,
+    reference: float | None = None,
+) -> Markup:
+    """Return the lines over one another; series marked ``behind`` first.
+
+    Args:
+        smooth: draw long curves as a moving mean over the faint original.
+        zero: let y start at zero.
+        reference: a value to mark with a dashed level.
+    """
+    shown = [v for s in series for v in s.y]
+    y = Scale.around([*shown, reference] if reference is not None else shown, zero=zero)
+    xs = [v for s in series for v in s.x]
+    x = Scale.exact(min(xs, default=0.0), max(xs, default=1.0))
+    lines: list[Markup] = []
+    if reference is not None:
+        level = SIZE * (1 - y(reference))
+        lines.append(tag("path", d=f"M0 {level:.0f}H{SIZE}", class_="reference"))
+    hover = []
+    for s in sorted(series, key=lambda s: not s.behind):
+        averaged = smooth and len(s.y) >= SMOOTH_FROM
+        points = _thin(s.x, s.y)
+        if averaged:
+            lines.append(_line(points, x, y, s, "faint"))
+        drawn = _thin(s.x, moving_mean(s.y)) if averaged else points
+        lines.append(_line(drawn, x, y, s, "line"))
+    for s in series:
+        points = _thin(s.x, s.y)
+        hover.append(
+            {
+                "label": s.label,
+                "color": s.color,
+                "x": [float(f"{px:.6g}") for px, _ in points],
+                "y": [float(f"{py:.4g}") if math.isfinite(py) else None for _, py in points],
+            }
+        )
+    data = {"low": x.low, "high": x.high, "axis": x_label, "series": hover}
+    return plot(
+        title,
+        description,
+        inner(*lines),
+        height=height,
+        x=x,
+        y=y,
+        x_label=x_label,
+        data_lines=json.dumps(data, separators=(",", ":")),
+        tabindex="0",
+    )
+
+
+def _line(points: list[tuple[float, float]], x: Scale, y: Scale, s: Series, kind: str) -> Markup:
+    path, pen_down, finite = "", False, [p for p in points if math.isfinite(p[1])]
+    for px, py in points:
+        if not math.isfinite(py):
+            pen_down = False
+            continue
+        # a zero-length stroke makes a lone point visible
+        start = f"M{SIZE * x(px):.0f} {SIZE * (1 - y(py)):.0f}"
+        path += f"L{start[1:]}" if pen_down else f"{start}h0"
+        pen_down = True
+    classes = kind + (" dashed" if s.dashed else "") + (" lone" if len(finite) == 1 else "")
+    return tag("path", d=path, class_=classes, style=f"--c:{s.color}")
+
+
+def _thin(x: list[float], y: list[float]) -> list[tuple[float, float]]:
+    """Keep the least and the greatest point of each stretch, and both ends."""
+    points = list(zip(x, y, strict=True))
+    if len(points) <= KEPT:
+        return points
+    kept: list[tuple[float, float]] = [points[0]]
+    stretch = 2 * len(points) / KEPT
+    for i in range(KEPT // 2):
+        part = points[round(i * stretch) : round((i + 1) * stretch)]
+        finite = [p for p in part if math.isfinite(p[1])]
+        if not finite:
+            kept.append(part[0])
+            continue
+        ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
+        kept += sorted(ends)
+    kept.append(points[-1])
+    return kept
+
+
+def moving_mean(values: list[float], window: int | None = None) -> list[float]:
+    """Return the centred mean over ``window`` points (a fifteenth of all by default), without NaN.
+
+    At the ends the window is cut, not shifted; a NaN stays a NaN.
+    """
+    half = (window or max(3, len(values) // 15)) // 2
+    means = []
+    for i, value in enumerate(values):
+        part = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
+        means.append(sum(part) / len(part) if math.isfinite(value) else math.nan)
+    return means

@@ -1,0 +1,141 @@
+"""Scores, and what can be said about the difference of two of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moe_finetune.report.markup import DASH, is_number, number, signed
+
+Z = 1.959964  # 97.5th percentile of the normal distribution: two-sided 95 %
+ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "nll")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One benchmark's result. ``n`` items; ``stderr`` of the mean; NaN where unknown."""
+
+    value: float
+    metric: str = ""
+    stderr: float = math.nan
+    n: int | None = None
+    chance: float = math.nan
+    higher_is_better: bool = True
+
+    @classmethod
+    def parse(cls, task: dict[str, Any]) -> Score:
+        """Read a task of ``results.json``; what is missing or null is unknown."""
+        metric = str(task.get("metric") or "")
+        higher = task.get("higher_is_better")
+        if higher is None:
+            higher = not any(word in metric.lower() for word in LOWER_IS_BETTER)
+        return cls(
+            value=_float(task.get("value")),
+            metric=metric,
+            stderr=_float(task.get("stderr")),
+            n=int(task["n"]) if is_number(task.get("n")) else None,
+            chance=_float(task.get("chance")),
+            higher_is_better=bool(higher),
+        )
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the value is a share of items, to be read as a percentage."""
+        names = (*ZERO_ONE, "f1", "match", "rate", "share", "pass")
+        return 0 <= self.value <= 1 and any(name in self.metric.lower() for name in names)
+
+    @property
+    def is_zero_one(self) -> bool:
+        """Whether every item counts 0 or 1, so that the score is a binomial share."""
+        if self.n is None or self.n < 2 or not 0 <= self.value <= 1:
+            return False
+        if self.metric.split(",")[0].lower() not in ZERO_ONE:
+            return False
+        expected = math.sqrt(self.value * (1 - self.value) / (self.n - 1))
+        return math.isnan(self.stderr) or math.isclose(self.stderr, expected, rel_tol=0.1)
+
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 95 % interval: Wilson's for shares of 0/1 items, else value ± 1.96 stderr."""
+        if math.isnan(self.value):
+            return None
+        if self.is_zero_one:
+            assert self.n is not None
+            return _wilson(self.value, self.n)
+        if math.isnan(self.stderr):
+            return None
+        return self.value - Z * self.stderr, self.value + Z * self.stderr
+
+    def text(self, value: float | None = None) -> str:
+        """Return the value (or another on the same scale) for people: shares as percentages."""
+        value = self.value if value is None else value
+        if math.isnan(value):
+            return DASH
+        return f"{100 * value:.1f} %" if self.is_share else number(value)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``run − baseline`` with its 95 % interval; ``verdict`` is better, worse, unclear or unknown.
+
+    ``unknown``: there is no interval, or one of the scores is missing.
+    """
+
+    value: float
+    low: float
+    high: float
+    verdict: str
+    is_share: bool
+
+    def text(self) -> str:
+        """Return the difference for people: percentage points for shares."""
+        if math.isnan(self.value):
+            return DASH
+        return f"{signed(100 * self.value, 1)} pp" if self.is_share else signed(self.value, 3)
+
+    def interval_text(self) -> str:
+        """Return the interval for people."""
+        if math.isnan(self.low):
+            return "no interval"
+        scale, digits = (100, 1) if self.is_share else (1, 3)
+        low, high = (signed(scale * end, digits) for end in (self.low, self.high))
+        return f"[{low}, {high}]"
+
+
+def difference(baseline: Score, run: Score) -> Difference:
+    """Compare two scores as independent samples.
+
+    Shares of 0/1 items: Newcombe's hybrid score interval (Newcombe 1998, method 10), which holds
+    at 0 % and 100 % too; otherwise ``± 1.96 sqrt(stderr² + stderr²)``.
+    """
+    delta = run.value - baseline.value
+    low = high = math.nan
+    if baseline.is_zero_one and run.is_zero_one:
+        assert baseline.n is not None
+        assert run.n is not None
+        base_low, base_high = _wilson(baseline.value, baseline.n)
+        run_low, run_high = _wilson(run.value, run.n)
+        low = delta - math.hypot(run.value - run_low, base_high - baseline.value)
+        high = delta + math.hypot(run_high - run.value, baseline.value - base_low)
+    elif not math.isnan(baseline.stderr + run.stderr + delta):
+        half = Z * math.hypot(baseline.stderr, run.stderr)
+        low, high = delta - half, delta + half
+    if math.isnan(low):
+        verdict = "unknown"
+    elif low <= 0 <= high:
+        verdict = "unclear"
+    else:
+        verdict = "better" if (delta > 0) == run.higher_is_better else "worse"
+    return Difference(delta, low, high, verdict, baseline.is_share and run.is_share)
+
+
+def _wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % score interval of a share of ``n`` items."""
+    center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _float(value: Any) -> float:
+    return float(value) if is_number(value) else math.nan

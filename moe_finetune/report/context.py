@@ -1,0 +1,157 @@
+"""What every section of the page reads, and what a section is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_finetune.report.colors import RUNS
+from moe_finetune.report.markup import Markup, tag
+from moe_finetune.report.routing import Routing
+from moe_finetune.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A routing snapshot with the words and the colour it is shown by."""
+
+    label: str
+    color: str
+    routing: Routing
+
+
+@dataclass
+class Report:
+    """The runs, and the notes that sections leave on what they could not show."""
+
+    runs: list[Run]
+    title: str
+    missing: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def baseline(self) -> Run | None:
+        """The run that the others are compared with: the first of two or more."""
+        return self.runs[0] if len(self.runs) > 1 else None
+
+    def color(self, run: Run) -> str:
+        """Return the run's colour as CSS; the baseline is grey, a single run is not."""
+        if self.baseline is None:
+            return "var(--run-1)"
+        index = self.runs.index(run)
+        return f"var(--run-{1 + (index - 1) % (len(RUNS) - 1) if index else 0})"
+
+    def swatch(self, run: Run) -> Markup:
+        """Return the run's label behind a dot in its colour."""
+        dot = tag("span", class_="dot", style=f"--c:{self.color(run)}", aria_hidden="true")
+        return tag("span", dot, tag("span", run.label), class_="run-name")
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the pictures to lay side by side: before (once if all agree), after each run."""
+        befores = [run for run in self.runs if run.before is not None]
+        shots: list[Snapshot] = []
+        if _all_equal([run.before for run in befores if run.before is not None]):
+            for run in befores[:1]:
+                assert run.before is not None
+                shots.append(Snapshot("Before fine-tuning", "var(--muted)", run.before))
+            befores = []
+        for run in self.runs:
+            name = f" · {run.label}" if len(self.runs) > 1 else ""
+            if run in befores and run.before is not None:
+                shots.append(Snapshot(f"Before{name}", "var(--muted)", run.before))
+            if run.after is not None:
+                shots.append(Snapshot(f"After{name}", self.color(run), run.after))
+        return shots
+
+    def lacks(self, what: str, remedy: str) -> None:
+        """Note what is not shown, and what would bring it."""
+        if (what, remedy) not in self.missing:
+            self.missing.append((what, remedy))
+
+
+def _all_equal(routings: list[Routing]) -> bool:
+    first = routings[0] if routings else None
+    return all(first is not None and np.array_equal(first.load_LE, r.load_LE) for r in routings)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. ``render`` returns its content, or None when there is nothing to show."""
+
+    id: str
+    title: str
+    render: Callable[[Report], Markup | None]
+
+
+def figure(
+    title: str | Markup, *content: object, note: str | None = None, wide: bool = False
+) -> Markup:
+    """Return a picture under a caption that says what to see; ``note`` explains how to read it."""
+    caption = tag(
+        "figcaption",
+        tag("strong", title),
+        tag("span", note, class_="note") if note else None,
+    )
+    return tag("figure", caption, *content, class_="card wide" if wide else "card")
+
+
+def group(title: str, *content: object, intro: str | None = None) -> Markup:
+    """Return a titled group of figures or tables within a section."""
+    return tag(
+        "section",
+        tag("h3", title),
+        tag("p", intro, class_="intro") if intro else None,
+        *content,
+        class_="group",
+    )
+
+
+def table(
+    caption: str,
+    columns: list[object],
+    rows: list[list[object]],
+    *,
+    sortable: bool = False,
+    keys: list[list[float | str | None]] | None = None,
+    row_classes: list[str] | None = None,
+) -> Markup:
+    """Return a table that scrolls inside its own frame on a narrow screen.
+
+    Args:
+        caption: what the table holds, for everyone and for screen readers.
+        columns: header cells.
+        rows: body cells; the first of a row is its header.
+        sortable: let a click on a header sort the rows.
+        keys: values to sort by, one for each cell; None sorts last.
+        row_classes: a CSS class for each row.
+    """
+    head = [
+        tag(
+            "th",
+            tag("button", c, type="button") if sortable else c,
+            scope="col",
+            aria_sort="none" if sortable else None,
+        )
+        for c in columns
+    ]
+    body = []
+    for r, row in enumerate(rows):
+        cells = []
+        for c, cell in enumerate(row):
+            key = keys[r][c] if keys else None
+            attributes = {"data_key": key}
+            cells.append(
+                tag("th", cell, scope="row", **attributes)
+                if c == 0
+                else tag("td", cell, **attributes)
+            )
+        body.append(tag("tr", cells, class_=row_classes[r] if row_classes else None))
+    grid = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", head)),
+        tag("tbody", body),
+        class_="sortable" if sortable else None,
+    )
+    return tag("div", grid, class_="scroll", tabindex="0", role="region", aria_label=caption)

@@ -1,0 +1,98 @@
+"""Building HTML and SVG: every text is escaped unless it is :class:`Markup` already."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable
+from typing import Any
+
+DASH = "–"
+VOID = {"meta", "br", "hr", "input", "img", "link"}
+
+
+class Markup(str):
+    """Text that is HTML already; everything else is escaped on its way in."""
+
+    __slots__ = ()
+
+
+def escape(child: Any) -> str:
+    """Return ``child`` as HTML: None is empty, lists are joined, plain values are escaped."""
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return str(child)
+    if isinstance(child, (list, tuple)):
+        return "".join(escape(c) for c in child)
+    return html.escape(str(child), quote=True)
+
+
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
+    """Return one element. ``class_`` is ``class``, ``aria_label`` is ``aria-label``.
+
+    An attribute that is None or False is left out, True is written bare.
+    """
+    parts = [name]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        parts.append(key if value is True else f'{key}="{html.escape(str(value), quote=True)}"')
+    opening = f"<{' '.join(parts)}>"
+    if name in VOID:
+        return Markup(opening)
+    return Markup(f"{opening}{escape(children)}</{name}>")
+
+
+def join(parts: Iterable[Any]) -> Markup:
+    """Return the parts one after another, escaped where they are plain text."""
+    return Markup("".join(escape(p) for p in parts))
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether ``value`` is an int or float (NaN included, bool excluded)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number as people read it: ``digits`` significant digits, ``–`` where there is none.
+
+    Integers are written in full with thin spaces; very large and very small numbers get an
+    exponent.
+    """
+    if not is_number(value) or math.isnan(value):
+        return DASH
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    size = abs(value)
+    if isinstance(value, int) or (size >= 10**digits and size < 1e7):
+        text = f"{round(value):,}".replace(",", "\u202f")
+    elif size == 0:
+        text = "0"
+    elif size >= 1e7 or size < 1e-4:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        text = f"{mantissa}e{int(exponent)}"
+    else:
+        # a fixed number of decimals that gives `digits` significant ones
+        text = f"{value:.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
+    return text.replace("-", "−")
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """Return a difference with its sign and ``digits`` decimals."""
+    if math.isnan(value):
+        return DASH
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def duration(seconds: Any) -> str:
+    """Return a time span: ``48 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if not is_number(seconds) or not math.isfinite(seconds):
+        return DASH
+    whole = round(seconds)
+    if whole < 60:
+        return f"{number(float(seconds), 2)} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,137 @@
+"""The page: one file with everything inside, checked for size, written by rename."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.report.colors import css_variables
+from moe_finetune.report.context import Report, Section
+from moe_finetune.report.markup import Markup, join, tag
+from moe_finetune.report.runs import read_runs
+from moe_finetune.report.sections import SECTIONS
+
+
+def write_report(
+    runs: Iterable[Path | str],
+    output: Path | str,
+    title: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Path:
+    """Write one HTML page on the runs that opens without a network; return its path.
+
+    Args:
+        runs: run folders, or folders that hold runs. With two or more, the first is the baseline.
+        output: the page's file, or a folder to put ``index.html`` into; a page there is replaced.
+        title: the page's heading; made from the runs by default.
+        labels: a name for each run; the folder's name by default.
+
+    Raises:
+        DataError, TraceError: a folder without results, or a damaged file, by name and line.
+        OutputExistsError: the output is a file that this function did not write.
+    """
+    read = read_runs(runs, labels)
+    report = Report(read, title or _title([run.label for run in read]))
+    return _write(render_page(report), Path(output))
+
+
+def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
+    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
+    rendered = [(section, section.render(report)) for section in sections]
+    shown = [(section, content) for section, content in rendered if content]
+    style = Markup(css_variables() + _asset("page.css"))
+    script = Markup(_asset("page.js"))
+    # nothing but this very script runs, and nothing is loaded from anywhere
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content="moe-finetune"),
+        tag("title", report.title),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", style),
+        tag("script", script),
+    )
+    body = tag(
+        "body",
+        tag("a", "Skip to the results", href="#main", class_="skip"),
+        _header(report),
+        tag("div", _menu([section for section, _ in shown]), _main(shown), class_="layout"),
+        tag("footer", "Made by moe-finetune from the runs' result files."),
+        tag("div", id="tip", role="status", aria_live="polite"),
+    )
+    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def _title(labels: list[str]) -> str:
+    if len(labels) == 1:
+        return f"Fine-tuning report: {labels[0]}"
+    if len(labels) == 2:
+        return f"{labels[1]} against {labels[0]}"
+    return f"{len(labels)} runs against {labels[0]}"
+
+
+def _header(report: Report) -> Markup:
+    models = list(dict.fromkeys(run.model for run in report.runs if run.model))
+    about = f"Mixture-of-Experts fine-tuning · {', '.join(models)}" if models else None
+    toggle = tag(
+        "button", "Theme", type="button", id="theme", aria_label="Switch between light and dark"
+    )
+    return tag(
+        "header",
+        tag("div", tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow"),
+            tag("h1", report.title)),
+        toggle,
+    )  # fmt: skip
+
+
+def _menu(sections: list[Section]) -> Markup:
+    links = [tag("li", tag("a", s.title, href=f"#{s.id}")) for s in sections]
+    return tag("nav", tag("ul", links), aria_label="Sections")
+
+
+def _main(shown: list[tuple[Section, Markup | None]]) -> Markup:
+    parts = [
+        tag(
+            "section",
+            tag("h2", section.title, id=f"{section.id}-title"),
+            content,
+            id=section.id,
+            aria_labelledby=f"{section.id}-title",
+        )
+        for section, content in shown
+    ]
+    return tag("main", join(parts), id="main", tabindex="-1")
+
+
+def _asset(name: str) -> str:
+    return files("moe_finetune.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _write(page: str, output: Path) -> Path:
+    if output.is_dir():
+        output = output / "index.html"
+    if output.exists() and 'content="moe-finetune"' not in _start(output):
+        raise OutputExistsError(f"{output}: exists and is no report; give another --output")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_name(f".{output.name}.partial")
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, output)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from None
+    return output
+
+
+def _start(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(4096)

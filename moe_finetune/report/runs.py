@@ -1,0 +1,238 @@
+"""Reading a run's folder: results only, never a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_finetune.errors import DataError
+from moe_finetune.report.compare import Score
+from moe_finetune.report.markup import is_number
+from moe_finetune.report.routing import Routing
+
+AXES = ("kind", "step", "epoch")
+MARKS = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "environment.json",
+    "eval/results.json",
+    "routing/before.json",
+    "routing/after.json",
+)
+
+
+@dataclass
+class Curve:
+    """A logged value over the steps, sorted; a step logged twice (after a resume) counts once."""
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind; a file that is missing leaves its field empty."""
+
+    path: Path
+    label: str
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    summary: dict[str, Any]
+    curves: dict[str, Curve]
+    last_values: dict[str, Any]  # logged values that are not numbers: the last of each
+    before: Routing | None
+    after: Routing | None
+    scores: dict[str, Score]
+    base_scores: dict[str, Score]
+    evaluation: dict[str, Any]  # results.json without its scores: backend, checkpoint, ...
+
+    @property
+    def method(self) -> str | None:
+        """The preset's name, or the names of the terms."""
+        method = self.recipe.get("method")
+        if not isinstance(method, dict):
+            return method
+        return method.get("preset") or ", ".join(method.get("terms") or {}) or None
+
+    @property
+    def model(self) -> str | None:
+        """The base checkpoint as the recipe names it."""
+        model = self.recipe.get("model")
+        return model.get("path") if isinstance(model, dict) else model
+
+    @property
+    def last_step(self) -> float | None:
+        """The last step that anything was logged at."""
+        steps = [curve.steps[-1] for curve in self.curves.values() if curve.steps]
+        return max(steps, default=None)
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[Path]:
+    """Return the run folders: each path itself, or the runs directly inside it, by name.
+
+    Raises:
+        DataError: a path that does not exist or holds nothing of a run.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise DataError(f"{path}: no such folder; give the --output folder of a run")
+        inside = [path] if _is_run(path) else sorted(p for p in path.iterdir() if _is_run(p))
+        if not inside:
+            raise DataError(
+                f"{path}: no results of a run here; a run's folder holds some of {', '.join(MARKS)}"
+            )
+        found += inside
+    if not found:
+        raise DataError("no run was given; give the --output folder of at least one run")
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / mark).is_file() for mark in MARKS)
+
+
+def read_runs(paths: Iterable[Path | str], labels: Sequence[str] | None = None) -> list[Run]:
+    """Read run folders, each with a label of its own (by default the folder's name).
+
+    Raises:
+        DataError, TraceError: a file that cannot be read, by name (and line).
+    """
+    folders = find_runs(paths)
+    if labels is not None and len(labels) != len(folders):
+        raise DataError(f"{len(labels)} labels for {len(folders)} runs; give one for each run")
+    names = list(labels) if labels is not None else _labels(folders)
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _labels(folders: list[Path]) -> list[str]:
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
+    if len(set(longer)) == len(longer):
+        return longer
+    return [f"{index + 1}: {name}" for index, name in enumerate(longer)]
+
+
+def read_run(folder: Path, label: str) -> Run:
+    """Read one run's folder."""
+    curves, last_values = _read_metrics(folder / "metrics.jsonl")
+    results = _read_json(folder / "eval" / "results.json")
+    base = _read_json(folder / "eval_base" / "results.json")
+    return Run(
+        path=folder,
+        label=label,
+        recipe=_read_yaml(folder / "recipe.yaml"),
+        environment=_read_json(folder / "environment.json"),
+        summary=_read_json(folder / "summary.json"),
+        curves=curves,
+        last_values=last_values,
+        before=_read_routing(folder / "routing" / "before.json"),
+        after=_read_routing(folder / "routing" / "after.json"),
+        scores=_scores(results, folder / "eval" / "results.json"),
+        base_scores=_scores(base, folder / "eval_base" / "results.json"),
+        evaluation={k: v for k, v in results.items() if k != "tasks"},
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}); remove the file to leave it out"
+        ) from None
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: expected an object, found {type(data).__name__}")
+    return data
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        data = yaml.safe_load(_read_text(path))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise DataError(f"{path}{line}: not YAML ({problem})") from None
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: expected a mapping, found {type(data).__name__}")
+    return data
+
+
+def _read_routing(path: Path) -> Routing | None:
+    data = _read_json(path)
+    return Routing.parse(data, path) if data else None
+
+
+def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
+    """Read ``metrics.jsonl``: numbers become curves by name, the rest is kept by its last value."""
+    points: dict[str, dict[float, float]] = {}
+    others: dict[str, Any] = {}
+    if path.exists():
+        for index, line in enumerate(_read_text(path).splitlines(), start=1):
+            if line.strip():
+                record, step = _record(line, f"{path}:{index}")
+                kind = record.get("kind", "train")
+                for key, value in record.items():
+                    if key in AXES:
+                        continue
+                    name = key if kind in ("train", "eval") else f"{kind}/{key}"
+                    if value is None:
+                        value = math.nan
+                    if is_number(value):
+                        points.setdefault(name, {})[step] = float(value)
+                    else:
+                        others[name] = value
+    curves = {}
+    for name, by_step in points.items():
+        steps = sorted(by_step)
+        curves[name] = Curve(steps, [by_step[step] for step in steps])
+    return curves, others
+
+
+def _record(line: str, where: str) -> tuple[dict[str, Any], float]:
+    remedy = "delete the line, or run the training again"
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg}); {remedy}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}; {remedy}")
+    step = record.get("step")
+    if not is_number(step) or not math.isfinite(step):
+        raise DataError(f"{where}: 'step' is {step!r}, wanted a number; {remedy}")
+    return record, float(step)
+
+
+def _scores(results: dict[str, Any], path: Path) -> dict[str, Score]:
+    tasks = results.get("tasks") or {}
+    if not isinstance(tasks, dict):
+        raise DataError(f"{path}: 'tasks' must map a task's name to its score")
+    scores = {}
+    for name, task in tasks.items():
+        if not isinstance(task, dict) or "value" not in task:
+            raise DataError(f"{path}: task '{name}' has no 'value'; evaluate again")
+        scores[name] = Score.parse(task)
+    return scores

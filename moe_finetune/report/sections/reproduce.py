@@ -1,0 +1,49 @@
+"""The commands that make these results again."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+
+import yaml
+
+from moe_finetune.report.context import Report, Section
+from moe_finetune.report.markup import Markup, join, tag
+from moe_finetune.report.runs import Run
+from moe_finetune.report.sections.settings import without_secrets
+
+
+def _render(report: Report) -> Markup:
+    parts: list[Markup] = [_run(report, run) for run in report.runs]
+    paths = " ".join(shlex.quote(str(run.path)) for run in report.runs)
+    parts.append(_command("This page", f"moe-finetune report {paths} --output report.html"))
+    return join(parts)
+
+
+def _run(report: Report, run: Run) -> Markup:
+    given = run.summary.get("command") or run.environment.get("command")
+    if isinstance(given, list):
+        given = shlex.join(map(str, given))
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in run.label)
+    command = given or f"moe-finetune train {name}.yaml --output runs/{name}"
+    recipe = None
+    if run.recipe:
+        text = yaml.safe_dump(without_secrets(run.recipe), sort_keys=False, allow_unicode=True)
+        data = base64.b64encode(text.encode()).decode()
+        recipe = tag(
+            "details",
+            tag("summary", "Resolved recipe"),
+            tag("p", tag("a", f"Save as {name}.yaml", href=f"data:text/yaml;base64,{data}",
+                         download=f"{name}.yaml")),
+            tag("pre", tag("code", text), tabindex="0"),
+        )  # fmt: skip
+    return tag("div", _command(report.swatch(run), str(given or command)), recipe)
+
+
+def _command(title: str | Markup, command: str) -> Markup:
+    copy = tag("button", "Copy", type="button", class_="copy")
+    head = tag("div", tag("h3", title), copy, class_="command-head")
+    return tag("div", head, tag("pre", tag("code", command), tabindex="0"), class_="command")
+
+
+REPRODUCE = Section("reproduce", "How to reproduce", _render)

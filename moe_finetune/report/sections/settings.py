@@ -1,0 +1,83 @@
+"""The recipes side by side, what differs first."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from moe_finetune.report.context import Report, Section, group, table
+from moe_finetune.report.markup import DASH, Markup, join, number, tag
+
+SECRET = re.compile(
+    r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
+)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one with dotted keys; lists of plain values stay whole."""
+    if isinstance(value, dict) and value:
+        flat: dict[str, Any] = {}
+        for name, inner in value.items():
+            flat |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+        return flat
+    if isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
+        flat = {}
+        for index, inner in enumerate(value):
+            flat |= flatten(inner, f"{prefix}.{index}")
+        return flat
+    return {prefix: value}
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a copy in which the values of keys that name a secret are hidden."""
+    if isinstance(value, dict):
+        return {k: without_secrets(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(v, name) for v in value]
+    return "(hidden)" if value not in (None, "") and SECRET.search(name) else value
+
+
+def value_text(value: Any) -> str:
+    """Return a setting's value for people."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value, 6)
+    if isinstance(value, (list, dict)):
+        return ", ".join(map(value_text, value)) if value else DASH
+    return str(value)
+
+
+def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) -> Markup:
+    """Return a table of dotted keys, one column a run; rows that differ come first, marked."""
+    flats = [flatten(without_secrets(source)) if source else {} for source in sources]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    texts = {key: [value_text(flat.get(key)) for flat in flats] for key in keys}
+    different = [key for key in keys if len(set(texts[key])) > 1]
+    ordered = different + [key for key in keys if key not in different]
+    columns: list[object] = ["Key", *(report.swatch(run) for run in report.runs)]
+    rows: list[list[object]] = [[tag("code", key), *texts[key]] for key in ordered]
+    classes = ["differs" if key in different else "same" for key in ordered]
+    grid = table(caption, columns, rows, row_classes=classes)
+    if len(report.runs) == 1 or not different or len(different) == len(keys):
+        return grid
+    count = f"Show only the {len(different)} that differ"
+    box = tag("label", tag("input", type="checkbox", class_="only-different"), count)
+    return tag("div", box, grid, class_="settings")
+
+
+def _render(report: Report) -> Markup | None:
+    if not any(run.recipe for run in report.runs):
+        report.lacks("Settings", "no recipe.yaml in the run's folder")
+        return None
+    recipes = [run.recipe for run in report.runs]
+    parts = [side_by_side(report, "Resolved recipes", recipes)]
+    summaries = [run.summary for run in report.runs]
+    if any(summaries):
+        parts.append(group("Summary", side_by_side(report, "Summaries of the runs", summaries)))
+    return join(parts)
+
+
+SETTINGS = Section("settings", "Settings", _render)

@@ -1,0 +1,66 @@
+"""What logged values and metrics are called, and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    """A name for people, what it means, and which way is good for specialized, balanced experts.
+
+    ``good`` is +1 (more is better), -1 (less is better) or 0 (neither by itself).
+    """
+
+    name: str
+    meaning: str = ""
+    good: int = 0
+
+
+WORDS: dict[str, Word] = {
+    "loss": Word("Training loss", "nats per token", -1),
+    "eval_loss": Word("Validation loss", "nats per token", -1),
+    "learning_rate": Word("Learning rate"),
+    "grad_norm": Word("Gradient norm"),
+    "tokens_per_second": Word("Tokens per second", "", 1),
+    "max_violation": Word(
+        "MaxVio", "how far the busiest expert is above an even share; 0 is even", -1
+    ),
+    "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
+    "entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "routing_entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "score_variance": Word(
+        "Score variance", "variance of a token's expert scores; high when the router is sure", 1
+    ),
+    "routing_variance": Word(
+        "Routing variance", "variance of the mean probabilities; 0 is even", -1
+    ),
+    "expert_overlap": Word(
+        "Expert overlap", "share of near neighbours that go to another expert", -1
+    ),
+    "silhouette": Word("Silhouette", "how well experts part the tokens, −1 to 1", 1),
+    "activation_cosine": Word(
+        "Activation cosine", "mean squared cosine of a token's experts; 0 is orthogonal", -1
+    ),
+    "output_cosine": Word(
+        "Output cosine", "mean squared cosine of a token's expert outputs; 0 is orthogonal", -1
+    ),
+    "coupling_mass": Word("Coupling mass", "how well one layer's expert tells the next's", 1),
+    "router_cosine": Word("Router cosine", "mean |cos| of the router's rows; 0 is orthogonal", -1),
+    "effective_rank": Word("Effective rank", "independent directions among the experts", 1),
+    "mutual_coherence": Word("Mutual coherence", "largest |cos| among a token's experts", -1),
+    "mutual_information": Word("Mutual information", "nats that the expert tells of the token", 1),
+    "conditional_mean_rank": Word("Conditional mean rank", "1 is the best", -1),
+}
+
+
+def word(key: str) -> Word:
+    """Return the words for a key such as ``losses/load_balance`` or ``routing/max_violation``."""
+    head, _, tail = key.rpartition("/")
+    name = tail or key
+    known = WORDS.get(key) or WORDS.get(name)
+    plain = name.replace("_", " ").strip()
+    plain = plain[:1].upper() + plain[1:]
+    if head.endswith("losses") or head == "losses":
+        return Word(f"{plain} term", "unweighted, summed over layers", 0)
+    return known or Word(plain)
