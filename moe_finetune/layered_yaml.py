@@ -1,7 +1,8 @@
 """YAML files that extend each other, merged into one tree that remembers where each value is from.
 
 Later files win over earlier ones, a file wins over what it extends, and ``key.path=value``
-overrides win over all files. Mappings merge key by key; anything else is replaced.
+overrides win over all files. Mappings merge key by key; anything else is replaced. A text at a key
+of :data:`SHORTHANDS` stands for a mapping: ``method: erc`` is ``method: {preset: erc}``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import yaml
 from moe_finetune.errors import RecipeError, did_you_mean
 
 Key = tuple[str | int, ...]
+SHORTHANDS = {"method": "preset"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +49,11 @@ class Tree:
 
     def merge(self, other: Tree) -> None:
         """Lay ``other`` over this tree."""
-        self.values = merge_mappings(self.values, other.values)
+        above = {
+            key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
+            for key, value in other.values.items()
+        }
+        self.values = merge_mappings(self.values, above)
         self.origins.update(other.origins)
 
 
@@ -146,13 +152,13 @@ def _apply(tree: Tree, override: str) -> None:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"'{override}': the value is not YAML: {error}") from error
+    key = tuple(int(part) if part.isdigit() else part for part in parts)
     if any(part.isdigit() for part in parts):
         _set_in_list(tree, parts, value, override)
     else:
         for part in reversed(parts):
             value = {part: value}
-        tree.values = merge_mappings(tree.values, value)
-    key = tuple(int(part) if part.isdigit() else part for part in parts)
+        tree.merge(Tree(value))
     tree.origins = {k: place for k, place in tree.origins.items() if k[: len(key)] != key}
     tree.origins[key] = f"override '{override}'"
 

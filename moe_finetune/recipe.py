@@ -236,11 +236,8 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 
 def recipe_from_tree(tree: Tree) -> Recipe:
     """Validate merged values; raise RecipeError that names where each problem was written."""
-    values = tree.values
-    if isinstance(values.get("method"), str):
-        values = {**values, "method": {"preset": values["method"]}}
     try:
-        return Recipe.model_validate(values)
+        return Recipe.model_validate(tree.values)
     except ValidationError as error:
         lines = describe(Recipe, error)
     placed = []
@@ -289,7 +286,7 @@ def _terms(terms: Any) -> dict[str, BaseModel]:
 
     if not isinstance(terms, dict):
         raise RecipeError(f"method.terms: {terms!r} is not a mapping of losses to their options")
-    resolved = {}
+    resolved: dict[str, BaseModel] = {}
     for name, options in terms.items():
         place = ("method", "terms", name)
         if name not in TERMS:

@@ -1,0 +1,54 @@
+"""Fixtures shared by the whole suite. Nothing here reaches the network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def data_file() -> Callable[[str], Path]:
+    """Path of a real data file by name; the test is skipped where the file is absent."""
+    folder = Path(os.environ.get("MOE_FINETUNE_DATA", ROOT.parent / "shared" / "data"))
+
+    def find(name: str) -> Path:
+        if not (folder / name).is_file():
+            pytest.skip(f"no {name} in {folder} (set MOE_FINETUNE_DATA)")
+        return folder / name
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's tiny checkpoint, written once a session; do not change it."""
+    from tests import tiny
+
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny.save(family, tmp_path_factory.mktemp("tiny") / family)
+        return made[family]
+
+    return get
