@@ -110,7 +110,8 @@ def _sum_pairs(
 ) -> Tensor:
     pairs_TKK = off_diagonal(overlap_TKK)
     if scores_TK is not None:
-        above_TK = scores_TK > tau_gate
+        # In 16 bits the threshold itself would be rounded.
+        above_TK = at_least_float32(scores_TK) > tau_gate
         both_TKK = above_TK.unsqueeze(-1) & above_TK.unsqueeze(-2)
         pairs_TKK = pairs_TKK.masked_fill(~both_TKK, 0.0)
     return reduce_tokens(pairs_TKK.sum((-1, -2)), mask_T, reduction)
