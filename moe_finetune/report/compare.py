@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_finetune.report.markup import DASH, is_number, number, signed
@@ -23,6 +23,8 @@ class Score:
     n: int | None = None
     chance: float = math.nan
     higher_is_better: bool = True
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, stderr
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, task: dict[str, Any]) -> Score:
@@ -35,9 +37,15 @@ class Score:
             value=_float(task.get("value")),
             metric=metric,
             stderr=_float(task.get("stderr")),
-            n=int(task["n"]) if is_number(task.get("n")) else None,
+            n=int(n) if is_number(n := task.get("n")) and math.isfinite(n) else None,
             chance=_float(task.get("chance")),
             higher_is_better=bool(higher),
+            others={
+                name: (_float(other.get("value")), _float(other.get("stderr")))
+                for name, other in (task.get("metrics") or {}).items()
+                if isinstance(other, dict)
+            },
+            notes=tuple(map(str, task.get("notes") or ())),
         )
 
     @property
@@ -92,13 +100,20 @@ class Difference:
         """Return the difference for people: percentage points for shares."""
         if math.isnan(self.value):
             return DASH
-        return f"{signed(100 * self.value, 1)} pp" if self.is_share else signed(self.value, 3)
+        if self.is_share:
+            return f"{signed(100 * self.value, 1)} pp"
+        return signed(self.value, self._digits())
+
+    def _digits(self) -> int:
+        """Return the decimals that show two digits of the interval's width (or of the value)."""
+        size = self.high - self.low if not math.isnan(self.low) else abs(self.value)
+        return max(0, 1 - math.floor(math.log10(size))) if size > 0 else 1
 
     def interval_text(self) -> str:
         """Return the interval for people."""
         if math.isnan(self.low):
             return "no interval"
-        scale, digits = (100, 1) if self.is_share else (1, 3)
+        scale, digits = (100, 1) if self.is_share else (1, self._digits())
         low, high = (signed(scale * end, digits) for end in (self.low, self.high))
         return f"[{low}, {high}]"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,14 +12,30 @@ from moe_finetune.report.markup import Markup, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
 
+BEFORE = "var(--muted)"  # the checkpoint before fine-tuning: hollow dots and dotted lines
+
+
+def swatch(label: str, color: str, *, hollow: bool = False) -> Markup:
+    """Return a name behind a dot of its colour."""
+    kind = "dot hollow" if hollow else "dot"
+    dot = tag("span", class_=kind, style=f"--c:{color}", aria_hidden="true")
+    return tag("span", dot, tag("span", label), class_="run-name")
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A routing snapshot with the words and the colour it is shown by."""
+    """A routing snapshot with the words and the colour it is shown by; ``run`` is its label."""
 
     label: str
     color: str
     routing: Routing
+    run: str
+    before: bool = False
+
+    @property
+    def name(self) -> Markup:
+        """The label behind a dot: hollow before fine-tuning, filled after it."""
+        return swatch(self.label, self.color, hollow=self.before)
 
 
 @dataclass
@@ -44,8 +60,7 @@ class Report:
 
     def swatch(self, run: Run) -> Markup:
         """Return the run's label behind a dot in its colour."""
-        dot = tag("span", class_="dot", style=f"--c:{self.color(run)}", aria_hidden="true")
-        return tag("span", dot, tag("span", run.label), class_="run-name")
+        return swatch(run.label, self.color(run))
 
     def snapshots(self) -> list[Snapshot]:
         """Return the pictures to lay side by side: before (once if all agree), after each run."""
@@ -54,14 +69,14 @@ class Report:
         if _all_equal([run.before for run in befores if run.before is not None]):
             for run in befores[:1]:
                 assert run.before is not None
-                shots.append(Snapshot("Before fine-tuning", "var(--muted)", run.before))
+                shots.append(Snapshot("Before fine-tuning", BEFORE, run.before, run.label, True))
             befores = []
         for run in self.runs:
             name = f" · {run.label}" if len(self.runs) > 1 else ""
             if run in befores and run.before is not None:
-                shots.append(Snapshot(f"Before{name}", "var(--muted)", run.before))
+                shots.append(Snapshot(f"Before{name}", BEFORE, run.before, run.label, True))
             if run.after is not None:
-                shots.append(Snapshot(f"After{name}", self.color(run), run.after))
+                shots.append(Snapshot(f"After{name}", self.color(run), run.after, run.label))
         return shots
 
     def lacks(self, what: str, remedy: str) -> None:
@@ -73,6 +88,16 @@ class Report:
 def _all_equal(routings: list[Routing]) -> bool:
     first = routings[0] if routings else None
     return all(first is not None and np.array_equal(first.load_LE, r.load_LE) for r in routings)
+
+
+def listed(shots: Sequence[Snapshot], values: Sequence[str]) -> str:
+    """Return one value for each snapshot: ``before → after``, or each with its run's name."""
+    if len(shots) == 2 and shots[0].before and not shots[1].before:
+        return " → ".join(values)
+    if len(shots) == 1:
+        return values[0]
+    names = ("before" if shot.before else shot.run for shot in shots)
+    return ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 DASH = "–"
 VOID = {"meta", "br", "hr", "input", "img", "link"}
@@ -50,7 +50,7 @@ def join(parts: Iterable[Any]) -> Markup:
     return Markup("".join(escape(p) for p in parts))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether ``value`` is an int or float (NaN included, bool excluded)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -83,7 +83,8 @@ def signed(value: float, digits: int = 2) -> str:
     """Return a difference with its sign and ``digits`` decimals."""
     if math.isnan(value):
         return DASH
-    return f"{value:+.{digits}f}".replace("-", "−")
+    text = f"{value:+.{digits}f}"
+    return (text[1:] if float(text) == 0 else text).replace("-", "−")
 
 
 def duration(seconds: Any) -> str:

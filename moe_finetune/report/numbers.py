@@ -113,7 +113,7 @@ def _comparison(baseline: Run, run: Run) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Return ``value`` as strict JSON can hold it: None for NaN and infinities, text for the rest."""
+    """Return ``value`` as strict JSON can hold it: None for NaN and infinities."""
     if isinstance(value, dict):
         return {str(k): _clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -48,7 +48,10 @@ def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
     script = Markup(_asset("page.js"))
     # nothing but this very script runs, and nothing is loaded from anywhere
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -99,7 +102,7 @@ def _menu(sections: list[Section]) -> Markup:
     return tag("nav", tag("ul", links), aria_label="Sections")
 
 
-def _main(shown: list[tuple[Section, Markup | None]]) -> Markup:
+def _main(shown: Sequence[tuple[Section, Markup | None]]) -> Markup:
     parts = [
         tag(
             "section",

@@ -1,4 +1,4 @@
-"""A routing snapshot as a run's folder holds it: ``routing/before.json``, ``routing/after.json``."""
+"""A routing snapshot: ``routing/before.json`` and ``routing/after.json`` of a run's folder."""
 
 from __future__ import annotations
 

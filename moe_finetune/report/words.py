@@ -27,7 +27,15 @@ WORDS: dict[str, Word] = {
         "MaxVio", "how far the busiest expert is above an even share; 0 is even", -1
     ),
     "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
-    "entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "routing/entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "routing/entropy_share": Word(
+        "Routing entropy, share", "of log(experts); 1 when the router tells nothing", 0
+    ),
+    "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
+    "routing/dead_experts": Word("Dead experts", "never chosen, mean over layers", -1),
+    "entropy": Word("Token entropy", "nats, of the model's next-token predictions"),
+    "mean_token_accuracy": Word("Token accuracy", "share of next tokens right", 1),
+    "num_tokens": Word("Tokens seen", "since the start", 1),
     "routing_entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
     "score_variance": Word(
         "Score variance", "variance of a token's expert scores; high when the router is sure", 1

@@ -9,6 +9,23 @@ import numpy as np
 import yaml
 
 TASKS = ("arithmetic", "code_completion", "prose_cloze", "gsm8k")
+WORDS = (
+    "def",
+    "add",
+    "(",
+    "a",
+    ",",
+    "b",
+    "):",
+    "return",
+    "a",
+    "+",
+    "b",
+    "Tom",
+    "buys",
+    "4",
+    "more",
+)
 DOMAINS = ("arithmetic", "code", "prose")
 
 
@@ -28,7 +45,8 @@ def routing(
     for index, name in enumerate(DOMAINS):
         own_E = 1 + sharpness * (np.arange(experts) % len(DOMAINS) == index)
         domains[name] = np.round(load_LE * own_E * rng.uniform(0.7, 1.3, load_LE.shape) / 3 + 1)
-    transition_EE = rng.dirichlet(np.full(experts, 0.3 / sharpness), size=experts) * top_k
+    shares_EE = rng.dirichlet(np.full(experts, 0.8 / sharpness), size=experts)
+    transition_EE = np.minimum(shares_EE * top_k, 1.0)
     violation = load_LE.max(1) / load_LE.mean(1) - 1
     per_layer = {
         "max_violation": violation.tolist(),
@@ -41,7 +59,7 @@ def routing(
     centers = rng.normal(size=(experts, 2)) * 2 * sharpness
     owners = rng.choice(experts, size=420, p=probs_LE[0])
     points = centers[owners] + rng.normal(size=(420, 2))
-    words = "def add ( a , b ) : return a + b # Tom has 3 apples and buys 4 more".split()
+    words = WORDS
     return {
         "layers": list(range(layers)),
         "num_experts": experts,
@@ -96,6 +114,8 @@ def metrics_lines(rng: np.random.Generator, steps: int = 300, drop: float = 1.4)
             "loss": 1.1 + drop * np.exp(-4 * done) + 0.06 * rng.normal(),
             "learning_rate": 1e-4 * (1 - done),
             "grad_norm": 1 + rng.exponential(0.4),
+            "num_tokens": 4096.0 * step,
+            "entropy": 1.4 - 0.2 * done,
             "tokens_per_second": 2400 + 80 * rng.normal(),
             "losses/load_balance": 4.2 + 0.6 * np.exp(-3 * done) + 0.03 * rng.normal(),
             "losses/orthogonality": 0.9 * np.exp(-2 * done) + 0.02 * abs(rng.normal()),
@@ -114,7 +134,8 @@ def metrics_lines(rng: np.random.Generator, steps: int = 300, drop: float = 1.4)
                     {"kind": "eval", "step": step, "eval_loss": 1.2 + drop * np.exp(-4 * done)}
                 )
             )
-    return lines
+    end = {"kind": "end", "step": steps, "train_runtime": 131.4, "train_loss": 1.31}
+    return [*lines, json.dumps(end)]
 
 
 def results(rng: np.random.Generator, lift: float) -> dict:
@@ -130,7 +151,23 @@ def results(rng: np.random.Generator, lift: float) -> dict:
             "chance": 0.01 * index,
         }
     tasks["wikitext"] = {"metric": "perplexity", "value": 14.2 - 8 * lift, "stderr": 0.4, "n": 62}
-    return {"tasks": tasks, "backend": "vllm", "checkpoint": "merged", "suite": "demo", "seed": 1}
+    for task in tasks.values():
+        task["metrics"] = {
+            f"{task['metric']},none": {"value": task["value"], "stderr": task["stderr"]},
+            "bleu,none": {"value": 0.31, "stderr": None},
+        }
+        task["notes"] = []
+    return {
+        "schema": 1,
+        "complete": True,
+        "suite": {"name": "demo", "sha256": "0" * 64},
+        "checkpoint": {"path": "merged", "sha256": "1" * 64},
+        "backend": "vllm",
+        "settings": {"limit": None, "dtype": "float32"},
+        "tasks": tasks,
+        "unfinished": [],
+        "notes": [],
+    }
 
 
 def write_run(
@@ -167,15 +204,12 @@ def write_run(
         },
     }
     environment = {
+        "date": "2026-01-02",
         "python": "3.11.2",
-        "packages": {
-            "torch": "2.13.0",
-            "transformers": "5.19.0",
-            "peft": "0.21.2",
-            "vllm": "0.32.0",
-        },
-        "hardware": {"device": "cpu", "cores": 2, "memory_gb": 8},
-        "seconds": {"train": 131.4, "merge": 2.2, "evaluate": 60.9},
+        "packages": {"torch": "2.13.0", "transformers": "5.19.0", "peft": "0.21.2", "vllm": None},
+        "processor": "Some CPU @ 2.4GHz",
+        "cores": 2,
+        "accelerators": [],
     }
     # the checkpoint before fine-tuning is the same for every run of one architecture
     before = routing(np.random.default_rng(99), layers=layers, experts=experts)
@@ -184,7 +218,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text("\n".join(metrics_lines(rng, steps)) + "\n")
     for name, data in (
         ("environment.json", environment),
-        ("summary.json", {"train_tokens": 1_234_567, "final_loss": 1.12}),
+        ("summary.json", {"seconds": 194.6, "verify": "largest difference 2e-6"}),
         ("routing/before.json", before),
         ("routing/after.json", after),
         ("eval/results.json", results(rng, lift)),

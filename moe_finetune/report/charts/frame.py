@@ -48,6 +48,7 @@ class Scale:
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
     def __call__(self, value: float) -> float:
+        """Return where ``value`` lies: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -68,7 +69,8 @@ def tick_text(value: float, ticks: Sequence[float]) -> str:
         return f"{number(round(value / 1000))}k"
     step = ticks[1] - ticks[0] if len(ticks) > 1 else (abs(value) or 1)
     if largest and (largest < 1e-3 or largest >= 1e6):
-        return number(value, 2)
+        power = math.floor(math.log10(largest))
+        return f"{value / 10**power:.3g}e{power}".replace("-", "−") if value else "0"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if decimals and round(step, decimals) != round(step, decimals + 2):
         decimals += 1

@@ -21,6 +21,7 @@ class Dot:
     high: float
     color: str
     text: str
+    hollow: bool = False
 
 
 def dot_plot(
@@ -68,7 +69,8 @@ def _dot(dot: Dot, x: Scale, scale: float, y: int) -> Markup:
         ends = {"x1": percent(x(scale * dot.low)), "x2": percent(x(scale * dot.high))}
         bar = tag("line", **ends, y1=str(y), y2=str(y), class_="whisker")
     circle = tag("circle", cx=at, cy=str(y), r="5")
-    return tag("g", bar, circle, class_="dot-mark", style=f"--c:{dot.color}", data_tip=dot.text)
+    kind = "dot-mark hollow" if dot.hollow else "dot-mark"
+    return tag("g", bar, circle, class_=kind, style=f"--c:{dot.color}", data_tip=dot.text)
 
 
 def forest(

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from moe_finetune.report.charts.frame import SIZE, Scale, inner, plot
+from moe_finetune.report.charts.frame import SIZE, Scale, inner, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
 KEPT = 400  # points of a line; more cannot be told apart at this size
@@ -15,14 +15,16 @@ SMOOTH_FROM = 60  # shorter curves are drawn as they are
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, colour (CSS) and points, x ascending; NaN makes a gap."""
+    """A line: its name, colour (CSS) and points, x ascending; NaN makes a gap.
+
+    ``kind``: "" or, drawn behind the others and not solid, "baseline" or "before".
+    """
 
     label: str
     color: str
     x: list[float]
     y: list[float]
-    dashed: bool = False
-    behind: bool = False
+    kind: str = ""
 
 
 def line_chart(
@@ -35,24 +37,33 @@ def line_chart(
     smooth: bool = True,
     zero: bool = False,
     reference: float | None = None,
+    reference_label: str = "",
+    y_reach: tuple[float, float] | None = None,
 ) -> Markup:
-    """Return the lines over one another; series marked ``behind`` first.
+    """Return the lines over one another; those of a ``kind`` behind the others.
 
     Args:
         smooth: draw long curves as a moving mean over the faint original.
         zero: let y start at zero.
-        reference: a value to mark with a dashed level.
+        reference: a value to mark with a dashed level, and its name.
+        reference_label: str = "",
+    y_reach: values that the axis covers at least, to share it among pictures.
     """
     shown = [v for s in series for v in s.y]
-    y = Scale.around([*shown, reference] if reference is not None else shown, zero=zero)
+    shown += [*(y_reach or ()), *([] if reference is None else [reference])]
+    y = Scale.around(shown, zero=zero)
     xs = [v for s in series for v in s.x]
     x = Scale.exact(min(xs, default=0.0), max(xs, default=1.0))
     lines: list[Markup] = []
     if reference is not None:
         level = SIZE * (1 - y(reference))
         lines.append(tag("path", d=f"M0 {level:.0f}H{SIZE}", class_="reference"))
+    label: Markup | None = None
+    if reference is not None and reference_label:
+        at = percent(1 - y(reference))
+        label = tag("text", reference_label, x="100%", y=at, dy="-5", class_="tick end halo")
     hover = []
-    for s in sorted(series, key=lambda s: not s.behind):
+    for s in sorted(series, key=lambda s: not s.kind):
         averaged = smooth and len(s.y) >= SMOOTH_FROM
         points = _thin(s.x, s.y)
         if averaged:
@@ -74,6 +85,7 @@ def line_chart(
         title,
         description,
         inner(*lines),
+        label,
         height=height,
         x=x,
         y=y,
@@ -93,7 +105,7 @@ def _line(points: list[tuple[float, float]], x: Scale, y: Scale, s: Series, kind
         start = f"M{SIZE * x(px):.0f} {SIZE * (1 - y(py)):.0f}"
         path += f"L{start[1:]}" if pen_down else f"{start}h0"
         pen_down = True
-    classes = kind + (" dashed" if s.dashed else "") + (" lone" if len(finite) == 1 else "")
+    classes = f"{kind} {s.kind}".strip() + (" lone" if len(finite) == 1 else "")
     return tag("path", d=path, class_=classes, style=f"--c:{s.color}")
 
 

@@ -11,7 +11,9 @@ from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
 from moe_finetune.report.words import word
 
-GROUPS = ("Loss", "Loss terms", "Routing during training", "Other logged values")
+GROUPS = ("Loss", "Loss terms", "Routing during training", "Optimisation")
+OTHERS = "Other logged values"
+OPTIMISATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
 
 
 def _group(name: str) -> str:
@@ -19,7 +21,9 @@ def _group(name: str) -> str:
         return GROUPS[0]
     if name.startswith("losses/"):
         return GROUPS[1]
-    return GROUPS[2] if name.startswith("routing/") else GROUPS[3]
+    if name.startswith("routing/"):
+        return GROUPS[2]
+    return GROUPS[3] if name in OPTIMISATION else OTHERS
 
 
 def _render(report: Report) -> Markup | None:
@@ -30,19 +34,36 @@ def _render(report: Report) -> Markup | None:
     for run in report.runs:
         if not run.curves:
             report.lacks(f"Training curves of {run.label}", "no metrics.jsonl in its folder")
-    parts: list[Markup | None] = [_legend(report)]
+    parts: list[Markup | None] = [_legend(report), _smoothing(report)]
     for title in GROUPS:
         members = [name for name in names if _group(name) == title]
         if members:
             grid = tag("div", [_figure(report, name) for name in members], class_="grid")
             parts.append(group(title, grid))
+    # what was logged once, such as the totals at the end, is in the table only
+    others = [n for n in names if _group(n) == OTHERS and _points(report, n) > 1]
+    if others:
+        grid = tag("div", [_figure(report, name) for name in others], class_="grid")
+        parts.append(tag("details", tag("summary", OTHERS), grid))
     return join([*parts, _details(report, names), _not_numbers(report)])
+
+
+def _points(report: Report, name: str) -> int:
+    return max(len(run.curves[name].values) for run in report.runs if name in run.curves)
 
 
 def _legend(report: Report) -> Markup | None:
     if report.baseline is None:
         return None
     return tag("ul", [tag("li", report.swatch(run)) for run in report.runs], class_="key")
+
+
+def _smoothing(report: Report) -> Markup | None:
+    long = [c for run in report.runs for c in run.curves.values() if len(c.values) >= SMOOTH_FROM]
+    if not long:
+        return None
+    text = "Bold lines are moving means over a fifteenth of the run; the logged values are faint."
+    return tag("p", text, class_="intro")
 
 
 def _figure(report: Report, name: str) -> Markup:
@@ -53,15 +74,12 @@ def _figure(report: Report, name: str) -> Markup:
             report.color(run),
             run.curves[name].steps,
             run.curves[name].values,
-            dashed=run is report.baseline,
-            behind=run is report.baseline,
+            kind="baseline" if run is report.baseline else "",
         )
         for run in holders
     ]
     about = word(name)
     notes = [about.meaning] if about.meaning else []
-    if any(len(run.curves[name].values) >= SMOOTH_FROM for run in holders):
-        notes.append("bold: moving mean")
     broken = sum(not math.isfinite(v) for run in holders for v in run.curves[name].values)
     if broken:
         notes.append(f"{broken} values are not finite")
@@ -82,8 +100,14 @@ def _title(report: Report, name: str, curves: list[tuple[Run, Curve]]) -> str:
         change = abs(end - start) / max(abs(start), abs(end))
         verb = "hardly changes" if change < 0.01 else "falls" if end < start else "rises"
         return f"{name}{whose} {verb}: {number(start)} → {number(end)}"
-    last = [f"{run.label} {number(ends(curve)[1])}" for run, curve in curves]
-    return f"{name} at the end: {', '.join(last)}"
+    last = [(ends(curve)[1], run.label) for run, curve in curves]
+    if len(last) == 2:
+        return f"{name} ends at {number(last[1][0])} ({last[0][1]}: {number(last[0][0])})"
+    finite = [end for end in last if not math.isnan(end[0])]
+    if not finite:
+        return f"{name}: no finite value"
+    (least, low_run), (most, high_run) = min(finite), max(finite)
+    return f"{name} ends between {number(least)} ({low_run}) and {number(most)} ({high_run})"
 
 
 def _details(report: Report, names: list[str]) -> Markup:

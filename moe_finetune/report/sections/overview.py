@@ -7,7 +7,7 @@ import math
 from moe_finetune.report.charts.intervals import forest
 from moe_finetune.report.compare import Difference, difference
 from moe_finetune.report.context import Report, Section, group
-from moe_finetune.report.markup import DASH, Markup, duration, join, number, tag
+from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
 from moe_finetune.report.runs import Run
 from moe_finetune.report.words import word
 
@@ -48,7 +48,7 @@ def _comparisons(report: Report) -> list[tuple[str, Run, Difference]]:
 def _lede(report: Report) -> Markup:
     """Say in one or two sentences what came out."""
     baseline = report.baseline
-    sentences = []
+    sentences: list[object] = []
     compared = _comparisons(report)
     for run in report.runs:
         mine = [delta for _, r, delta in compared if r is run]
@@ -64,20 +64,30 @@ def _lede(report: Report) -> Markup:
     if not sentences:
         names = ", ".join(run.label for run in report.runs)
         sentences.append(join([f"Results of {names}. "]))
-    for run in report.runs:
-        if run.before is not None and run.after is not None:
-            before = run.before.metrics()["max_violation"].mean
-            after = run.after.metrics()["max_violation"].mean
-            verb = _verb(before, after, "Load became more even", "Load became less even")
-            name = f" in {run.label}" if len(report.runs) > 1 else ""
-            sentences.append(join([f"{verb}{name} (MaxVio {number(before)} → {number(after)}). "]))
+    sentences.append(_evenness(report))
     return join(sentences)
 
 
-def _verb(before: float, after: float, falls: str, rises: str) -> str:
+def _evenness(report: Report) -> str | None:
+    """Say how the load's evenness changed, run by run."""
+    pairs: list[tuple[Run, float, float]] = []
+    for run in report.runs:
+        if run.before is not None and run.after is not None:
+            before, after = (r.metrics()["max_violation"].mean for r in (run.before, run.after))
+            pairs.append((run, before, after))
+    if not pairs:
+        return None
+    if len(pairs) == 1:
+        _, before, after = pairs[0]
+        return f"{_verb(before, after)} (MaxVio {number(before)} → {number(after)})."
+    listed = [f"{number(before)} → {number(after)} in {run.label}" for run, before, after in pairs]
+    return f"MaxVio, the load's unevenness: {', '.join(listed)}."
+
+
+def _verb(before: float, after: float) -> str:
     if math.isnan(before + after) or abs(after - before) <= 0.02 * abs(before):
         return "Load stayed as even as it was"
-    return falls if after < before else rises
+    return "Load became more even" if after < before else "Load became less even"
 
 
 def _run_card(report: Report, run: Run) -> Markup:
@@ -87,6 +97,7 @@ def _run_card(report: Report, run: Run) -> Markup:
         ("Steps", number(int(run.last_step)) if run.last_step is not None else None),
         ("Trained on", _tokens(run)),
         ("Time", _time(run)),
+        ("Hardware", _hardware(run)),
         ("Evaluated in", run.evaluation.get("backend")),
     ]
     rows = [
@@ -104,22 +115,24 @@ def _run_card(report: Report, run: Run) -> Markup:
 
 
 def _tokens(run: Run) -> str | None:
-    for key in ("train_tokens", "tokens", "num_input_tokens_seen"):
-        value = run.summary.get(key)
-        if isinstance(value, (int, float)):
-            return f"{number(round(value))} tokens"
-    return None
+    curve = run.curves.get("num_tokens")
+    if curve is None or not math.isfinite(curve.values[-1]):
+        return None
+    return f"{number(round(curve.values[-1]))} tokens"
+
+
+def _hardware(run: Run) -> str | None:
+    accelerators = run.environment.get("accelerators")
+    if accelerators:
+        names = dict.fromkeys(accelerators)
+        return ", ".join(f"{accelerators.count(name)} × {name}" for name in names)
+    processor, cores = run.environment.get("processor"), run.environment.get("cores")
+    return f"{processor}, {cores} cores" if processor and cores else processor
 
 
 def _time(run: Run) -> str | None:
-    for place in (run.summary, run.environment):
-        seconds = place.get("seconds", place.get("train_seconds"))
-        if isinstance(seconds, dict):
-            numbers = [v for v in seconds.values() if isinstance(v, (int, float))]
-            seconds = seconds.get("total", sum(numbers) if numbers else None)
-        if isinstance(seconds, (int, float)):
-            return duration(seconds)
-    return None
+    seconds = run.summary.get("seconds")
+    return duration(seconds) if is_number(seconds) else None
 
 
 def _benchmarks(report: Report) -> Markup | None:
@@ -207,7 +220,7 @@ def _routing(report: Report) -> Markup | None:
                     ),
                 )
             )
-        about = word(name)
+        about = word(f"routing/{name}")
         head = tag("h4", about.name, tag("span", about.meaning, class_="note"))
         cards.append(tag("article", head, tag("ul", rows, class_="plain"), class_="card metric"))
     return group(

@@ -6,7 +6,7 @@ import numpy as np
 
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import Report, Section, Snapshot, figure, group, table
+from moe_finetune.report.context import Report, Section, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.words import word
 
@@ -25,10 +25,8 @@ def _render(report: Report) -> Markup | None:
         if run.after is None:
             report.lacks(f"Routing after {run.label}", "no routing/after.json in its folder")
     pictures = [
-        _load(shots),
-        _load_change(report),
+        group("Load", _load(shots), _load_change(report), _frequencies(shots)),
         _probabilities(report, shots),
-        _frequencies(shots),
         _per_layer(report, shots),
         _conditional(report, shots),
     ]
@@ -37,9 +35,7 @@ def _render(report: Report) -> Markup | None:
 
 def panel(shot: Snapshot, picture: Markup, note: str | None = None) -> Markup:
     """Return one of several pictures that share a figure, under its snapshot's name."""
-    dot = tag("span", class_="dot", style=f"--c:{shot.color}", aria_hidden="true")
-    label = tag("span", dot, tag("span", shot.label), class_="run-name")
-    head = tag("div", label, tag("span", note, class_="note") if note else None, class_="head")
+    head = tag("div", shot.name, tag("span", note, class_="note") if note else None, class_="head")
     return tag("div", head, picture, class_="panel")
 
 
@@ -102,14 +98,13 @@ def _load(shots: list[Snapshot]) -> Markup:
         )  # fmt: skip
         parts.append(panel(shot, picture, f"MaxVio {number(_max_violation(shot))}"))
     bar = legend(limits, "load, as a multiple of an even share", clipped=clipped)
-    content = figure(
+    return figure(
         _load_title(shots),
         panels(parts, shots[0].routing.num_experts),
         bar,
         note="Each cell is one expert: how many tokens chose it, against an even share (1).",
         wide=True,
     )
-    return group("Load", content)
 
 
 def _load_title(shots: list[Snapshot]) -> str:
@@ -117,20 +112,17 @@ def _load_title(shots: list[Snapshot]) -> str:
     first, last = _max_violation(shots[0]), _max_violation(shots[-1])
     if len(shots) == 1:
         return f"Load per expert and layer: MaxVio {number(first)}"
-    if not shots[0].label.startswith("Before"):
-        listed = ", ".join(f"{shot.label} {number(_max_violation(shot))}" for shot in shots)
-        return f"Load per expert and layer, MaxVio: {listed}"
+    if not shots[0].before:
+        values = [number(_max_violation(shot)) for shot in shots]
+        return f"Load per expert and layer, MaxVio: {listed(shots, values)}"
     if len(shots) == 2:
         verb = _compared(first, last, "more even", "less even", "as even")
         tail = "after fine-tuning" if verb != "as even" else "after fine-tuning as before"
         return f"Load is {verb} {tail}: MaxVio {number(first)} → {number(last)}"
     best = min(shots, key=_max_violation)
-    values = ", ".join(number(_max_violation(shot)) for shot in shots)
-    return f"Load is most even {_inside(best.label)}: MaxVio {values}"
-
-
-def _inside(label: str) -> str:
-    return label[:1].lower() + label[1:]
+    where = "before fine-tuning" if best.before else f"after {best.run}"
+    values = [number(_max_violation(shot)) for shot in shots]
+    return f"Load is most even {where}: MaxVio {listed(shots, values)}"
 
 
 def _compared(first: float, last: float, less: str, more: str, same: str) -> str:
@@ -142,7 +134,7 @@ def _compared(first: float, last: float, less: str, more: str, same: str) -> str
 def _load_change(report: Report) -> Markup | None:
     """Difference of relative load, after minus before, of each run."""
     pairs = [
-        (Snapshot(run.label, report.color(run), run.after), run)
+        (Snapshot(run.label, report.color(run), run.after, run.label), run)
         for run in report.runs
         if run.before is not None
         and run.after is not None
@@ -198,11 +190,11 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
         )  # fmt: skip
         parts.append(panel(shot, picture, f"up to {number(top, 2)}"))
     even = number(1 / known[0][0].routing.num_experts, 2)
-    tops = " → ".join(number(float(np.nanmax(m)), 2) for _, m in known)
+    tops = listed([s for s, _ in known], [number(float(np.nanmax(m)), 2) for _, m in known])
     return group(
         "Probabilities",
         figure(
-            f"Highest mean probability of an expert: {tops} (even: {even})",
+            f"Highest mean probability of an expert: {tops} against an even {even}",
             panels(parts, known[0][0].routing.num_experts),
             legend(limits, "mean probability before top-k", clipped=clipped),
             wide=True,
@@ -236,11 +228,13 @@ def _frequencies(shots: list[Snapshot]) -> Markup:
             smooth=False,
             zero=True,
             reference=1.0,
+            reference_label="even",
+            y_reach=(0.0, top),
         )
         parts.append(panel(shot, chart))
-    heads = " → ".join(number(_top_share(shot), 2) for shot in shots)
+    heads = listed(shots, [number(_top_share(shot), 2) for shot in shots])
     return figure(
-        f"The busiest eighth of the experts takes {heads} times its even share",
+        f"Load of the busiest eighth of the experts, times an even share: {heads}",
         panels(parts, 0),
         tag(
             "div",
@@ -271,7 +265,7 @@ def _per_layer(report: Report, shots: list[Snapshot]) -> Markup | None:
     )
     figures = []
     for name in names:
-        series, means = [], []
+        series, means, holders = [], [], []
         for shot in shots:
             metric = shot.routing.metrics().get(name)
             if metric is None or not metric.per_layer:
@@ -279,30 +273,19 @@ def _per_layer(report: Report, shots: list[Snapshot]) -> Markup | None:
             layers = [float(layer) for layer in shot.routing.layers]
             if len(metric.per_layer) != len(layers):
                 continue
-            before = shot.label.startswith("Before")
-            series.append(Series(shot.label, shot.color, layers, metric.per_layer, before, before))
+            kind = "before" if shot.before else ""
+            series.append(Series(shot.label, shot.color, layers, metric.per_layer, kind))
             means.append(number(metric.mean))
-        about = word(name)
-        title = f"{about.name}, mean over layers: {' → '.join(means)}"
+            holders.append(shot)
+        about = word(f"routing/{name}")
+        title = f"{about.name}, mean over layers: {listed(holders, means)}"
         chart = line_chart(
             f"{about.name} in each layer", title, series, x_label="layer", smooth=False
         )
         figures.append(figure(title, chart, note=about.meaning or None))
     if not figures:
         return None
-    legend_entries = [
-        tag(
-            "li",
-            tag(
-                "span",
-                tag("span", class_="dot", style=f"--c:{shot.color}", aria_hidden="true"),
-                shot.label,
-                class_="run-name",
-            ),
-        )
-        for shot in shots
-    ]
-    key = tag("ul", legend_entries, class_="key")
+    key = tag("ul", [tag("li", shot.name) for shot in shots], class_="key")
     return group("Layer by layer", key, tag("div", figures, class_="grid"))
 
 
@@ -336,7 +319,7 @@ def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
         "Paths",
         figure(
             f"Knowing the expert in layer {layers[0]}, the likeliest one in layer {layers[1]} has "
-            f"probability {' → '.join(tops)}",
+            f"probability {listed([shot for shot, _ in known], tops)}",
             panels(parts, 0),
             legend(limits, "P(expert in the next layer | expert in this layer)", clipped=clipped),
             note="Bright cells are habitual paths; rows sum to the number of experts a token uses.",
@@ -350,7 +333,7 @@ def _metrics(report: Report, shots: list[Snapshot]) -> Markup:
     rows: list[list[object]] = []
     keys: list[list[float | str | None]] = []
     for name in names:
-        about = word(name)
+        about = word(f"routing/{name}")
         cell = join([about.name, tag("span", about.meaning, class_="note")])
         values = [shot.routing.metrics().get(name) for shot in shots]
         rows.append([cell, *(number(v.mean) if v else DASH for v in values)])

@@ -6,7 +6,7 @@ import math
 
 from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.compare import Score, difference
-from moe_finetune.report.context import Report, Section, figure, table
+from moe_finetune.report.context import BEFORE, Report, Section, figure, swatch, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
 
@@ -30,7 +30,8 @@ def _render(report: Report) -> Markup | None:
             "Scores before fine-tuning",
             "evaluate the base checkpoint into the run's folder `eval_base`",
         )
-    return join([_pictures(report), _table(report), _note(report)])
+    parts = [_pictures(report), _table(report), _note(report)]
+    return join([*parts, _every_metric(report), _remarks(report)])
 
 
 def _tasks(report: Report) -> list[str]:
@@ -63,7 +64,7 @@ def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Mark
         dots = []
         before = _before(report, task)
         if before is not None:
-            dots.append(_dot("before fine-tuning", before, "var(--muted)"))
+            dots.append(_dot("before fine-tuning", before, BEFORE, hollow=True))
         dots += [
             _dot(run.label, run.scores[task], report.color(run))
             for run in report.runs
@@ -74,35 +75,48 @@ def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Mark
     picture = dot_plot("Scores with 95 % intervals", summary, rows, x_label=label, scale=scale)
     legend = [tag("li", report.swatch(run)) for run in report.runs]
     if any(_before(report, t) for t in tasks):
-        dot = tag("span", class_="dot", style="--c:var(--muted)", aria_hidden="true")
-        legend.insert(0, tag("li", tag("span", dot, "before fine-tuning", class_="run-name")))
+        legend.insert(0, tag("li", swatch("before fine-tuning", BEFORE, hollow=True)))
     if any(math.isfinite(chance) for _, _, chance in rows):
         legend.append(tag("li", tag("span", class_="tick-mark", aria_hidden="true"), "chance"))
     return figure(_title(report, tasks), tag("ul", legend, class_="key"), picture)
 
 
 def _title(report: Report, tasks: list[str]) -> str:
-    """Say which run scores highest where the intervals tell, or what a single run reached."""
-    baseline = report.baseline
-    if baseline is None:
-        run = report.runs[0]
-        known = [(t, before) for t in tasks if (before := _before(report, t)) and t in run.scores]
-        if known:
-            better = sum(difference(b, run.scores[t]).verdict == "better" for t, b in known)
-            return f"Clearly better than before fine-tuning on {better} of {len(known)}"
-        return f"{run.label}: " + ", ".join(f"{t} {run.scores[t].text()}" for t in tasks[:4])
-    wins = []
-    for run in report.runs[1:]:
-        pairs = [t for t in tasks if t in run.scores and t in baseline.scores]
-        verdicts = [difference(baseline.scores[t], run.scores[t]).verdict for t in pairs]
-        wins.append(f"{run.label} on {verdicts.count('better')} of {len(pairs)}")
-    return f"Clearly better than {baseline.label}: {', '.join(wins)}"
+    """Say how many benchmarks each run is clearly better or worse on, and than what."""
+    against = report.baseline.label if report.baseline else "before fine-tuning"
+    compared = report.runs[1:] if report.baseline else report.runs
+    found = []
+    for run in compared:
+        pairs = [
+            (base, run.scores[task])
+            for task in tasks
+            if task in run.scores
+            and (
+                base := report.baseline.scores.get(task)
+                if report.baseline
+                else _before(report, task)
+            )
+        ]
+        verdicts = [difference(base, score).verdict for base, score in pairs]
+        if verdicts:
+            found.append((run.label, verdicts))
+    if not found:
+        run = compared[0]
+        known = [f"{t} {run.scores[t].text()}" for t in tasks[:4] if t in run.scores]
+        return f"{run.label}: {', '.join(known)}"
+    if not any(v in ("better", "worse") for _, verdicts in found for v in verdicts):
+        return f"No clear difference from {against}"
+    parts = []
+    for label, verdicts in found:
+        counts = [f"{w} on {verdicts.count(w)}" for w in ("better", "worse") if w in verdicts]
+        parts.append(f"{label} {' and '.join(counts) or 'on none'} of {len(verdicts)}")
+    return f"Clearly different from {against}: {'; '.join(parts)}"
 
 
-def _dot(label: str, score: Score, color: str) -> Dot:
+def _dot(label: str, score: Score, color: str, hollow: bool = False) -> Dot:
     low, high = score.interval() or (math.nan, math.nan)
     between = f" [{score.text(low)}, {score.text(high)}]" if math.isfinite(low) else ""
-    return Dot(score.value, low, high, color, f"{label} {score.text()}{between}")
+    return Dot(score.value, low, high, color, f"{label} {score.text()}{between}", hollow)
 
 
 def _table(report: Report) -> Markup:
@@ -177,6 +191,47 @@ def _note(report: Report) -> Markup:
         "pp: percentage points.",
         class_="note",
     )
+
+
+def _every_metric(report: Report) -> Markup | None:
+    """List what the tasks measured besides their headline metric."""
+    rows: list[list[object]] = []
+    for task in _tasks(report):
+        names = dict.fromkeys(
+            n for r in report.runs if task in r.scores for n in r.scores[task].others
+        )
+        for name in names:
+            row: list[object] = [task, name]
+            for run in report.runs:
+                value, stderr = (
+                    run.scores[task].others.get(name, (math.nan, math.nan))
+                    if task in run.scores
+                    else (math.nan, math.nan)
+                )
+                error = "" if math.isnan(stderr) else f" ± {number(stderr, 2)}"
+                row.append(f"{number(value)}{error}")
+            rows.append(row)
+    if len(rows) <= len(_tasks(report)):
+        return None
+    columns: list[object] = ["Benchmark", "Metric", *(report.swatch(run) for run in report.runs)]
+    return tag("details", tag("summary", "Every metric"), table("Every metric", columns, rows))
+
+
+def _remarks(report: Report) -> Markup | None:
+    """Show what the evaluations themselves remark: cut prompts, tasks left out."""
+    found = []
+    for run in report.runs:
+        unfinished = run.evaluation.get("unfinished") or []
+        if run.evaluation.get("complete") is False:
+            found.append(
+                (run.label, f"not complete; unfinished: {', '.join(map(str, unfinished))}")
+            )
+        found += [(run.label, str(note)) for note in run.evaluation.get("notes") or []]
+        found += [(f"{run.label}, {t}", note) for t, s in run.scores.items() for note in s.notes]
+    if not found:
+        return None
+    entries = [tag("li", tag("strong", where), f": {note}") for where, note in found]
+    return tag("div", tag("h3", "Remarks"), tag("ul", entries, class_="missing"), class_="group")
 
 
 SCORES = Section("scores", "Scores", _render)
