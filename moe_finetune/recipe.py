@@ -85,7 +85,7 @@ class RouterSection(Section):
 
 
 class LoraSection(Section):
-    """The adapter. ``alpha`` defaults to four times the rank (P0's ratio)."""
+    """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
@@ -149,6 +149,7 @@ class EvaluationSection(Section):
     suite: str = Field(min_length=1, description="name or file of a suite")
     backend: Literal["vllm", "hf"] = "vllm"
     limit: int | None = Field(default=None, ge=1)
+    data_dir: str | None = Field(default=None, description="folder of local task data")
     vllm: dict[str, Any] = {}
 
 
@@ -311,8 +312,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"
-        if router == "frozen":
-            yield "router.train: 'frozen' without a `lora:` section leaves nothing to train"
     else:
         if lora.rank is None:
             yield "lora.rank: is missing; wanted a whole number such as 32"

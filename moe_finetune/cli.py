@@ -1,0 +1,279 @@
+"""The command line: one function a verb that parses, calls and prints. See ``main`` for errors."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.errors import MoeFinetuneError
+
+app = typer.Typer(
+    name="moe-finetune",
+    help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
+    epilog="Add --debug to any verb to see the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")]
+RecipeItems = Annotated[
+    list[str], typer.Argument(metavar="RECIPE... [key.path=value ...]", show_default=False)
+]
+
+
+class Backend(enum.StrEnum):
+    """Engines that evaluate."""
+
+    vllm = "vllm"
+    hf = "hf"
+    server = "server"
+
+
+class Score(enum.StrEnum):
+    """Measures of an expert's relevance."""
+
+    token = "token"
+    gate = "gate"
+
+
+def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Recipe files and ``key.path=value`` overrides, from one list of arguments."""
+    overrides = [item for item in items if "=" in item and not Path(item).is_file()]
+    return [item for item in items if item not in overrides], overrides
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend vLLM's CPU build.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check versions, vLLM, GPU and disk; exit 1 on a problem.
+
+    Example: moe-finetune doctor --fix
+    """
+    from moe_finetune.doctor import as_json, examine, healthy, text
+
+    checks = examine(fix)
+    print(as_json(checks) if json else text(checks))
+    if not healthy(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
+
+    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml
+    """
+    from json import dumps
+
+    from moe_finetune.inspection import inspect_checkpoint
+    from moe_finetune.recipe import load_recipe
+
+    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
+    print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
+
+
+@app.command()
+def train(
+    items: RecipeItems,
+    output: Output,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+) -> None:
+    """Carry out a recipe: train, merge, verify, evaluate, report.
+
+    Several recipes and key.path=value overrides are merged; later ones win.
+
+    Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
+    data.train=my.jsonl trainer.max_steps=50 --output runs/erc
+    """
+    from moe_finetune.recipe import load_recipe
+    from moe_finetune.run import run_recipe
+
+    files, overrides = split_items(items)
+    run = run_recipe(load_recipe(files, overrides), output, resume=resume)
+    print(f"run: {run}")
+
+
+@app.command()
+def merge(
+    source: Annotated[Path, typer.Argument(metavar="RUN|ADAPTER", help="Run or adapter folder.")],
+    output: Output,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: stored.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+) -> None:
+    """Write base + adapter as an ordinary checkpoint, shard by shard.
+
+    Example: moe-finetune merge runs/erc --output merged/erc
+    """
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights import merge_adapter
+
+    adapter = source / "adapter" if (source / "adapter").is_dir() else source
+    report = merge_adapter(
+        local_folder(base or base_of(adapter)), adapter, output, dtype=dtype, dry_run=dry_run
+    )
+    print(report.plan.table() if dry_run else report)
+
+
+def base_of(adapter: Path) -> str:
+    """The base checkpoint that an adapter names."""
+    from moe_finetune.errors import AdapterError
+    from moe_finetune.weights.adapter import open_adapter
+
+    named = open_adapter(adapter).config.get("base_model_name_or_path")
+    if not named:
+        raise AdapterError(f"{adapter}: names no base checkpoint; give it with --base")
+    return str(named)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    suite: Annotated[str, typer.Option("--suite", "-s", help="Name or YAML file of a suite.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for results.json.")],
+    backend: Annotated[
+        Backend | None, typer.Option("--backend", "-b", help="Default: vllm where usable.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="PEFT adapter over it (hf only).")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="Folder of local task data.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="First items only.")] = None,
+    vllm: Annotated[
+        list[str] | None, typer.Option("--vllm", metavar="KEY=VALUE", help="Engine argument.")
+    ] = None,
+    base_url: Annotated[str | None, typer.Option("--base-url", help="Server's address.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Server's model name.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+) -> None:
+    """Evaluate a checkpoint on a suite; a run that stopped goes on when repeated.
+
+    Example: moe-finetune eval runs/erc/merged --suite gsm8k --backend vllm --output eval/erc
+    """
+    from moe_finetune.evaluation.engine import evaluate as run_suite
+    from moe_finetune.layered_yaml import load_tree
+
+    run_suite(
+        checkpoint,
+        suite,
+        backend=backend.value if backend else None,
+        output=output,
+        data_dir=data_dir,
+        vllm=load_tree([], vllm or []).values,
+        limit=limit,
+        base_url=base_url,
+        model=model,
+        adapter=adapter,
+        dtype=dtype,
+        seed=seed,
+    )
+    print(f"results: {output / 'results.json'}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file or folder.")] = Path(
+        "report"
+    ),
+    title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
+) -> None:
+    """Draw runs side by side on one HTML page that opens offline.
+
+    Example: moe-finetune report runs/aux_loss runs/erc --output report
+    """
+    from moe_finetune.report import write_report
+
+    print(f"report: {write_report(runs, output, title)}")
+
+
+@app.command()
+def select(
+    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
+    score: Annotated[Score, typer.Option("--score", help="Relevance measure.")] = Score.token,
+    top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
+    domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
+) -> None:
+    """Choose the experts that a task relies on (ESFT), for lora.experts in a recipe.
+
+    Example: moe-finetune select traces/law --top-p 0.2 --output law.json
+    """
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.lora.select import ExpertSelection, select_experts
+
+    opened = RoutingTrace.open(trace)
+    info = opened.info
+    chosen = select_experts(
+        opened.load("ids", domain),
+        opened.load("weights", domain) if score is Score.gate else None,
+        info.num_experts,
+        score=score.value,
+        top_p=top_p,
+    )
+    experts = dict(zip(info.layers, chosen, strict=True))
+    ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p).write(output)
+    print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return the exit code.
+
+    0 success; 1 a failure of the machine, or of ``doctor``'s checks; 2 a wrong input, with one
+    message on stderr; 130 interrupted. ``--debug`` anywhere shows the traceback instead.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MoeFinetuneError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not hasattr(error, "exit_code") or not hasattr(error, "show"):
+            raise
+        error.show()  # a usage error: typer knows how to say it
+        return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
