@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moe_finetune.losses import TERMS
+from moe_finetune.losses.base import LayerContext
+from moe_finetune.losses.functional import dpp_from_gram, dpp_loss
+from tests.losses import reference
+from tests.losses.cases import make, mask, record
+
+TERM = TERMS["dpp"]
+
+
+def test_worked_by_hand():
+    # Unit vectors with cosine 3/5: det = (1 + eps)² - 9/25.
+    outputs = torch.tensor([[[2.0, 0.0], [0.3, 0.4]]], dtype=torch.float64)
+    assert dpp_loss(outputs, eps=0.2).item() == pytest.approx(-math.log(1.44 - 0.36))
+    assert dpp_loss(outputs).item() == pytest.approx(-math.log(1.0001**2 - 0.36))
+
+
+def test_one_choice_gives_minus_log_one_plus_eps():
+    outputs = make("one_choice")["outputs_TKH"].requires_grad_()
+    loss = dpp_loss(outputs)
+    assert loss.item() == pytest.approx(-math.log1p(1e-4))
+    assert torch.autograd.grad(loss, outputs)[0].abs().max() < 1e-12
+
+
+def test_orthogonal_outputs_are_the_least():
+    eye = torch.eye(3, dtype=torch.float64).unsqueeze(0) * torch.tensor([[[1.0], [5.0], [0.2]]])
+    assert dpp_loss(eye).item() == pytest.approx(-3 * math.log1p(1e-4))
+
+
+def test_equal_outputs_stay_finite_in_float32():
+    # Ĝ of K equal vectors has one eigenvalue K and K-1 zeros.
+    outputs = torch.randn(1, 1, 9).expand(5, 4, 9).clone().requires_grad_()
+    loss = dpp_loss(outputs)
+    assert loss.item() == pytest.approx(-math.log(4.0001) - 3 * math.log(1e-4), rel=1e-3)
+    assert torch.autograd.grad(loss, outputs)[0].isfinite().all()
+
+
+def test_zero_outputs_add_a_constant_and_have_a_zero_gradient():
+    outputs = torch.tensor([[[0.0, 0.0], [1.0, 2.0], [2.0, 0.0]]], requires_grad=True)
+    loss = dpp_loss(outputs, eps=0.1)
+    torch.testing.assert_close(loss, dpp_loss(outputs[:, 1:], eps=0.1) - math.log(0.1))
+    grad = torch.autograd.grad(loss, outputs)[0]
+    assert grad.isfinite().all() and (grad[0, 0] == 0).all() and grad[0, 1].norm() > 0
+
+
+def test_eight_outputs_equal_torchs_determinant():
+    outputs = torch.randn(3, 8, 11, dtype=torch.float64)
+    unit = torch.nn.functional.normalize(outputs, dim=-1)
+    kernel = unit @ unit.mT + 1e-4 * torch.eye(8, dtype=torch.float64)
+    torch.testing.assert_close(dpp_loss(outputs), -kernel.logdet().mean())
+
+
+def test_gram_path_equals_the_vectors_in_value_and_gradient():
+    values, keep = make(), mask(17)
+    outputs = values["outputs_TKH"].requires_grad_()
+    direct = dpp_loss(outputs, keep, 1e-3)
+    through = dpp_from_gram(outputs @ outputs.mT, keep, 1e-3)
+    torch.testing.assert_close(through, direct)
+    torch.testing.assert_close(
+        torch.autograd.grad(through, outputs), torch.autograd.grad(direct, outputs)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_term_reads_the_gram_of_outputs(reduction):
+    values, keep = make(), mask(17)
+    term = TERM(TERM.Options(weight=1.0, reduction=reduction, eps=1e-2))
+    assert term.needs == {"outputs_gram"}
+    got = term.loss(record(values, mask_T=keep), LayerContext())
+    torch.testing.assert_close(got, reference.dpp(values["outputs_TKH"], keep, 1e-2, reduction))
+
+
+def test_bad_eps():
+    with pytest.raises(ValueError, match=r"eps is 0\.0, wanted a positive number"):
+        dpp_loss(make()["outputs_TKH"], eps=0.0)
+    with pytest.raises(ValidationError, match="eps"):
+        TERM.Options(weight=1.0, eps=1e-9)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_finetune.losses import TERMS
+from moe_finetune.losses.base import LayerContext
+from moe_finetune.losses.functional import variance_loss
+from tests.losses import reference
+from tests.losses.cases import make, mask, record
+
+
+def test_worked_by_hand():
+    # Means (1/2, 1/4, 1/4). Token 0: (1/4 + 1/16 + 1/16)/3; token 1 the same.
+    scores = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]], dtype=torch.float64)
+    assert variance_loss(scores).item() == pytest.approx(-0.125)
+    assert variance_loss(scores, reduction="sum").item() == pytest.approx(-0.25)
+
+
+def test_equal_scores_give_zero_and_the_bound_of_64_experts_holds():
+    assert variance_loss(torch.tensor([[0.25, 0.75]] * 4)).item() == 0
+    # One expert a token, all experts equally often: (1 - 1/E) / E = 0.0154 for E = 64.
+    assert variance_loss(torch.eye(64)).item() == pytest.approx(-0.0154, abs=1e-4)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_term_reads_scores_after_topk(score, reduction):
+    values, keep = make(), mask(17)
+    probs = values["logits_TE"].softmax(-1) if score == "softmax" else values["logits_TE"].sigmoid()
+    scores = torch.zeros_like(probs)
+    for t, selected in enumerate(values["index_TK"].tolist()):
+        for e in selected:
+            scores[t, e] = probs[t, e] / probs[t, selected].sum()
+    kind = TERMS["variance"]
+    got = kind(kind.Options(weight=1.0, reduction=reduction)).loss(
+        record(values, score, keep), LayerContext()
+    )
+    torch.testing.assert_close(got, reference.variance(scores, keep, reduction))
