@@ -216,7 +216,9 @@ def _open_server(
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     if base_url is None:
-        raise EvaluationError("backend 'server' needs base_url, for example http://localhost:8000/v1")
+        raise EvaluationError(
+            "backend 'server' needs base_url, for example http://localhost:8000/v1"
+        )
     offered = server_models(base_url)
     if model is None and len(offered) == 1:
         model = offered[0]

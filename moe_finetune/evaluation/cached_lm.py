@@ -114,17 +114,13 @@ class CachedLM(LM):
 
     def _lengths(self, kind: str, requests: list[Instance]) -> list[int]:
         """Return prompt tokens per request, after checking that they fit."""
-        texts = [
-            "".join(r.args) if kind == "loglikelihood" else r.args[0] for r in requests
-        ]
+        texts = ["".join(r.args) if kind == "loglikelihood" else r.args[0] for r in requests]
         lengths = [len(ids) for ids in self._encode(texts)]
         limit = self._backend.max_length
         if limit is None or kind == "loglikelihood_rolling":
             return lengths
         # A generation needs room for its reply, a log-likelihood for the token vLLM must generate.
-        room = [
-            self._reply_tokens(r.args[1]) if kind == "generate_until" else 1 for r in requests
-        ]
+        room = [self._reply_tokens(r.args[1]) if kind == "generate_until" else 1 for r in requests]
         needs = [length + extra for length, extra in zip(lengths, room, strict=True)]
         too_long = [need for need in needs if need > limit]
         self.usage.overflowing += len(too_long)

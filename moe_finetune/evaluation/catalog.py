@@ -38,8 +38,10 @@ class Leaf:
 
     def data_hashes(self) -> dict[str, str]:
         """Return split -> SHA-256 of the local file."""
-        return {split: _file_hash(path, path.stat().st_mtime_ns) for split, path in
-                sorted(self.files.items())}
+        return {
+            split: _file_hash(path, path.stat().st_mtime_ns)
+            for split, path in sorted(self.files.items())
+        }
 
     def config_hash(self) -> str:
         """Return a hash over the task's definition (not over where its files lie)."""
@@ -65,8 +67,7 @@ class Catalog:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise DependencyError(
-                f"lm-evaluation-harness cannot be imported ({error}); "
-                "install moe-finetune[eval]"
+                f"lm-evaluation-harness cannot be imported ({error}); install moe-finetune[eval]"
             ) from None
         self.suite = suite
         self.data_dir = Path(data_dir) if data_dir is not None else None

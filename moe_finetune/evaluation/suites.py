@@ -108,7 +108,9 @@ def load_suite(suite: str | Path | Suite) -> Suite:
     if path.suffix not in (".yaml", ".yml"):
         path = eval_root() / "suites" / f"{suite}.yaml"
         if not path.is_file():
-            raise EvaluationError(f"unknown suite '{suite}'{did_you_mean(str(suite), suite_names())}")
+            raise EvaluationError(
+                f"unknown suite '{suite}'{did_you_mean(str(suite), suite_names())}"
+            )
     if not path.is_file():
         raise EvaluationError(f"suite file {path} does not exist")
     try:

@@ -60,12 +60,11 @@ def open_vllm(
     from lm_eval.models.vllm_causallms import VLLM
 
     try:
-        lm = VLLM(pretrained=str(folder), batch_size=batch_size, trust_remote_code=False,
-                  **arguments)
+        lm = VLLM(
+            pretrained=str(folder), batch_size=batch_size, trust_remote_code=False, **arguments
+        )
     except (RuntimeError, ValueError, TypeError) as error:
-        raise EvaluationError(
-            f"vLLM cannot load {folder} with {arguments}: {error}"
-        ) from error
+        raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
     settings = {
         "backend": "vllm",
         "batch_size": batch_size,

@@ -14,6 +14,7 @@ kernel, and programs that recognise the tests' arguments.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -24,10 +25,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
-
-import json
 
 from moe_finetune.evaluation.sandbox.policy import Limits, command, environment, refuse
 
@@ -182,6 +181,8 @@ class Sandbox:
     ):
         self.limits = limits or Limits()
         self._checkers: SimpleQueue[_Process] = SimpleQueue()
+        # A sandbox dies with the thread that started it; kept ones need a thread that stays.
+        self._spawner = ThreadPoolExecutor(1)
         reasons = []
         for kind in kinds:
             reason = self._probe(kind)
@@ -232,14 +233,15 @@ class Sandbox:
             return list(pool.map(self.run, programs))
 
     def _checker(self) -> _Process:
-        if not self._checkers.empty():
-            with contextlib.suppress(Exception):
-                return self._checkers.get_nowait()
-        return _Process(self.kind, "checker", self.limits)
+        with contextlib.suppress(Empty):
+            while True:
+                kept = self._checkers.get_nowait()
+                if kept.process.poll() is None:
+                    return kept
+                kept.kill()
+        return self._spawner.submit(_Process, self.kind, "checker", self.limits).result()
 
-    def _relay(
-        self, program: Program, worker: _Process, checker: _Process, deadline: float
-    ) -> str:
+    def _relay(self, program: Program, worker: _Process, checker: _Process, deadline: float) -> str:
         """Carry messages between tests and program; return '' or why the program failed."""
         nonce = secrets.token_hex(16)
         job = {
@@ -263,8 +265,9 @@ class Sandbox:
 
     def close(self) -> None:
         """Stop the processes that are kept between programs."""
-        while not self._checkers.empty():
-            self._checkers.get().kill()
+        with contextlib.suppress(Empty):
+            while True:
+                self._checkers.get_nowait().kill()
 
     def __enter__(self) -> Sandbox:
         return self

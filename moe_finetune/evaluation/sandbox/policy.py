@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ RUNNER = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, {folder!r}); import runner; runner.main()"
 _IMAGE = "python:3.11-slim"
 # One user number per program: a limit on processes counts a user's, over all sandboxes.
-_USERS: Iterator[int] = itertools.cycle(range(2_000_000_000, 2_000_100_000))
+# The start is random, so that two runs on one machine do not count together.
+_USERS: Iterator[int] = itertools.count(1_000_000_000 + secrets.randbelow(1_000_000_000))
 
 
 @dataclass(frozen=True)

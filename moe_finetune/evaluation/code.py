@@ -1,0 +1,152 @@
+"""Score generated programs: a step of its own, after generation, only in a sandbox."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
+from moe_finetune.evaluation.files import read_rows, write_jsonl
+from moe_finetune.evaluation.results import TaskResult
+from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
+
+_FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
+
+def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
+    """Build the program of a HumanEval item: the reply continues the prompt, or is a whole block.
+
+    Args:
+        doc: row with ``prompt``, ``test`` and ``entry_point``.
+        reply: what the model wrote.
+    """
+    entry = doc["entry_point"]
+    block = fenced(reply)
+    if block is not None and re.search(rf"^\s*def {re.escape(entry)}\b", block, re.MULTILINE):
+        # The prompt first, so that imports and helpers that the block leaves out are there.
+        code = f"{doc['prompt']}    pass\n\n{block}"
+    else:
+        code = doc["prompt"] + (block if block is not None else reply)
+    tests = f"{doc['test']}\ncheck({entry})\n"
+    return Program(code, tests, setup=doc["prompt"], entry=(entry,))
+
+
+def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
+    """Build the program of an MBPP item.
+
+    Args:
+        doc: row with ``test_list`` (or ``test_list`` and ``challenge_test_list``), and
+            ``test_setup_code`` or ``test_imports``.
+        reply: what the model wrote, up to ``[DONE]`` or a fence.
+    """
+    imports = "\n".join(doc.get("test_imports") or [])
+    setup_code = doc.get("test_setup_code") or ""
+    code = fenced(reply)
+    if code is None:
+        code = reply.split("[DONE]")[0].split("```")[0]
+    # Test set-up defines classes that the program uses, so it belongs before the program.
+    return Program(f"{imports}\n{setup_code}\n{code}", "\n".join(doc["test_list"]), setup=imports)
+
+
+def fenced(reply: str) -> str | None:
+    """Return the longest fenced block of a reply, or None."""
+    blocks = _FENCE.findall(reply)
+    return max(blocks, key=len) if blocks else None
+
+
+FORMS: dict[str, Callable[[dict[str, Any], str], Program]] = {
+    "humaneval": human_eval_program,
+    "mbpp": mbpp_program,
+}
+
+
+def score_code(
+    samples: str | Path,
+    form: str = "humaneval",
+    sandbox: Sandbox | None = None,
+    allow_unsafe_local: bool = False,
+    workers: int | None = None,
+    limits: Limits | None = None,
+) -> dict[str, Any]:
+    """Run the programs of a samples file against their tests.
+
+    Args:
+        samples: ``samples.jsonl`` as :func:`moe_finetune.evaluation.engine.evaluate` wrote it.
+        form: ``"humaneval"`` or ``"mbpp"``.
+        sandbox: one to use; otherwise one is opened and closed.
+        allow_unsafe_local: accept running without isolation.
+        workers: programs side by side; the number of processors by default.
+        limits: what each program may use.
+
+    Returns:
+        ``{"pass@1", "stderr", "n", "passed", "sandbox", "samples"}``; with several replies an item
+        pass@1 is the mean over them. ``<samples>.scored.jsonl`` holds the verdict of every reply.
+
+    Raises:
+        DependencyError: no sandbox works here.
+        DataError: the file is malformed.
+        EvaluationError: unknown form.
+    """
+    if form not in FORMS:
+        raise EvaluationError(f"unknown form '{form}'{did_you_mean(form, FORMS)}")
+    path = Path(samples)
+    rows = read_rows(path, ("doc", "replies"))
+    programs: list[Program] = []
+    owners: list[int] = []
+    for number, row in enumerate(rows):
+        for reply in row["replies"][0]:
+            try:
+                programs.append(FORMS[form](row["doc"], reply))
+            except KeyError as error:
+                raise DataError(
+                    f"{path}, row {number + 1}: the item has no {error} for form '{form}'"
+                ) from None
+            owners.append(number)
+    active = sandbox or Sandbox(limits, allow_unsafe_local)
+    try:
+        verdicts = active.run_all(programs, workers)
+    finally:
+        if sandbox is None:
+            active.close()
+    for row in rows:
+        row["verdicts"] = []
+    for number, verdict in zip(owners, verdicts, strict=True):
+        rows[number]["verdicts"].append({"passed": verdict.passed, "reason": verdict.reason})
+    scores = [sum(v["passed"] for v in row["verdicts"]) / len(row["verdicts"]) for row in rows]
+    for row, score in zip(rows, scores, strict=True):
+        row["metrics"] = {**row.get("metrics", {}), "pass@1": score}
+    target = path.with_name(f"{path.stem}.scored.jsonl")
+    write_jsonl(target, rows)
+    mean = sum(scores) / len(scores)
+    variance = sum((s - mean) ** 2 for s in scores) / max(len(scores) - 1, 1)
+    return {
+        "pass@1": mean,
+        "stderr": math.sqrt(variance / len(scores)) if len(scores) > 1 else None,
+        "n": len(scores),
+        "passed": sum(v.passed for v in verdicts),
+        "sandbox": active.kind,
+        "samples": str(target),
+    }
+
+
+def add_code_score(
+    folder: Path, form: str, result: TaskResult, allow_unsafe_local: bool = False
+) -> None:
+    """Score a task's samples and put pass@1 into its result; without a sandbox, a note instead."""
+    if "pass@1,sandbox" in result["metrics"]:
+        return
+    try:
+        score = score_code(folder / result["samples"], form, allow_unsafe_local=allow_unsafe_local)
+    except DependencyError as error:
+        note = f"generated, not scored: {error}"
+        result["notes"] = [n for n in result["notes"] if n != note] + [note]
+        return
+    result["metrics"] = {"pass@1,sandbox": {"value": score["pass@1"], "stderr": score["stderr"]}}
+    result["value"], result["stderr"] = score["pass@1"], score["stderr"]
+    result["samples"] = str(Path(score["samples"]).relative_to(folder))
+    result["notes"] = [n for n in result["notes"] if not n.startswith("generated, not scored")]
+    if score["sandbox"] == "unsafe-local":
+        result["notes"].append("programs ran without a sandbox")

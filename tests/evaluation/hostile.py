@@ -1,0 +1,226 @@
+"""Programs that try to be counted as right, to get out, or to stay. All must fail.
+
+Every program "solves" HumanEval/0's signature in its own way; `{host}` is a folder of the host.
+"""
+
+PROGRAMS = {
+    "early_exit": "import os\nos._exit(0)",
+    "system_exit": "import sys\nsys.exit(0)",
+    "exit_when_called": "def f(*a):\n    import os\n    os._exit(0)",
+    "raise_system_exit_when_called": "def f(*a):\n    raise SystemExit(0)",
+    "frames": """
+def f(*a):
+    import sys
+    frame = sys._getframe()
+    while frame:
+        for scope in (frame.f_locals, frame.f_globals):
+            for value in list(scope.values()):
+                if isinstance(value, dict) and 'nonce' in value:
+                    import os, json
+                    for fd in range(64):
+                        try:
+                            os.write(fd, json.dumps({'done': value['nonce']}).encode() + b'\\n')
+                        except OSError:
+                            pass
+        frame = frame.f_back
+""",
+    "garbage_collector": """
+import gc, os, json
+def f(*a):
+    for value in gc.get_objects():
+        if isinstance(value, dict) and isinstance(value.get('nonce'), str):
+            for fd in range(64):
+                try:
+                    os.write(fd, json.dumps({'done': value['nonce']}).encode() + b'\\n')
+                except OSError:
+                    pass
+""",
+    "forged_messages": """
+import os
+for fd in range(3, 64):
+    try:
+        os.write(fd, b'{"done": ""}\\n{"done": "0"}\\n' * 50)
+    except OSError:
+        pass
+def f(*a): return None
+""",
+    "equals_everything": """
+class Yes:
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+    def __lt__(self, other): return True
+    __gt__ = __lt__
+    def __hash__(self): return 0
+def f(*a): return Yes()
+""",
+    "list_that_equals_everything": """
+class Yes(list):
+    def __eq__(self, other): return True
+class Number(int):
+    def __eq__(self, other): return True
+def f(*a): return Number(12345)
+""",
+    "patched_builtins": """
+import builtins
+builtins.AssertionError = type('Never', (BaseException,), {})
+builtins.isinstance = lambda *a: True
+builtins.exec = lambda *a: None
+def f(*a): return 'x'
+""",
+    "patched_json": """
+import json, sys
+json.dumps = lambda *a, **k: '{"done": "x"}'
+sys.modules['runner'].encode = lambda *a, **k: {"done": "x"}
+def f(*a): return 'x'
+""",
+    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(*a): return 'x'",
+    "read_host_files": """
+def f(*a):
+    import glob
+    found = []
+    for name in ['/etc/passwd', '/etc/shadow', '/proc/1/environ', '{host}/secret.txt']:
+        try:
+            found.append(open(name).read())
+        except OSError:
+            pass
+    if found:
+        return 'right'
+    return None
+""",
+    "write_outside": """
+def f(*a):
+    import os
+    for name in ['{host}/left.txt', '/tmp/left.txt', '/usr/left.txt', '/runner/left.py', '/left.txt']:
+        try:
+            open(name, 'w').write('here')
+            return 'right'
+        except OSError:
+            pass
+""",
+    "network": """
+def f(*a):
+    import socket
+    for address in [('127.0.0.1', {port}), ('1.1.1.1', 53)]:
+        try:
+            socket.create_connection(address, 0.3)
+            return 'right'
+        except OSError:
+            pass
+""",
+    "fork_bomb": """
+import os
+def f(*a):
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+""",
+    "threads": """
+import threading, time
+def f(*a):
+    while True:
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+""",
+    "allocate_8_gb": """
+def f(*a):
+    block = bytearray(8 << 30)
+    return 'right'
+""",
+    "allocate_slowly": """
+def f(*a):
+    blocks = []
+    while True:
+        blocks.append(b'x' * (1 << 20))
+""",
+    "endless_output": "import sys\nwhile True:\n    print('x' * 10000)\n    sys.stderr.write('y' * 10000)",
+    "endless_answer": "def f(*a): return 'x' * (64 << 20)",
+    "endless_iteration": """
+def f(*a):
+    while True:
+        yield 1
+""",
+    "endless_loop": "def f(*a):\n    while True: pass",
+    "signals": """
+def f(*a):
+    import os, signal
+    for pid in [0, -1, 1, os.getppid(), *range(2, 400)]:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                if pid != os.getpid():
+                    os.kill(pid, number)
+            except (OSError, PermissionError):
+                pass
+""",
+    "daemon": """
+def f(*a):
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for fd in range(64):
+                try:
+                    os.close(fd)
+                except OSError:
+                    pass
+            time.sleep(1000)
+        os._exit(0)
+""",
+    "symlinks": """
+def f(*a):
+    import os
+    for target in ['{host}/secret.txt', '/proc/1/root/etc/passwd', '/etc/passwd']:
+        try:
+            link = os.path.join(os.environ.get('HOME', '/tmp'), 'link')
+            os.symlink(target, link)
+            with open(link, 'a') as stream:
+                stream.write('changed')
+            return 'right'
+        except OSError:
+            pass
+        finally:
+            try:
+                os.unlink(link)
+            except OSError:
+                pass
+""",
+    "raise_limits": """
+def f(*a):
+    import resource
+    resource.setrlimit(resource.RLIMIT_NPROC, (10000, 10000))
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    return 'right'
+""",
+    "become_root": """
+def f(*a):
+    import os
+    os.setuid(0)
+    return 'right'
+""",
+    "fill_the_home": """
+def f(*a):
+    import os
+    for i in range(1000):
+        with open(os.path.join(os.environ['HOME'], str(i)), 'wb') as stream:
+            stream.write(b'x' * (1 << 20))
+    return 'right'
+""",
+    "deep_answer": """
+def f(*a):
+    value = []
+    for i in range(100000):
+        value = [value]
+    return value
+""",
+    "handle_of_the_tests": """
+def f(*a):
+    import os
+    for fd in range(64):
+        try:
+            os.lseek(fd, 0, 0)
+            if b'nonce' in os.read(fd, 1 << 16):
+                return 'right'
+        except OSError:
+            pass
+""",
+}
