@@ -35,15 +35,29 @@ def check(config: Any) -> None:
         )
 
 
+def register_config() -> None:
+    """Make AutoConfig and AutoTokenizer know ``model_type: deepseek``; repeatable."""
+    from transformers import AutoConfig
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
+
+    AutoConfig.register(FAMILY.model_type, DeepseekConfig, exist_ok=True)
+    # The published files name LlamaTokenizerFast, from which transformers 5 rebuilds a tokenizer
+    # with Llama's splitting instead of taking tokenizer.json as it is. It corrects this itself for
+    # the DeepSeek models that it knows, in this mapping.
+    TOKENIZER_MAPPING_NAMES[FAMILY.model_type] = "TokenizersBackend"
+
+
 def register() -> None:
     """Make transformers' Auto classes know the model and its names on disk; repeatable."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
     from moe_finetune.families.deepseek_moe.conversion import register_names
     from moe_finetune.families.deepseek_moe.modeling import DeepseekForCausalLM, DeepseekModel
 
-    AutoConfig.register(FAMILY.model_type, DeepseekConfig, exist_ok=True)
+    register_config()
     AutoModel.register(DeepseekConfig, DeepseekModel, exist_ok=True)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
     register_names(FAMILY.model_type)

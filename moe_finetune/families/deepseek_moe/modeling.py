@@ -37,6 +37,7 @@ class DeepseekMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``down(act(gate(x)) * up(x))``, shaped like ``hidden`` (..., H)."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
@@ -62,6 +63,7 @@ class DeepseekExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum (T, H) of each token's K experts."""
         output_TH = torch.zeros_like(hidden_TH)
         for expert in index_TK.unique().tolist():
             if expert >= self.num_experts:  # expert parallelism marks experts of other ranks so
@@ -109,6 +111,7 @@ class DeepseekMoE(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the block's output, shaped like ``hidden`` (batch, sequence, H)."""
         _, weights_TK, index_TK = self.gate(hidden)
         routed_TH = self.experts(hidden.reshape(-1, hidden.shape[-1]), index_TK, weights_TK)
         routed = routed_TH.view_as(hidden)
@@ -123,7 +126,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
         super(LlamaDecoderLayer, self).__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
-        self.mlp: nn.Module = (
+        self.mlp = (  # type: ignore[assignment]
             DeepseekMoE(config)
             if layer_idx in moe_layers(config)
             else DeepseekMLP(config, config.intermediate_size)

@@ -1,0 +1,118 @@
+"""A published checkpoint folder -> one that transformers and vLLM load without its code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.families.checkpoint import (
+    INDEX,
+    SINGLE,
+    read_config,
+    read_header,
+    read_json,
+    tensor_files,
+)
+from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+
+_CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+
+
+def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
+    """Write ``output``, a folder with the weights of ``source`` and no code, and return it.
+
+    The safetensors files are hard links where the file system allows it, else copies; their names
+    and bytes stay. ``config.json`` stays but for ``auto_map``. The tokenizer becomes
+    ``tokenizer.json``. An index is written where shards have none. The folder appears complete or
+    not at all.
+
+    Raises:
+        CheckpointError: ``source`` is missing, incomplete or damaged.
+        UnsupportedModelError: no family has its model type.
+        OutputExistsError: ``output`` exists.
+    """
+    output = Path(output)
+    if output.exists():
+        raise OutputExistsError(f"{output} exists already; choose a new folder")
+    folder = local_folder(source)
+    load_config(folder)
+    files = tensor_files(folder)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        for file in sorted(set(files.values())):
+            _link(file, work / file.name)
+        write_index(files, work)
+        config = read_config(folder)
+        config.pop("auto_map", None)
+        _write_json(work / "config.json", config)
+        write_tokenizer(folder, work)
+        for pattern in _CARRIED:
+            for file in folder.glob(pattern):
+                shutil.copyfile(file, work / file.name)
+        work.chmod(0o755)
+        work.rename(output)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return output
+
+
+def write_tokenizer(source: Path, output: Path) -> None:
+    """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
+
+    ``tokenizer.json`` is copied, or made from ``tiktoken.model``. ``tokenizer_config.json`` keeps
+    its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
+
+    Raises:
+        CheckpointError: ``source`` has no tokenizer that can be read without its code.
+    """
+    tokenizer = load_tokenizer(source)
+    if not (source / "tokenizer.json").is_file():
+        tokenizer.save_pretrained(output)
+    else:
+        for file in source.glob("*.json"):
+            if file.name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+                shutil.copyfile(file, output / file.name)
+    settings_file = source / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.is_file() else {}
+    settings.pop("auto_map", None)
+    settings["tokenizer_class"] = TOKENIZER_CLASS
+    _write_json(output / "tokenizer_config.json", settings)
+    template = source / "chat_template.jinja"
+    if template.is_file():
+        shutil.copyfile(template, output / template.name)
+
+
+def write_index(files: dict[str, Path], output: Path) -> None:
+    """Write the index of a checkpoint that has more files than ``model.safetensors``."""
+    if {file.name for file in files.values()} == {SINGLE}:
+        return
+    total = 0
+    for file in set(files.values()):
+        for entry in read_header(file).values():
+            first, end = entry["data_offsets"]
+            total += end - first
+    weight_map = {name: file.name for name, file in sorted(files.items())}
+    _write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _link(source: Path, target: Path) -> None:
+    real = source.resolve()  # the hub's cache holds links to its blobs
+    try:
+        os.link(real, target)
+    except OSError:  # another file system, or one without hard links
+        try:
+            shutil.copyfile(real, target)
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written ({error})") from error

@@ -1,0 +1,152 @@
+"""Config, model and tokenizer of a checkpoint, for the whole toolkit; no remote code, ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.families import deepseek_moe, family_of
+from moe_finetune.families.checkpoint import read_config, tensor_files
+from moe_finetune.families.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
+
+
+def local_folder(path: str | Path, weights: bool = True) -> Path:
+    """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
+
+    A hub id is downloaded where the cache lacks it, without any code files; ``weights=False``
+    leaves the safetensors files out.
+
+    Raises:
+        CheckpointError: no such folder, or a hub id that cannot be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    parts = str(path).split("/")
+    if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
+        raise CheckpointError(
+            f"{path}: no such folder; give a checkpoint folder, or a hub id such as "
+            "Qwen/Qwen3-30B-A3B"
+        )
+    from huggingface_hub import snapshot_download
+
+    wanted = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises types of four libraries here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path}: neither a folder here nor a model that the hub gives ({reason}); check the "
+            "name, the network and your access, or give a local folder"
+        ) from error
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """Return the config of a supported checkpoint; remote code that it names is dropped.
+
+    Raises:
+        CheckpointError: the folder or its ``config.json`` is missing or damaged.
+        UnsupportedModelError: no family has this ``model_type`` with these options.
+    """
+    folder = local_folder(path, weights=False)
+    family_of(read_config(folder))
+    from transformers import AutoConfig
+
+    deepseek_moe.register()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a value that this model type refuses: {error}"
+        ) from error
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    family_of(config)
+    return config
+
+
+def load_model(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the causal language model of a checkpoint, in eval mode.
+
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; "auto" is the checkpoint's own.
+        device_map: as in ``from_pretrained``.
+        options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
+            at random values.
+        UnsupportedModelError: see :func:`load_config`.
+    """
+    if options.pop("trust_remote_code", False):
+        raise UnsupportedModelError(
+            "trust_remote_code: code from a checkpoint is never executed; every supported family "
+            "has its class here or in transformers, so leave the option out"
+        )
+    folder = local_folder(path)
+    config = load_config(folder)
+    tensor_files(folder)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
+            f"is '{missing[0]}'; copy the checkpoint again"
+        )
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Return the fast tokenizer of a checkpoint, exactly as its files define it.
+
+    ``tokenizer.json`` is taken as it is: the class that ``tokenizer_config.json`` names is not
+    used, since for the published DeepSeek checkpoints transformers 5 rebuilds another tokenizer
+    from it. Without that file Moonlight's ``tiktoken.model`` is converted.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer that can be read without its code.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    folder = local_folder(path, weights=False)
+    if (folder / "tokenizer.json").is_file():
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(
+                f"{folder}: its tokenizer files cannot be read ({error}); copy them again"
+            ) from error
+    if (folder / RANKS_FILE).is_file():
+        return load_tiktoken(folder)
+    raise CheckpointError(
+        f"{folder}: neither tokenizer.json nor {RANKS_FILE}; copy the tokenizer files of the base "
+        "model into it"
+    )
