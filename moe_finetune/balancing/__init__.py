@@ -1,0 +1,1 @@
+"""Methods that act on routing itself: loss-free bias and training noise."""

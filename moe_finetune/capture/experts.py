@@ -139,7 +139,9 @@ class _Experts(torch.autograd.Function):
     """Steps 1-5 of the module docstring and their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down):
+    def forward(
+        ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down
+    ):
         tokens, selected = call.index_TK.shape
         hidden, width = hidden_TH.shape[1], down.shape[2]
         with torch.autocast(hidden_TH.device.type, enabled=False):

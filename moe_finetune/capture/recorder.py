@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.capture.experts import ExpertsResult, run_experts
@@ -27,6 +28,13 @@ from moe_finetune.capture.inject import inject
 from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
 from moe_finetune.errors import CaptureError
 from moe_finetune.families import Family, family_of
+from moe_finetune.lora.factors import (
+    expert_factors,
+    parameter_wrappers,
+    router_weight,
+    stored_router_weight,
+)
+from moe_finetune.lora.linear import run_linear, wrapped_linears
 from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
 
@@ -60,7 +68,11 @@ class MoeLayer:
 
 
 class Perturbation:
-    """Changes to routing in training; the identity here. Subclasses live in ``balancing/``."""
+    """Changes to routing; the identity here. Subclasses live in ``balancing/``.
+
+    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` is asked in
+    every forward.
+    """
 
     expert_dropout: float = 0.0
 
@@ -88,8 +100,6 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """All MoE layers of the model, in order."""
-    from moe_finetune.lora.factors import parameter_wrappers
-
     backbone = backbone_of(model)
     family = family_of(backbone.config)
     found = []
@@ -130,10 +140,9 @@ class Recorder:
         observers: called once per layer and forward with the record and the layer's loss.
         needs: parts of the record that the observers read beyond the router's tensors.
         observe: "train" records training forwards alone, "all" every forward.
-        perturbation: changes to routing in training forwards.
+        perturbation: changes to routing.
         token_mask: which tokens count: "attention", or "labels" (those that are trained on).
         dropout: LoRA dropout inside the experts.
-        lengths: whether sequence lengths are needed (scope "sequence").
 
     Attributes:
         scale: returns the injected loss's factor for the coming forward; 1 by default.
@@ -193,8 +202,6 @@ class Recorder:
         self._labels = None
 
     def _install(self) -> None:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         for layer in self.layers:
             _check_experts(layer)
@@ -211,9 +218,7 @@ class Recorder:
                 module.register_forward_pre_hook(partial(_take_context, layer), with_kwargs=True)
             )
             if layer is not None:
-                self._hook(
-                    module.register_forward_hook(partial(_finish, layer), always_call=True)
-                )
+                self._hook(module.register_forward_hook(partial(_finish, layer), always_call=True))
         for layer in self.layers:
             self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
             self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
@@ -222,7 +227,10 @@ class Recorder:
             if layer.outer_experts is not layer.experts:
                 # PEFT's wrapper would build W + s B A; call the experts themselves instead.
                 self._attach(layer.outer_experts, "forward", layer.experts)
-        for config in {id(layer.experts.config): layer.experts.config for layer in self.layers}.values():
+        for wrapper in wrapped_linears(self.model):
+            self._attach(wrapper, "forward", partial(run_linear, wrapper, self.dropout))
+        configs = {id(layer.experts.config): layer.experts.config for layer in self.layers}
+        for config in configs.values():
             before = config._experts_implementation
             config._experts_implementation = IMPLEMENTATION
             self._undo.append(partial(setattr, config, "_experts_implementation", before))
@@ -283,7 +291,8 @@ class Recorder:
             layer.router_input = hidden.reshape(-1, hidden.shape[-1])
         if context is not None and context.train and self.perturbation is not None:
             hidden = self.perturbation.router_input(layer, hidden)
-        return (hidden, *args[1:])
+        # A router that trains in full is float32 in a bfloat16 model.
+        return (hidden.to(stored_router_weight(layer.router).dtype), *args[1:])
 
     def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
         if not (isinstance(output, tuple) and len(output) == 3):
@@ -301,8 +310,6 @@ class Recorder:
     def _run_experts(
         self, layer: MoeLayer, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        from moe_finetune.lora.factors import expert_factors, parameter_wrappers
-
         experts, context = layer.experts, layer.context
         _, wrappers = parameter_wrappers(layer.outer_experts)
         dtype = experts.gate_up_proj.dtype
@@ -371,8 +378,6 @@ class Recorder:
         return inject(output, loss.total, context.scale)
 
     def _record(self, layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
-        from moe_finetune.lora.factors import router_weight
-
         assert layer.router_output and layer.result and layer.router_input is not None
         logits, weights, index = layer.router_output
         result = layer.result
@@ -494,9 +499,14 @@ def _sequence_lengths(shaped: Tensor, kwargs: dict) -> Tensor | None:
     """Tokens of each sequence in the flattened batch: rows, or runs of packed positions."""
     rows, length = shaped.shape[0], shaped.shape[1]
     positions = kwargs.get("position_ids")
-    if kwargs.get("attention_mask") is None and positions is not None and positions.shape == (
-        rows,
-        length,
+    if (
+        kwargs.get("attention_mask") is None
+        and positions is not None
+        and positions.shape
+        == (
+            rows,
+            length,
+        )
     ):
         flat = positions.reshape(-1)
         starts = (flat == 0).nonzero().squeeze(1)

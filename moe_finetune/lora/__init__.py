@@ -1,0 +1,1 @@
+"""LoRA on MoE models: targets, per-expert factors, selection, coverage."""

@@ -69,15 +69,20 @@ def expert_factors(
     )
 
 
+def stored_router_weight(router: nn.Module) -> Tensor:
+    """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
+    if isinstance(router, ParamWrapper):
+        return parameter_wrappers(router)[0].weight
+    if hasattr(router, "modules_to_save"):
+        names = [name for name in router.active_adapters if name in router.modules_to_save]
+        if names and not router.disable_adapters:
+            return router.modules_to_save[names[0]].weight
+        return router.original_module.weight
+    return router.weight
+
+
 def router_weight(router: nn.Module) -> Tensor:
     """The router's effective weight (E, H), adapter included, with its graph."""
-    if isinstance(router, ParamWrapper):
-        base, _ = parameter_wrappers(router)
-        weight = base.weight
-        name = active_adapter(router)
-        return weight if name is None else weight + router.get_delta_weight(name)
-    if hasattr(router, "modules_to_save") and not router.disable_adapters:
-        names = [name for name in router.active_adapters if name in router.modules_to_save]
-        if names:
-            return router.modules_to_save[names[0]].weight
-    return getattr(router, "original_module", router).weight
+    weight = stored_router_weight(router)
+    name = active_adapter(router) if isinstance(router, ParamWrapper) else None
+    return weight if name is None else weight + router.get_delta_weight(name)

@@ -1,0 +1,1 @@
+"""Training on TRL: data, callback, trainer, saving."""

@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 
 from moe_finetune.capture.recorder import Recorder, model_facts
 from moe_finetune.errors import CaptureError
-from moe_finetune.families import family_of
+from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
+from moe_finetune.recipe import LoraSection
 from tests import tiny
 
 FAMILIES = tiny.FAMILY_NAMES
@@ -23,18 +24,11 @@ TERMS = {
 }
 
 
-def adapted(name: str, experts: bool = True, router: bool = True, seed: int = 0):
+def adapted(name: str, router: str = "lora", seed: int = 0):
     """A tiny model with random, non-zero LoRA on attention, experts, shared experts and router."""
     base = tiny.model(name, seed)
-    family = family_of(base.config)
-    parameters = list(family.expert_targets) * experts + [family.router_target] * router
-    targets = [*family.attention_targets, *family.shared_targets]
-    present = [t for t in targets if any(n.endswith(t) for n, _ in base.named_modules())]
     torch.manual_seed(seed + 1)
-    model = get_peft_model(
-        base,
-        LoraConfig(r=4, lora_alpha=12, target_modules=present, target_parameters=parameters),
-    )
+    model = add_lora(base, LoraSection(rank=4, alpha=12.0), router)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
@@ -187,7 +181,7 @@ def test_adapter_life_cycle():
 
 
 def test_two_active_adapters_are_refused():
-    model = adapted("qwen3_moe", router=False)
+    model = adapted("qwen3_moe", router="frozen")
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
     model.base_model.set_adapter(["default", "other"])
     with Recorder(model), pytest.raises(CaptureError, match="active together"):
@@ -226,9 +220,7 @@ def test_bfloat16_is_no_further_from_float32_than_stock():
             parameter.data = parameter.data.bfloat16()
 
     def distance(got):
-        errors = [
-            ((got[n].float() - exact[n]).norm() / exact[n].norm()).item() for n in exact
-        ]
+        errors = [((got[n].float() - exact[n]).norm() / exact[n].norm()).item() for n in exact]
         return sorted(errors)[len(errors) // 2]
 
     ours, stock = distance(run(half, True)), distance(run(half, False))
@@ -236,7 +228,7 @@ def test_bfloat16_is_no_further_from_float32_than_stock():
 
 
 def test_dropout_acts_in_training_alone_and_repeats_under_checkpointing():
-    model, batch = adapted("qwen3_moe", router=False), tiny.batch()
+    model, batch = adapted("qwen3_moe", router="frozen"), tiny.batch()
     results = []
     for checkpointing in (False, True):
         if checkpointing:

@@ -1,0 +1,27 @@
+"""Fine-tune Mixture-of-Experts language models with losses that make experts specialize."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe import Recipe
+    from moe_finetune.run import run_recipe
+    from moe_finetune.training.callback import SpecializationCallback
+
+__all__ = ["Recipe", "SpecializationCallback", "__version__", "run_recipe"]
+__version__ = "0.1.0"
+_HOMES = {
+    "Recipe": "moe_finetune.recipe",
+    "SpecializationCallback": "moe_finetune.training.callback",
+    "run_recipe": "moe_finetune.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used: ``--help`` needs none of them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moe_finetune' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,131 @@
+"""Put LoRA where the recipe says: attention, shared experts, routed experts, router.
+
+Two traps of PEFT 0.21 shape this file:
+
+- on these models it silently turns ``target_modules`` such as ``shared_experts.gate_proj`` into the
+  *routed* experts' fused parameters, so shared experts are named as parameters here;
+- it refuses ``lora_dropout`` as soon as any parameter is a target, so the configuration says 0 and
+  the dropout of the recipe is put into the modules afterwards (and again on resume).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from moe_finetune.capture.recorder import backbone_of
+from moe_finetune.errors import RecipeError
+from moe_finetune.families import family_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from moe_finetune.recipe import LoraSection
+
+log = logging.getLogger(__name__)
+
+
+def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
+    """The PEFT configuration of a recipe's ``lora`` and ``router`` sections for this model.
+
+    Raises:
+        RecipeError: no module or parameter of the model matches the targets.
+    """
+    from peft import LoraConfig
+
+    family = family_of(backbone_of(model).config)
+    names = [name for name, _ in model.named_modules()]
+    modules: list[str] = []
+    parameters: list[str] = []
+    for group in lora.targets:
+        if group == "attention":
+            found = [t for t in family.attention_targets if _any_ends(names, f"self_attn.{t}")]
+            modules += [f"self_attn.{target}" for target in found]
+        elif group == "shared_experts":
+            found = [t for t in family.shared_targets if _any_ends(names, t)]
+            parameters += [f"{family.block_path}.{target}.weight" for target in found]
+        else:
+            found = list(family.expert_targets)
+            parameters += found
+        if not found:
+            log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
+    if router == "lora":
+        parameters.append(family.router_target)
+    if not modules and not parameters:
+        raise RecipeError(
+            f"lora.targets: {lora.targets} matches nothing in {family.title}; "
+            "choose from attention, shared_experts, experts"
+        )
+    assert lora.rank is not None and lora.alpha is not None
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=modules or [],
+        target_parameters=parameters or None,
+        modules_to_save=[family.router_name] if router == "full" else None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Module:
+    """Freeze the model and add the adapter.
+
+    Without ``lora`` the whole model trains, and with no targets but a full router the routers alone
+    do; both are without an adapter (PEFT has none that only saves modules). A router that trains in full becomes float32: updates at usual learning rates are below the
+    resolution of bfloat16.
+    """
+    from peft import get_peft_model
+
+    if lora is None:
+        model.requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            if router == "frozen" and _is_router(model, name):
+                parameter.requires_grad_(False)
+        return model
+    if not lora.targets and router == "full":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(_is_router(model, name))
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return model
+    adapted = get_peft_model(model, lora_config(model, lora, router))  # type: ignore[arg-type]
+    set_dropout(adapted, lora.dropout)
+    widen_routers(adapted)
+    return adapted
+
+
+def set_dropout(model: nn.Module, dropout: float) -> None:
+    """Put LoRA dropout into PEFT's linear layers; experts get it from the recorder."""
+    from peft.tuners.lora.layer import Linear
+
+    for module in model.modules():
+        if isinstance(module, Linear):
+            for name in module.lora_dropout:
+                module.lora_dropout[name] = nn.Dropout(dropout) if dropout else nn.Identity()
+
+
+def widen_routers(model: nn.Module) -> None:
+    """Make trainable copies of routers float32."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for copy in module.modules_to_save.values():
+                copy.float()
+
+
+def _is_router(model: nn.Module, name: str) -> bool:
+    family = family_of(backbone_of(model).config)
+    return name.endswith(f"{family.block_path}.{family.router_name}.weight")
+
+
+def _any_ends(names: list[str], suffix: str) -> bool:
+    return any(name.endswith(suffix) for name in names)
+
+
+def trainable(model: nn.Module) -> list[tuple[str, Any]]:
+    """Names and parameters that train."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -1,0 +1,183 @@
+"""One run, top to bottom: train -> merge -> verify -> evaluate -> report.
+
+A run's folder holds: ``recipe.yaml`` (resolved), ``environment.json``, ``adapter/``,
+``checkpoints/``, ``metrics.jsonl``, ``routing/``, ``merged/``, ``eval/results.json``,
+``summary.json`` and ``report/index.html``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.recipe import Recipe
+
+log = logging.getLogger(__name__)
+RECIPE_FILE = "recipe.yaml"
+
+
+def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
+    """Carry out ``recipe`` in the folder ``output`` and return it.
+
+    Args:
+        recipe: what to do.
+        output: the run's folder; new or empty, unless ``resume``.
+        resume: go on with the run in ``output`` where it stopped; finished stages are kept.
+
+    Raises:
+        OutputExistsError: ``output`` holds something already (without ``resume``).
+        RecipeError: ``resume`` with another recipe than the run's.
+    """
+    output = Path(output)
+    prepare_output(recipe, output, resume)
+    started = time.perf_counter()
+    if not (output / "adapter").exists() and not (output / "merged").exists():
+        train(recipe, output, resume)
+    if recipe.export.merge:
+        merge(recipe, output)
+    if recipe.export.verify and (output / "adapter").exists():
+        verify(recipe, output)
+    if recipe.evaluation is not None:
+        evaluate(recipe, output)
+    note(output, seconds=round(time.perf_counter() - started, 1))
+    report(output)
+    return output
+
+
+def prepare_output(recipe: Recipe, output: Path, resume: bool) -> None:
+    """Make the run's folder and write the resolved recipe and environment into it."""
+    from moe_finetune.environment import describe_environment
+    from moe_finetune.recipe import load_recipe
+
+    saved = output / RECIPE_FILE
+    if resume:
+        if not saved.exists():
+            raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
+        if load_recipe(saved).hash != recipe.hash:
+            raise RecipeError(
+                f"--resume: the recipe differs from {saved}, with which this run was started; "
+                "resume with that file, or choose another --output"
+            )
+        return
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        what = "another run" if saved.exists() else "other files"
+        raise OutputExistsError(
+            f"{output} holds {what}; choose another --output"
+            + (", or add --resume to go on with it" if saved.exists() else "")
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    saved.write_text(recipe.to_yaml(), encoding="utf-8")
+    (output / "environment.json").write_text(
+        json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8"
+    )
+
+
+def train(recipe: Recipe, output: Path, resume: bool) -> None:
+    """Fine-tune and leave the adapter (or, without LoRA, the model) in the run's folder."""
+    from moe_finetune.families.loading import load_model, load_tokenizer
+    from moe_finetune.lora.coverage import lora_coverage
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.training.save import save_trained
+    from moe_finetune.training.sft import build_trainer
+    from moe_finetune.training.snapshot import take_snapshot
+
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+    training, validation = load_dataset_for(recipe.data, tokenizer, recipe.seed)
+    model = load_model(
+        recipe.model.path,
+        dtype=recipe.model.dtype,
+        revision=recipe.model.revision,
+        attn_implementation=recipe.model.attn_implementation,
+    )
+    from transformers import set_seed
+
+    set_seed(recipe.seed)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    log.info("LoRA coverage\n%s", lora_coverage(model).table())
+    trainer, callback = build_trainer(recipe, output, model, tokenizer, training, validation)
+    sample = validation if validation is not None else training
+    if not (output / "routing" / "before.json").exists():
+        take_snapshot(model, sample, output / "routing" / "before.json")
+    checkpoint = last_checkpoint(output) if resume else None
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        callback.close()
+    take_snapshot(model, sample, output / "routing" / "after.json", callback.perturbation)
+    save_trained(model, tokenizer, recipe, output, callback.balancer)
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The newest checkpoint of the run, or None."""
+    found = sorted(
+        (output / "checkpoints").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1])
+    )
+    return found[-1] if found else None
+
+
+def merge(recipe: Recipe, output: Path) -> None:
+    """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.training.save import load_bias
+    from moe_finetune.weights import merge_adapter
+
+    if (output / "merged").exists():
+        return
+    base = local_folder(recipe.model.path, recipe.model.revision)
+    result = merge_adapter(
+        base,
+        output / "adapter",
+        output / "merged",
+        bias=load_bias(output / "adapter"),
+        bias_export="drop" if recipe.method.export_bias == "drop" else "keep",
+    )
+    log.info("%s", result)
+
+
+def verify(recipe: Recipe, output: Path) -> None:
+    """Compare the merged checkpoint with base + adapter; raise when they differ."""
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.verify import verify_merge
+
+    base = local_folder(recipe.model.path, recipe.model.revision)
+    result = verify_merge(base, output / "adapter", output / "merged")
+    log.info("%s", result)
+    note(output, verify=str(result))
+
+
+def evaluate(recipe: Recipe, output: Path) -> None:
+    """Evaluate the merged checkpoint and write ``eval/results.json``."""
+    from moe_finetune.evaluation.engine import evaluate as run_suite
+
+    section = recipe.evaluation
+    assert section is not None
+    run_suite(
+        output / "merged",
+        section.suite,
+        backend=section.backend,
+        output=output / "eval",
+        vllm=section.vllm,
+        limit=section.limit,
+        data_dir=section.data_dir,
+    )
+
+
+def report(output: Path) -> Path:
+    """Draw ``report/index.html`` from what the run's folder holds."""
+    from moe_finetune.report import write_report
+
+    return write_report([output], output / "report" / "index.html")
+
+
+def note(output: Path, **values: Any) -> None:
+    """Add ``values`` to the run's ``summary.json``."""
+    path = output / "summary.json"
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({**held, **values}, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,103 @@
+"""Prove, before the first step, that every loss term reaches something that trains."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.capture.recorder import Recorder, backbone_of
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import LayerContext, PreviousLayer
+from moe_finetune.losses.objective import LayerLoss, Objective
+
+PROBE_TOKENS = (2, 24)
+
+
+def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
+    """Trace each term's gradient on a few random tokens; return the parameters it reaches.
+
+    Parameters that are still at an exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are
+    not in the list. The random state and the terms' own state are left as they were.
+
+    Raises:
+        ObjectiveError: a term reaches no trainable parameter; the message says what would mend it.
+    """
+    if not objective.terms:
+        return {}
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    reached: dict[str, list[str]] = {}
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        values = _term_values(model, objective, device)
+    for term in objective.terms:
+        total = values.get(term.name)
+        found: list[str] = []
+        if total is not None and total.requires_grad and parameters:
+            grads = torch.autograd.grad(
+                total, [p for _, p in parameters], retain_graph=True, allow_unused=True
+            )
+            found = [
+                name
+                for (name, _), grad in zip(parameters, grads, strict=True)
+                if grad is not None and bool((grad != 0).any())
+            ]
+        if not found:
+            raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
+        reached[term.name] = found
+    return reached
+
+
+def _unreached(name: str, reads: str, trains: list[str]) -> str:
+    remedy = {
+        "router": "router.train: full or lora",
+        "experts": "lora.targets: [..., experts]",
+    }
+    return (
+        f"method.terms.{name}: its gradient reaches no trainable parameter. It reads {reads}; make "
+        f"trainable: {' or '.join(remedy[part] for part in trains)}; or remove the term (weight: 0)"
+    )
+
+
+def _term_values(model: nn.Module, objective: Objective, device: torch.device) -> dict[str, Tensor]:
+    """Each term's sum over layers on random tokens, with its graph."""
+    totals: dict[str, Tensor] = {}
+    below: list[PreviousLayer] = []
+    # Running tables of a term must not learn from random tokens.
+    terms = [copy.copy(term) for term in objective.terms]
+
+    def observer(record: RoutingRecord, _: LayerLoss) -> None:
+        previous = below[-1] if below else None
+        context = LayerContext(previous=previous, first_visit=False)
+        with torch.enable_grad():
+            for term in terms:
+                if not term.options.selects(record.layer):
+                    continue
+                value = term.loss(record, context)
+                if value is not None:
+                    held = totals.get(term.name)
+                    totals[term.name] = value if held is None else held + value
+        below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
+
+    was_training = model.training
+    layers = list(backbone_of(model).layers)
+    checkpointed = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
+    ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        model.train()
+        with (
+            Recorder(model, observers=[observer], needs=objective.needs),
+            torch.enable_grad(),
+        ):
+            backbone_of(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        model.train(was_training)
+        for layer, before in zip(layers, checkpointed, strict=True):
+            layer.gradient_checkpointing = before
+    return totals

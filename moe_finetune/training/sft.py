@@ -1,0 +1,125 @@
+"""A recipe on TRL's SFTTrainer: arguments, trainer, and the run's own log."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from moe_finetune.errors import NumericsError
+from moe_finetune.recipe import Recipe
+from moe_finetune.training.callback import SpecializationCallback
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
+    """The recipe's ``trainer:`` keys over the toolkit's defaults."""
+    cpu = not torch.cuda.is_available()
+    defaults: dict[str, Any] = {
+        "logging_steps": 10,
+        "report_to": ["tensorboard"],
+        "gradient_checkpointing": not cpu,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "learning_rate": 1e-4,
+        "save_total_limit": 2,
+        "eval_strategy": "no" if recipe.data.validation is None else "steps",
+        "eval_steps": 100,
+        "bf16": recipe.model.dtype == "bfloat16",
+        "use_cpu": cpu,
+        "dataloader_pin_memory": not cpu,
+        "logging_nan_inf_filter": False,
+    }
+    ours: dict[str, Any] = {
+        "output_dir": str(output / "checkpoints"),
+        "max_length": recipe.data.max_length,
+        "packing": recipe.data.packing,
+        "packing_strategy": recipe.data.packing_strategy,
+        # 0 turns off the balance loss that TRL would take from the checkpoint's config.
+        "router_aux_loss_coef": 0.0,
+        "seed": recipe.seed,
+    }
+    return SFTConfig(**{**defaults, **recipe.trainer, **ours})
+
+
+class RunLog(TrainerCallback):
+    """Appends every log of the trainer to ``metrics.jsonl`` and shows tokens/s on the bar."""
+
+    def __init__(self, output: Path):
+        self.path = output / METRICS_FILE
+        self._tokens = 0.0
+        self._time = 0.0
+        self.tokens_per_second: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
+        self._time = time.perf_counter()
+        if state.is_world_process_zero:
+            drop_after(self.path, state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+        if logs is None or not state.is_world_process_zero:
+            return
+        now = time.perf_counter()
+        tokens = logs.get("num_tokens")
+        if "loss" in logs and tokens is not None and now > self._time:
+            if tokens > self._tokens:
+                self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
+                logs["tokens_per_second"] = round(self.tokens_per_second, 1)
+            self._tokens, self._time = tokens, now
+        kind = "train" if "loss" in logs else "eval" if "eval_loss" in logs else "end"
+        row = {"kind": kind, "step": state.global_step, **logs}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, default=float) + "\n")
+        loss = logs.get("loss")
+        if loss is not None and loss != loss:
+            raise NumericsError(
+                f"the loss is not a number at step {state.global_step}; lower the learning rate or "
+                "the terms' weights, and resume from the last checkpoint"
+            )
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Forget rows of ``metrics.jsonl`` past ``step``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break  # the last line of a killed run
+        if row["step"] <= step and row["kind"] != "end":
+            kept.append(line)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    partial.replace(path)
+
+
+def build_trainer(
+    recipe: Recipe,
+    output: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    train: Any,
+    validation: Any,
+) -> tuple[SFTTrainer, SpecializationCallback]:
+    """TRL's trainer with the method's callback attached and the run's log."""
+    callback = SpecializationCallback(
+        recipe.method, dropout=recipe.lora.dropout if recipe.lora else 0.0
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=training_arguments(recipe, output),
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+    )
+    callback.attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, RunLog(output))
+    return trainer, callback

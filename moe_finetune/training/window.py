@@ -1,0 +1,63 @@
+"""How many micro-batches make the coming optimizer step: injected losses are divided by it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import ObjectiveError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class AccumulationWindow:
+    """Reads the window from the trainer when one is attached, else works it out from the data.
+
+    The last window of an epoch can be shorter (11 batches with accumulation 4: 4, 4, 3).
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self._steps = 1
+        self._batches: int | None = None
+        self._current = 1
+
+    def begin(self, args: Any, dataloader: Any, state: Any) -> None:
+        """Note the plan at the start of training.
+
+        Raises:
+            ObjectiveError: accumulation without an attached trainer where the windows cannot be
+                known: data of unknown length.
+        """
+        self._steps = args.gradient_accumulation_steps
+        if self.trainer is not None or self._steps == 1:
+            return
+        try:
+            self._batches = len(dataloader)
+        except TypeError:
+            raise ObjectiveError(
+                "gradient accumulation over data of unknown length: call "
+                "callback.attach(trainer) so that the losses are scaled by the real window"
+            ) from None
+        per_epoch = math.ceil(self._batches / self._steps)
+        if state.global_step % per_epoch:
+            raise ObjectiveError(
+                "resuming inside an epoch with gradient accumulation: call "
+                "callback.attach(trainer) so that the losses are scaled by the real window"
+            )
+
+    def step(self, state: Any) -> None:
+        """Work out the window of the step that begins."""
+        if self.trainer is not None or self._steps == 1 or self._batches is None:
+            return
+        per_epoch = math.ceil(self._batches / self._steps)
+        last = (state.global_step % per_epoch) == per_epoch - 1
+        rest = self._batches % self._steps
+        self._current = rest if last and rest else self._steps
+
+    def scale(self) -> float:
+        """1 / (micro-batches of the step under way)."""
+        if self.trainer is not None:
+            return 1.0 / self.trainer.current_gradient_accumulation_steps
+        return 1.0 / self._current

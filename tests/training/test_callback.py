@@ -1,0 +1,256 @@
+"""The callback under TRL's trainer: gradients equal the sum written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.base import LayerContext
+from moe_finetune.losses.objective import Objective
+from moe_finetune.recipe import LoraSection
+from tests import tiny
+
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "orthogonality": {"weight": 0.5},
+    "variance": {"weight": 0.7},
+    "z_loss": {"weight": 0.02},
+}
+METHOD = {"terms": TERMS}
+
+
+def adapted(name="qwen3_moe", router="full"):
+    torch.manual_seed(1)
+    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), router)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def rows(count=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 27, (count,), generator=generator).tolist()
+    ids = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
+    labels = [[-100] * 3 + row[3:] for row in ids]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+class GradientTrainer(SFTTrainer):
+    """Keeps the gradients of every optimizer step and the micro-batches behind them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps, self.batches = [], []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.batches.append({k: v.clone() for k, v in inputs.items() if torch.is_tensor(v)})
+        result = super().training_step(model, inputs, num_items_in_batch)
+        self.accelerator_step_done = True
+        return result
+
+    def _clip_grad_norm(self, *args, **kwargs):
+        self.keep()
+        return super()._clip_grad_norm(*args, **kwargs)
+
+    def keep(self):
+        grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.steps.append((self.batches, grads))
+        self.batches = []
+
+
+def expected_gradients(model, batches, terms):
+    """Token-averaged loss over the window plus each micro-batch's objective over the window."""
+    model.zero_grad()
+    model.train()
+    objective = Objective.from_options(terms, model_facts(model))
+    learned = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    for batch in batches:
+        totals = []
+
+        def observer(record, _, totals=totals):
+            with torch.enable_grad():
+                totals.append(objective(record, LayerContext()).total)
+
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        with Recorder(model, observers=[observer], needs=objective.needs):
+            logits = model(**inputs).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1),
+                batch["labels"][:, 1:].flatten(),
+                ignore_index=-100,
+                reduction="sum",
+            )
+            (loss / learned + sum(totals) / len(batches)).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "checkpointing", "packing", "attached"),
+    [
+        (1, False, False, True),
+        (4, False, False, False),
+        (4, False, False, True),
+        (4, True, False, True),
+        (4, True, True, False),
+        (1, False, True, True),
+    ],
+)
+def test_gradients_under_trl(tmp_path, accumulation, checkpointing, packing, attached):
+    model = adapted()
+    callback = SpecializationCallback(METHOD)
+    trainer = GradientTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=1 if packing else 2,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=1,
+            learning_rate=0.0,
+            weight_decay=0.0,
+            gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            router_aux_loss_coef=0.0,
+            report_to=[],
+            bf16=False,
+            use_cpu=True,
+            save_strategy="no",
+            max_length=40,
+            packing=packing,
+            packing_strategy="wrapped",
+        ),
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+        callbacks=[callback],
+    )
+    if attached:
+        callback.attach(trainer)
+    trainer.train()
+    windows = [len(batches) for batches, _ in trainer.steps]
+    if not packing:
+        assert windows == ([1] * 6 if accumulation == 1 else [4, 2])  # a short last window
+    assert len(windows) > 1
+    fresh = adapted()
+    for batches, got in trainer.steps:
+        wanted = expected_gradients(fresh, batches, TERMS)
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            error = (got[name] - value).abs().max() / value.abs().max().clamp_min(1e-6)
+            assert error < 2e-5, (name, error)
+
+
+def arguments(tmp_path, **changes):
+    return TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        max_steps=2,
+        save_strategy="no",
+        **changes,
+    )
+
+
+def collate(rows):
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [3] * (width - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 3).long(), "labels": ids}
+
+
+def test_a_plain_trainer_logs_losses_and_routing(tmp_path):
+    model = adapted()
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, logging_steps=1),
+        data_collator=collate,
+        train_dataset=rows(),
+        callbacks=[callback := SpecializationCallback("orthogonal_variance")],
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    for name in ("losses/load_balance", "losses/orthogonality", "losses/variance"):
+        assert logged[name] == logged[name]
+    assert logged["routing/max_violation"] > 0
+    assert callback.reached.keys() == {"load_balance", "orthogonality", "variance"}
+    assert "_moe_finetune" not in model.get_base_model().model.layers[0].mlp.experts.__dict__
+
+
+def test_logged_values_equal_a_recount(tmp_path):
+    from moe_finetune.losses.functional import load_balancing_loss
+    from moe_finetune.metrics import max_violation, routing_entropy, score_variance
+
+    model = adapted()
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, logging_steps=1, learning_rate=0.0),
+        data_collator=collate,
+        train_dataset=rows(8),
+        callbacks=[SpecializationCallback({"terms": {"load_balance": {"weight": 0.1}}})],
+    )
+    batches = []
+    original = trainer.training_step
+    trainer.training_step = lambda m, b, *a: (batches.append(b), original(m, b, *a))[1]
+    trainer.train()
+    logged, records = trainer.state.log_history[0], []
+    with (
+        torch.no_grad(),
+        Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
+    ):
+        model(**{k: v for k, v in batches[0].items() if k != "labels"})
+    keep = records[0].mask_T
+    assert not keep.all()
+    balance = sum(load_balancing_loss(r.probs_TE, r.index_TK, keep) for r in records)
+    violation = [
+        max_violation(torch.bincount(r.index_TK[keep].flatten(), minlength=12)) for r in records
+    ]
+    entropy = [routing_entropy(r.probs_TE[keep]) for r in records]
+    variance = [score_variance(r.scores_TE[keep]) for r in records]
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    assert logged["losses/load_balance"] == pytest.approx(balance.item(), rel=1e-5)
+    assert logged["routing/max_violation"] == pytest.approx(mean(violation), rel=1e-6)
+    assert logged["routing/entropy"] == pytest.approx(mean(entropy), rel=1e-5)
+    assert logged["routing/score_variance"] == pytest.approx(mean(variance), rel=1e-4)
+
+
+def test_a_term_that_reaches_nothing_trainable_is_refused(tmp_path):
+    frozen_experts = add_lora(
+        tiny.model("qwen3_moe", num_hidden_layers=1),
+        LoraSection(rank=4, alpha=8.0, targets=[]),
+        "full",
+    )
+    trainer = Trainer(
+        frozen_experts,
+        arguments(tmp_path),
+        data_collator=collate,
+        train_dataset=rows(),
+        callbacks=[SpecializationCallback({"terms": {"orthogonality": {"weight": 0.1}}})],
+    )
+    with pytest.raises(ObjectiveError, match=r"orthogonality.*reaches no trainable.*experts"):
+        trainer.train()
+
+
+def test_the_trainers_own_balance_loss_is_refused(tmp_path):
+    model = adapted()
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, max_steps=1),
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+    )
+    with pytest.raises(ObjectiveError, match="router_aux_loss_coef=0"):
+        SpecializationCallback("none").attach(trainer)
+    trainer.add_callback(SpecializationCallback("none"))
+    with pytest.raises(ObjectiveError, match="router_aux_loss_coef=0"):
+        trainer.train()
+
+
+def test_unknown_presets_are_refused_before_anything_runs():
+    with pytest.raises(RecipeError, match="orthogonal_variance"):
+        SpecializationCallback("orthogonal_varianse")
