@@ -1,0 +1,83 @@
+"""How often experts serve the same token, within a layer and in adjacent layers.
+
+Shape legend: T tokens, L MoE layers, K selected per token, E routed experts, R ranks, S = E/R
+experts a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_finetune.metrics.load import expert_load
+from moe_finetune.metrics.paths import pair_counts
+
+MAX_PAIRS = 1_000_000_000
+DRIFT_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Coactivation:
+    """Counts of a trace, integers held in float64 so that sums are exact in any order.
+
+    Attributes:
+        within_LEE: tokens that both experts of a layer serve, weighted by ``K``; diagonal 0.
+        across_LEE: tokens that expert e of layer l and expert n of layer l + 1 serve, weighted by
+            ``K - 1``; one entry less than layers. With these weights a layer and a step between
+            layers count alike per pair of choices, K(K-1) and K^2 of them.
+        load_LE: dispatches.
+        blocks_BLE: ``load / mean load`` of each expert in B consecutive blocks of the trace, from
+            which :meth:`drift` follows.
+    """
+
+    within_LEE: np.ndarray
+    across_LEE: np.ndarray
+    load_LE: np.ndarray
+    blocks_BLE: np.ndarray
+    top_k: int
+
+    def drift(self, slots_LRS: np.ndarray) -> float:
+        """How far a rank's ``load / mean load`` moves between this trace and an equally long one.
+
+        One standard deviation, averaged over layers and ranks that hold the experts ``slots_LRS``.
+        Neighbouring tokens are alike and experts of one rank serve the same tokens, so blocks of
+        the trace say more than a binomial formula would; the means of B past and B future blocks
+        differ with twice the variance of one mean.
+        """
+        blocks, layers, _ = self.blocks_BLE.shape
+        if blocks < 2:
+            return 0.0
+        loads = self.blocks_BLE[:, np.arange(layers)[:, None, None], slots_LRS].mean(-1)
+        return float(np.sqrt(2 * loads.var(axis=0, ddof=1) / blocks).mean())
+
+
+def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:
+    """Count a trace. Long traces are thinned evenly to about a billion pairs."""
+    tokens, layers, width = index_TLK.shape
+    step = -(-tokens * layers * 2 * width * width // MAX_PAIRS)
+    # Never fewer than would cover every pair of experts several times.
+    index = index_TLK[:: max(1, min(step, tokens // (16 * num_experts)))]
+    within = np.zeros((layers, num_experts, num_experts))
+    across = np.zeros((layers - 1, num_experts, num_experts))
+    for layer in range(layers):
+        here = index[:, layer]
+        within[layer] = pair_counts(here, here, num_experts)
+        if layer + 1 < layers:
+            across[layer] = pair_counts(here, index[:, layer + 1], num_experts)
+    load = np.einsum("lee->le", within).copy()
+    np.einsum("lee->le", within)[:] = 0
+    return Coactivation(
+        within * width,
+        across * max(width - 1, 1),
+        load,
+        _block_loads(index, num_experts),
+        width,
+    )
+
+
+def _block_loads(index_TLK: np.ndarray, num_experts: int) -> np.ndarray:
+    """``load / mean load`` of every expert in up to ``DRIFT_BLOCKS`` blocks of tokens."""
+    blocks = np.array_split(index_TLK, min(DRIFT_BLOCKS, len(index_TLK)))
+    loads = np.stack([expert_load(block, num_experts) for block in blocks])
+    return loads / loads.mean(-1, keepdims=True)

@@ -1,0 +1,243 @@
+"""Balanced placement of every layer's experts on ranks (P1 app. D).
+
+The objective is the number of choice pairs of one token, within a layer and in adjacent layers,
+that share a rank; loads above a limit cost more than any such pair. The search has three parts:
+
+1. *swap*: in one layer, with its neighbours fixed, exchange two experts of different ranks while
+   that helps (Kernighan and Lin's move), the best exchange of several disjoint pairs of ranks at a
+   time; sweep over the layers up and down until nothing helps;
+2. *stitch*: of several plans, choose one for each layer. Only adjacent layers interact, and names
+   of ranks do not matter, so a shortest-path recursion over layers with an optimal matching of
+   rank names at each step finds the best combination exactly;
+3. shake the plan, swap, stitch with the plan before, and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_finetune.errors import RecipeError, TraceError
+from moe_finetune.metrics.arrays import Array, integers
+from moe_finetune.placement.coactivation import Coactivation, count_coactivation
+
+STARTS = 4
+ROUNDS = 24
+WORK = 250_000_000  # rounds x L x E^3 of the search: several seconds on two cores
+MARGIN = 1.5
+LEAST_ROOM = 0.25
+
+
+def plan_placement(
+    index_TLK: Array,
+    num_experts: int,
+    num_ranks: int,
+    max_imbalance: float = 1.3,
+    *,
+    seed: int = 0,
+) -> np.ndarray:
+    """Ranks for the experts of every layer, so that a token's choices meet on few ranks.
+
+    Args:
+        index_TLK: ``(T, L, K)`` selected experts of a trace; at least as many tokens as experts.
+        num_experts: routed experts E of a layer.
+        num_ranks: R, a divisor of E.
+        max_imbalance: largest over mean dispatches per rank to stay under on *other* tokens of the
+            same kind. The plan keeps a margin for the drift that the trace shows. Where a single
+            expert is too hot for it, the excess is made as small as swaps can.
+        seed: of the search; the same seed gives the same plan.
+
+    Returns ``ranks_LE`` ``(L, E)`` int64 with exactly E/R experts per rank and layer. Raises
+    RecipeError when the ranks do not divide the experts, TraceError for too few tokens, ValueError
+    for wrong shapes.
+    """
+    if num_ranks < 1 or num_experts % num_ranks:
+        fitting = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
+        raise RecipeError(
+            f"num_ranks: {num_ranks} ranks do not divide {num_experts} experts evenly; "
+            f"use one of {fitting}"
+        )
+    if not max_imbalance > 1:
+        raise RecipeError(
+            f"max_imbalance: got {max_imbalance}, wanted more than 1 (perfect balance)"
+        )
+    index = integers("index_TLK", index_TLK, ("T", "L", "K"), below=num_experts)
+    if len(index) < num_experts:
+        raise TraceError(
+            f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; "
+            "record at least as many tokens as experts, better a hundred times as many"
+        )
+    counts = count_coactivation(index, num_experts)
+    slots_LRS = _Search(counts, num_ranks, max_imbalance, seed).run()
+    ranks_LE = np.empty(counts.load_LE.shape, np.int64)
+    rank_of_slot = np.arange(num_experts)[None, :] // (num_experts // num_ranks)
+    np.put_along_axis(ranks_LE, slots_LRS.reshape(ranks_LE.shape), rank_of_slot, axis=1)
+    return ranks_LE
+
+
+class _Search:
+    """State of the search; a plan is ``slots_LRS``, the experts that each rank of a layer holds."""
+
+    def __init__(self, counts: Coactivation, num_ranks: int, max_imbalance: float, seed: int):
+        self.counts = counts
+        self.layers, self.experts = counts.load_LE.shape
+        self.ranks = num_ranks
+        self.max_imbalance = max_imbalance
+        self.limit_L = max_imbalance * counts.load_LE.sum(-1) / num_ranks
+        # A dispatch takes part in at most this much of the objective, so balance comes first.
+        self.price = 4.0 * counts.top_k * max(counts.top_k - 1, 1)
+        self.rng = np.random.default_rng(seed)
+
+    def run(self) -> np.ndarray:
+        if self.ranks == 1:
+            return self.random_plan()
+        rounds = min(ROUNDS, WORK // (self.layers * self.experts**3))
+        starts = [self.sweep(self.random_plan()) for _ in range(max(1, min(STARTS, rounds)))]
+        best = self.stitch(starts)
+        self.tighten(best)
+        best = self.sweep(best)
+        for _ in range(rounds):
+            other = self.sweep(self.shaken(best))
+            joined = self.sweep(self.stitch([best, other]))
+            best = max(best, joined, key=self.value)
+        return best
+
+    def tighten(self, plan: np.ndarray) -> None:
+        """Lower the limit by the drift of such a plan, so that it holds on other tokens too.
+
+        Several ranks end near the limit and the one that drifts up most counts, hence more than
+        one standard deviation. Some room above perfect balance is kept, whatever the drift.
+        """
+        room = self.max_imbalance - 1
+        kept = max(room - MARGIN * self.counts.drift(plan), LEAST_ROOM * room)
+        self.limit_L *= (1 + kept) / self.max_imbalance
+
+    def random_plan(self) -> np.ndarray:
+        plan = np.stack([self.rng.permutation(self.experts) for _ in range(self.layers)])
+        return plan.reshape(self.layers, self.ranks, -1)
+
+    def shaken(self, plan: np.ndarray) -> np.ndarray:
+        """A copy with a quarter of each layer's experts exchanged at random."""
+        shaken = plan.reshape(self.layers, -1).copy()
+        for slots in shaken:
+            chosen = self.rng.choice(self.experts, max(2, self.experts // 4), replace=False)
+            slots[chosen] = slots[self.rng.permutation(chosen)]
+        return shaken.reshape(plan.shape)
+
+    def value(self, plan: np.ndarray) -> float:
+        """Objective, penalties included."""
+        total = sum(self.own_value(layer, slots) for layer, slots in enumerate(plan))
+        for layer in range(self.layers - 1):
+            total += np.trace(self.shared(layer, plan[layer], plan[layer + 1]))
+        return float(total)
+
+    def own_value(self, layer: int, slots_RS: np.ndarray) -> float:
+        within = self.counts.within_LEE[layer][slots_RS[:, :, None], slots_RS[:, None, :]]
+        load_R = self.counts.load_LE[layer][slots_RS].sum(-1)
+        return within.sum() / 2 - self.price * np.maximum(load_R - self.limit_L[layer], 0).sum()
+
+    def shared(self, layer: int, slots_RS: np.ndarray, next_RS: np.ndarray) -> np.ndarray:
+        """``(R, R)`` co-activation of the ranks of ``layer`` with those of the next layer."""
+        across = self.counts.across_LEE[layer][:, next_RS].sum(-1)
+        return across[slots_RS].sum(1)
+
+    def sweep(self, plan: np.ndarray) -> np.ndarray:
+        """Swap experts layer by layer, up and down, until no layer changes."""
+        plan = plan.copy()
+        order = list(range(self.layers))
+        while sum(self.swap(plan, layer) for layer in order):
+            order.reverse()
+        return plan
+
+    def swap(self, plan: np.ndarray, layer: int) -> bool:
+        """Exchange experts of one layer while that helps; whether any was."""
+        counts, slots_RS = self.counts, plan[layer]
+        ranks, size = slots_RS.shape
+        pull_ER = np.zeros((self.experts, ranks))
+        if layer > 0:
+            pull_ER += counts.across_LEE[layer - 1][plan[layer - 1]].sum(1).T
+        if layer + 1 < self.layers:
+            pull_ER += counts.across_LEE[layer][:, plan[layer + 1]].sum(-1)
+        changed = False
+        while True:
+            flat = slots_RS.ravel()
+            within = counts.within_LEE[layer][np.ix_(flat, flat)]
+            affinity = pull_ER[flat] + within.reshape(self.experts, ranks, size).sum(-1)
+            # gain[x, y]: what expert x gains by moving to y's rank while y stays.
+            stay = affinity[np.arange(self.experts), np.repeat(np.arange(ranks), size)]
+            gain = np.repeat(affinity, size, axis=1) - stay[:, None]
+            gain += gain.T - 2 * within
+            gain -= self.price * self.added_excess(layer, slots_RS)
+            best_RR, where_RR = _best_of_blocks(gain, ranks, size)
+            found = _disjoint(best_RR)
+            if not found:
+                return changed
+            for a, b in found:
+                x, y = divmod(int(where_RR[a, b]), size)
+                slots_RS[a, x], slots_RS[b, y] = slots_RS[b, y], slots_RS[a, x]
+            changed = True
+
+    def added_excess(self, layer: int, slots_RS: np.ndarray) -> np.ndarray:
+        """``(E, E)`` in slot order: load above the limit that an exchange adds."""
+        size = slots_RS.shape[1]
+        load = self.counts.load_LE[layer][slots_RS]
+        rank_load = np.repeat(load.sum(-1), size)
+        limit = self.limit_L[layer]
+        flat = load.ravel()
+        after = np.maximum(rank_load[:, None] + flat[None, :] - flat[:, None] - limit, 0)
+        after -= np.maximum(rank_load - limit, 0)[:, None]
+        return after + after.T
+
+    def stitch(self, plans: Sequence[np.ndarray]) -> np.ndarray:
+        """The best plan that takes each layer from one of ``plans``, up to names of ranks."""
+        from scipy.optimize import linear_sum_assignment
+
+        best = np.array([self.own_value(0, plan[0]) for plan in plans])
+        steps = []
+        for layer in range(1, self.layers):
+            mass = np.zeros((len(plans), len(plans)))
+            match: dict[tuple[int, int], np.ndarray] = {}
+            for i, below in enumerate(plans):
+                for j, above in enumerate(plans):
+                    shared = self.shared(layer - 1, below[layer - 1], above[layer])
+                    rows, columns = linear_sum_assignment(-shared)
+                    mass[i, j], match[i, j] = shared[rows, columns].sum(), columns
+            reached = best[:, None] + mass
+            steps.append((reached.argmax(0), match))
+            own = [self.own_value(layer, plan[layer]) for plan in plans]
+            best = reached.max(0) + np.array(own)
+        path = [int(best.argmax())]
+        for came_from, _ in reversed(steps):
+            path.append(int(came_from[path[-1]]))
+        path.reverse()
+        stitched = plans[0].copy()
+        names = np.arange(self.ranks)
+        stitched[0] = plans[path[0]][0]
+        for layer in range(1, self.layers):
+            # names[r] is what the chosen plan calls rank r in this layer.
+            names = steps[layer - 1][1][path[layer - 1], path[layer]][names]
+            stitched[layer] = plans[path[layer]][layer][names]
+        return stitched
+
+
+def _best_of_blocks(gain: np.ndarray, ranks: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Largest gain for every pair of ranks, ``(R, R)``, and where in its S x S block it is."""
+    blocks = gain.reshape(ranks, size, ranks, size).swapaxes(1, 2).reshape(ranks, ranks, -1)
+    where = blocks.argmax(-1)
+    return np.take_along_axis(blocks, where[:, :, None], axis=-1)[:, :, 0], where
+
+
+def _disjoint(best_RR: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs of ranks with a positive gain, best first, no rank twice.
+
+    Exchanges of disjoint pairs change nothing for each other, so all can be made at once.
+    """
+    best_RR = np.triu(best_RR, 1)
+    found = []
+    while best_RR.max() > 0:
+        a, b = divmod(int(best_RR.argmax()), len(best_RR))
+        found.append((a, b))
+        best_RR[[a, b]] = 0
+        best_RR[:, [a, b]] = 0
+    return found
