@@ -58,10 +58,12 @@ def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Resul
 
     @functools.wraps(function)
     def wrapped(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
-        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        first = next(tensors, None)
-        with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
-            return function(*args, **kwargs)
+        first = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        device = first.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return wrapped
 

@@ -234,3 +234,15 @@ def test_wrong_shapes_name_argument_got_and_wanted(case):
             case.run({**values, "index_TK": values["index_TK"][:-1]})
         with pytest.raises(ValueError, match=r"index_TK has dtype torch\.float64"):
             case.run({**values, "index_TK": values["index_TK"].double()})
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids(CASES))
+def test_nothing_waits_for_the_accelerator(case):
+    """On a device without data `.item()`, boolean indices and tensors made elsewhere fail."""
+    values = {
+        name: value.to("meta") if torch.is_tensor(value) else value
+        for name, value in make(dtype=torch.float32).items()
+    }
+    extra = {"mask_T": torch.ones(17, dtype=torch.bool, device="meta")} if case.masked else {}
+    loss, grads = gradients(case, values, **extra)
+    assert all(tensor.device.type == "meta" for tensor in (loss, *grads))
