@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moe_finetune.report.colors import RUNS
-from moe_finetune.report.markup import Markup, tag
+from moe_finetune.report.markup import Markup, number, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
 
@@ -90,14 +91,22 @@ def _all_equal(routings: list[Routing]) -> bool:
     return all(first is not None and np.array_equal(first.load_LE, r.load_LE) for r in routings)
 
 
-def listed(shots: Sequence[Snapshot], values: Sequence[str]) -> str:
-    """Return one value for each snapshot: ``before → after``, or each with its run's name."""
-    if len(shots) == 2 and shots[0].before and not shots[1].before:
-        return " → ".join(values)
-    if len(shots) == 1:
-        return values[0]
-    names = ("before" if shot.before else shot.run for shot in shots)
-    return ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
+def listed(shots: Sequence[Snapshot], values: Sequence[float], digits: int = 3) -> str:
+    """Say a value of each snapshot: ``before → after (run), after (run)``.
+
+    Of more than two runs, the least and the greatest value after fine-tuning are said.
+    """
+    pairs = list(zip(shots, values, strict=True))
+    before = [number(v, digits) for shot, v in pairs if shot.before]
+    after = [(v, shot.run) for shot, v in pairs if not shot.before and not math.isnan(v)]
+    if len(after) > 2 and len(before) < 2:
+        ends = (min(after), max(after))
+        told = " to ".join(f"{number(v, digits)} ({run})" for v, run in ends)
+    elif len(after) == 1 and len(before) < 2:
+        told = number(after[0][0], digits)
+    else:
+        told = ", ".join(f"{number(v, digits)} ({run})" for v, run in after)
+    return " → ".join(part for part in (", ".join(before), told) if part)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 from moe_finetune.report.charts.intervals import forest
 from moe_finetune.report.compare import Difference, difference
-from moe_finetune.report.context import Report, Section, group
+from moe_finetune.report.context import Report, Section, group, listed
 from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
 from moe_finetune.report.runs import Run
 from moe_finetune.report.words import word
@@ -68,6 +68,11 @@ def _lede(report: Report) -> Markup:
     return join(sentences)
 
 
+def _violations(report: Report) -> list[float]:
+    """Return the mean MaxVio of every snapshot."""
+    return [shot.routing.metrics()["max_violation"].mean for shot in report.snapshots()]
+
+
 def _evenness(report: Report) -> str | None:
     """Say how the load's evenness changed, run by run."""
     pairs: list[tuple[Run, float, float]] = []
@@ -80,8 +85,7 @@ def _evenness(report: Report) -> str | None:
     if len(pairs) == 1:
         _, before, after = pairs[0]
         return f"{_verb(before, after)} (MaxVio {number(before)} → {number(after)})."
-    listed = [f"{number(before)} → {number(after)} in {run.label}" for run, before, after in pairs]
-    return f"MaxVio, the load's unevenness: {', '.join(listed)}."
+    return f"MaxVio, the load's unevenness: {listed(report.snapshots(), _violations(report))}."
 
 
 def _verb(before: float, after: float) -> str:

@@ -42,14 +42,14 @@ def points(
         note = None
         if len(shown) < len(found):
             note = f"{number(len(shown))} of {number(len(found))} points"
-        separations.append(number(separation(found, named), 2))
+        separations.append(separation(found, named))
         counts = Counter(p[2] for p in shown)
         listing = ", ".join(f"expert {e}: {counts[e]} points" for e in named if counts[e])
         picture = scatter(f"{title}: {shot.label}", listing, shown, named=named)
         parts.append(panel(shot, picture, note))
     layer = known[0][1].get("layer") if isinstance(known[0][1], dict) else None
     where = f", layer {layer}" if layer is not None else ""
-    told = listed([shot for shot, _ in known], separations)
+    told = listed([shot for shot, _ in known], separations, 2)
     if name == "embeddings":
         heading = f"Tokens of the {len(named)} busiest experts{where}, separation {told}"
         note = "Two principal components. Clusters of one colour are tokens of one expert only."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
@@ -113,7 +115,7 @@ def _load_title(shots: list[Snapshot]) -> str:
     if len(shots) == 1:
         return f"Load per expert and layer: MaxVio {number(first)}"
     if not shots[0].before:
-        values = [number(_max_violation(shot)) for shot in shots]
+        values = [_max_violation(shot) for shot in shots]
         return f"Load per expert and layer, MaxVio: {listed(shots, values)}"
     if len(shots) == 2:
         verb = _compared(first, last, "more even", "less even", "as even")
@@ -121,7 +123,7 @@ def _load_title(shots: list[Snapshot]) -> str:
         return f"Load is {verb} {tail}: MaxVio {number(first)} → {number(last)}"
     best = min(shots, key=_max_violation)
     where = "before fine-tuning" if best.before else f"after {best.run}"
-    values = [number(_max_violation(shot)) for shot in shots]
+    values = [_max_violation(shot) for shot in shots]
     return f"Load is most even {where}: MaxVio {listed(shots, values)}"
 
 
@@ -189,8 +191,8 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
             shot, matrix_LE, limits,
         )  # fmt: skip
         parts.append(panel(shot, picture, f"up to {number(top, 2)}"))
-    even = number(1 / known[0][0].routing.num_experts, 2)
-    tops = listed([s for s, _ in known], [number(float(np.nanmax(m)), 2) for _, m in known])
+    even = number(1 / known[0][0].routing.num_experts)
+    tops = listed([s for s, _ in known], [float(np.nanmax(m)) for _, m in known])
     return group(
         "Probabilities",
         figure(
@@ -232,7 +234,7 @@ def _frequencies(shots: list[Snapshot]) -> Markup:
             y_reach=(0.0, top),
         )
         parts.append(panel(shot, chart))
-    heads = listed(shots, [number(_top_share(shot), 2) for shot in shots])
+    heads = listed(shots, [_top_share(shot) for shot in shots])
     return figure(
         f"Load of the busiest eighth of the experts, times an even share: {heads}",
         panels(parts, 0),
@@ -275,7 +277,7 @@ def _per_layer(report: Report, shots: list[Snapshot]) -> Markup | None:
                 continue
             kind = "before" if shot.before else ""
             series.append(Series(shot.label, shot.color, layers, metric.per_layer, kind))
-            means.append(number(metric.mean))
+            means.append(metric.mean)
             holders.append(shot)
         about = word(f"routing/{name}")
         title = f"{about.name}, mean over layers: {listed(holders, means)}"
@@ -302,10 +304,10 @@ def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
     parts, tops = [], []
     for shot, (layers, matrix_EE) in known:
         used_EE = matrix_EE[matrix_EE.sum(1) > 0]
-        tops.append(number(float(used_EE.max(1).mean()) if len(used_EE) else float("nan"), 2))
+        tops.append(float(used_EE.max(1).mean()) if len(used_EE) else math.nan)
         picture = heat_map(
             f"Next layer's expert given this layer's: {shot.label}",
-            f"The likeliest next expert has probability {tops[-1]} on average.",
+            f"The likeliest next expert has probability {number(tops[-1])} on average.",
             matrix_EE,
             rows=_expert_names(shot),
             columns=_expert_names(shot),
@@ -313,7 +315,7 @@ def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
             column_name=f"expert, layer {layers[1]}",
             limits=limits,
         )
-        parts.append(panel(shot, picture, f"mean maximum {tops[-1]}"))
+        parts.append(panel(shot, picture, f"mean maximum {number(tops[-1])}"))
     layers = known[0][1][0]
     return group(
         "Paths",

@@ -108,8 +108,10 @@ def _title(report: Report, tasks: list[str]) -> str:
         return f"No clear difference from {against}"
     parts = []
     for label, verdicts in found:
+        if not {"better", "worse"} & set(verdicts):
+            continue
         counts = [f"{w} on {verdicts.count(w)}" for w in ("better", "worse") if w in verdicts]
-        parts.append(f"{label} {' and '.join(counts) or 'on none'} of {len(verdicts)}")
+        parts.append(f"{label} {' and '.join(counts)} of {len(verdicts)}")
     return f"Clearly different from {against}: {'; '.join(parts)}"
 
 

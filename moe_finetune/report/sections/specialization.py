@@ -66,7 +66,7 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
         )
         parts.append(panel(shot, picture, f"{nats} nats"))
     holders = [shot for shot, _ in known]
-    told = listed(holders, [number(information[shot.label][layer]) for shot in holders])
+    told = listed(holders, [information[shot.label][layer] for shot in holders])
     maps = figure(
         f"Experts part the domains most in layer {name}, mutual information in nats: {told}",
         panels(parts, shares[0].shape[1]),
@@ -84,7 +84,7 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
         )
         for shot, _ in known
     ]
-    means = [number(float(np.mean(information[shot.label]))) for shot in holders]
+    means = [float(np.mean(information[shot.label])) for shot in holders]
     title = f"Mutual information of expert and domain, mean over layers: {listed(holders, means)}"
     curve = line_chart(
         "Mutual information in each layer", title, series, x_label="layer", smooth=False, zero=True
@@ -107,7 +107,7 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
     barrier = known[0][1][0].barrier
     means = [float(np.mean([c.mean for c in layers])) for _, layers in known]
     holders = [shot for shot, _ in known]
-    values = listed(holders, [number(mean) for mean in means])
+    values = listed(holders, means)
     side = "below" if means[-1] < barrier else "above"
     title = f"Mutual coherence is {side} the barrier of {number(barrier)} at the end: {values}"
     content: list[Markup] = [_names(holders)]

@@ -28,7 +28,7 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
     parts, kept = [], []
     for shot, texts in known:
         _check(shot, texts)
-        kept.append(f"{number(100 * consistency(texts), 2)} %")
+        kept.append(100 * consistency(texts))
         experts = [e for passage in texts for e in passage["experts"]]
         named = named or largest_groups(experts, COLORED)
         parts.append(panel(shot, join([_passages(texts, named), _favourites(texts, shot)])))
@@ -40,7 +40,7 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
     ]
     content = figure(
         f"A repeated token goes to the same expert{where} in "
-        f"{listed([shot for shot, _ in known], kept)} of cases",
+        f"{listed([shot for shot, _ in known], kept, 2)} % of cases",
         tag("ul", [*legend_entries, tag("li", "others: no colour")], class_="key"),
         tag("div", parts, class_="panels broad"),
         note="Tokens have the colour of their first expert. Does it keep to kinds of words?",

@@ -1,0 +1,78 @@
+"""Differences of scores and their intervals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moe_finetune.report.compare import Score, difference
+
+
+def _share(value: float, n: int) -> Score:
+    return Score(value, "exact_match", math.sqrt(value * (1 - value) / (n - 1)), n)
+
+
+def test_newcombe_interval_equals_the_published_one():
+    # Newcombe 1998, table II: 56/70 against 48/80, method 10: 0.0524 to 0.3339
+    delta = difference(_share(48 / 80, 80), _share(56 / 70, 70))
+    assert delta.value == pytest.approx(0.2)
+    assert (delta.low, delta.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert delta.verdict == "better"
+
+
+def test_newcombe_interval_at_the_edge():
+    # Newcombe 1998, table II: 10/10 against 0/10, method 10: 0.6075 to 1
+    delta = difference(_share(0.0, 10), _share(1.0, 10))
+    assert (delta.low, delta.high) == pytest.approx((0.6075, 1.0), abs=5e-5)
+    same = difference(_share(1.0, 50), _share(1.0, 50))
+    assert same.low < 0 < same.high
+    assert same.verdict == "unclear"
+
+
+def test_normal_interval_of_other_metrics():
+    delta = difference(Score(14.2, "perplexity", 0.3), Score(12.0, "perplexity", 0.4))
+    half = 1.959964 * 0.5
+    assert (delta.low, delta.high) == pytest.approx((-2.2 - half, -2.2 + half))
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher", "base", "run", "verdict"),
+    [
+        ("perplexity", None, 14.0, 12.0, "better"),
+        ("perplexity", None, 12.0, 14.0, "worse"),
+        ("eval_loss", None, 3.0, 2.0, "better"),
+        ("bleu", None, 14.0, 12.0, "worse"),
+        ("something", False, 14.0, 12.0, "better"),
+        ("bleu", None, 12.0, 12.1, "unclear"),
+    ],
+)
+def test_verdict_knows_which_way_is_better(metric, higher, base, run, verdict):
+    task = {"metric": metric, "stderr": 0.1, "higher_is_better": higher}
+    scores = [Score.parse({**task, "value": value}) for value in (base, run)]
+    assert difference(*scores).verdict == verdict
+
+
+def test_without_interval_there_is_no_verdict():
+    delta = difference(Score.parse({"value": 0.2}), Score.parse({"value": 0.4}))
+    assert delta.verdict == "unknown"
+    assert delta.interval_text() == "no interval"
+    missing = difference(Score.parse({"value": None}), Score.parse({"value": 0.4}))
+    assert missing.verdict == "unknown"
+    assert missing.text() == "–"
+
+
+def test_stderr_that_is_not_binomial_is_taken_as_given():
+    # pass@1 over several samples a problem: a share, but not of 0/1 items
+    score = Score(0.5, "pass@1", 0.01, 164)
+    assert not score.is_zero_one
+    assert score.interval() == pytest.approx((0.5 - 0.0195996, 0.5 + 0.0195996))
+    assert _share(0.5, 164).is_zero_one
+
+
+def test_text():
+    assert _share(0.525, 200).text() == "52.5 %"
+    assert Score(14.237, "perplexity").text() == "14.2"
+    assert Score(math.nan, "acc").text() == "–"
+    assert difference(_share(0.355, 200), _share(0.515, 200)).text() == "+16.0 pp"
+    assert difference(_share(0.5, 200), _share(0.5, 200)).text() == "0.0 pp"

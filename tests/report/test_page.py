@@ -1,0 +1,273 @@
+"""The page: structure, words from the data, escaping, size, and what is missing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.report import report_numbers, write_report
+from moe_finetune.report.context import Report, Section
+from moe_finetune.report.markup import VOID, Markup, tag
+from moe_finetune.report.page import render_page
+from moe_finetune.report.runs import read_runs
+from tests.report.folders import routing, write_run
+
+SECTION_IDS = ["overview", "scores", "curves", "routing", "specialization", "settings",
+               "environment", "reproduce"]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text outside script and style."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.text += data
+
+    def all(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.elements if tag == name]
+
+
+def _page(paths: list[Path], out: Path, **kwargs) -> tuple[str, Page]:
+    text = write_report(paths, out, **kwargs).read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    root = tmp_path_factory.mktemp("runs")
+    presets = ["aux_loss", "orthogonal_variance", "erc", "coupling", "dpp"]
+    return [
+        write_run(root / name, i, preset=name, lift=0.1 * i, evenness=3 + 2 * i, base=i == 0)
+        for i, name in enumerate(presets)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_structure(runs: list[Path], tmp_path: Path, count: int):
+    text, page = _page(runs[:count], tmp_path / "page.html")
+    assert text.startswith('<!doctype html>\n<html lang="en">')
+    for landmark in ("header", "nav", "main", "footer"):
+        assert len(page.all(landmark)) >= 1
+    assert len(page.all("main")) == len(page.all("h1")) == 1
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    assert [i for i in ids if i in SECTION_IDS] == SECTION_IDS
+    links = [a["href"] for a in page.all("a")]
+    assert all(link[1:] in ids for link in links if link.startswith("#"))
+    assert links[0] == "#main"  # the skip link comes first
+    for name, attributes in page.elements:
+        if name == "th":
+            assert attributes["scope"] in ("col", "row")
+        if name == "svg" and attributes.get("role") == "img":
+            assert "tabindex" in attributes or "data-lines" not in attributes
+        if name == "button":
+            assert attributes["type"] == "button"
+    for run in runs[:count]:
+        assert run.name in page.text
+
+
+def test_every_picture_has_words(runs: list[Path], tmp_path: Path):
+    text, page = _page(runs[:2], tmp_path / "page.html")
+    pictures = re.findall(r'<svg[^>]*role="img"[^>]*>(.{0,40})', text)
+    assert len(pictures) > 40
+    start = re.compile(r"<title>[^<]")
+    assert all(start.match(words) for words in pictures)
+    named = len(
+        re.findall(r'<svg[^>]*role="img"[^>]*><title>[^<]+</title><desc>[^<]+</desc>', text)
+    )
+    assert named == len(pictures)
+    assert len(page.all("caption")) == len(page.all("table"))
+    assert len(page.all("figcaption")) == len(page.all("figure"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_comes_from_elsewhere(runs: list[Path], tmp_path: Path, count: int):
+    text, page = _page(runs[:count], tmp_path / "page.html")
+    for _, attributes in page.elements:
+        for name in ("src", "href", "srcset", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:"))
+    style = re.search(r"<style>(.*?)</style>", text, re.S).group(1)
+    assert "url(" not in style
+    assert "@import" not in style
+    policy = next(a["content"] for a in page.all("meta") if "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
+
+
+def test_size_of_a_large_report(tmp_path: Path):
+    folders = [
+        write_run(tmp_path / f"r{i}", i, layers=48, experts=128, steps=2000) for i in range(5)
+    ]
+    page = write_report(folders, tmp_path / "page.html")
+    assert page.stat().st_size < 6_000_000
+
+
+def test_title_of_the_load_says_what_happened(tmp_path: Path):
+    folder = tmp_path / "run"
+    (folder / "routing").mkdir(parents=True)
+    loads = {"before": [[10, 0, 2], [4, 4, 4]], "after": [[4, 3, 5], [4, 4, 4]]}
+    for name, load in loads.items():
+        data = {"layers": [1, 2], "num_experts": 3, "load": load}
+        (folder / "routing" / f"{name}.json").write_text(json.dumps(data))
+    _, page = _page([folder], tmp_path / "page.html")
+    # MaxVio before: layer 1 (10 - 4) / 4 = 1.5, layer 2: 0; after: 0.25 and 0
+    assert "Load is more even after fine-tuning: MaxVio 0.750 → 0.125" in page.text
+    assert "Load became more even (MaxVio 0.750 → 0.125)" in page.text
+    # half the absolute changes of relative load: layer 1 moved 6 of 12, layer 2 nothing
+    assert "Fine-tuning moved 25 % of the load to other experts" in page.text
+
+
+def test_verdicts_on_the_page_are_those_of_the_numbers(runs: list[Path], tmp_path: Path):
+    numbers = report_numbers(runs[:2])
+    (comparison,) = numbers["comparisons"]
+    better = sum(s["verdict"] == "better" for s in comparison["scores"].values())
+    _, page = _page(runs[:2], tmp_path / "page.html")
+    assert better > 0
+    assert f"against aux_loss, 5 benchmarks: better on {better}" in page.text
+
+
+def test_numbers_are_strict_json_and_right(runs: list[Path]):
+    numbers = report_numbers(runs[:2])
+    again = json.loads(json.dumps(numbers, allow_nan=False))
+    assert again == json.loads(json.dumps(numbers))
+    raw = json.loads((runs[1] / "eval" / "results.json").read_text())["tasks"]
+    ours = numbers["runs"][1]
+    assert {n: s["value"] for n, s in ours["scores"].items()} == {
+        n: t["value"] for n, t in raw.items()
+    }
+    after = json.loads((runs[1] / "routing" / "after.json").read_text())["metrics"]
+    for name, metric in after.items():
+        assert ours["routing"]["after"]["metrics"][name]["mean"] == pytest.approx(metric["mean"])
+    assert ours["curves"]["loss"]["points"] == 60
+    assert ours["method"] == "orthogonal_variance"
+
+
+def test_everything_is_escaped(tmp_path: Path):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+    folder = write_run(tmp_path / "run", preset=evil)
+    data = routing(np.random.default_rng(0))
+    data["colored_text"][0]["tokens"][0] = evil
+    data["domains"] = {evil: data["load"], "other": data["load"]}
+    data["metrics"][evil] = 1.5
+    (folder / "routing" / "after.json").write_text(json.dumps(data))
+    results = {"tasks": {evil: {"metric": evil, "value": 0.5, "notes": [evil]}}, "backend": evil,
+               "notes": [evil]}  # fmt: skip
+    (folder / "eval" / "results.json").write_text(json.dumps(results))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": evil, "step": 3, evil: 1.0, "note": evil}) + "\n")
+    _, page = _page([folder, folder], tmp_path / "page.html", title=evil, labels=[evil, f"{evil}2"])
+    assert len(page.all("script")) == 1
+    assert page.all("img") == []
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "alert(1)" in page.text
+
+
+def test_secrets_are_hidden(runs: list[Path], tmp_path: Path):
+    text, page = _page(runs[:1], tmp_path / "page.html")
+    assert "hf_secret" not in text
+    assert "(hidden)" in page.text
+    encoded = re.search(r'href="data:text/yaml;base64,([^"]+)"', text).group(1)
+    recipe = base64.b64decode(encoded).decode()
+    assert "hf_secret" not in recipe
+    assert "max_length: 256" in recipe
+
+
+def test_missing_parts_are_named(tmp_path: Path):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    _, page = _page([folder], tmp_path / "page.html")
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert "missing" in ids
+    assert not {"scores", "routing", "specialization", "settings"} & set(ids)
+    for what in ("Scores", "Routing pictures", "Settings", "Environment"):
+        assert f"{what}: " in page.text
+    assert "Training loss: 2.50" in page.text
+
+
+def test_nan_and_null_are_dashes(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1, "loss": NaN}\n{"kind": "train", "step": 2, "loss": NaN}\n'
+    )
+    data = json.loads((folder / "routing" / "after.json").read_text())
+    data["metrics"]["silhouette"] = {"per_layer": [None] * 4, "mean": None}
+    (folder / "routing" / "after.json").write_text(json.dumps(data))
+    results = {"tasks": {"a": {"metric": "acc", "value": None, "stderr": None, "n": None}}}
+    (folder / "eval" / "results.json").write_text(json.dumps(results))
+    text, page = _page([folder], tmp_path / "page.html")
+    assert "Training loss: no finite value" in page.text
+    assert re.search(r"<th[^>]*>a<span[^>]*>acc</span></th><td[^>]*>–</td>", text)
+    assert not re.search(r"\bnan\b", page.text, re.I)
+    assert report_numbers([folder])["runs"][0]["curves"]["loss"]["not_finite"] == 2
+
+
+def test_unknown_logged_keys_are_drawn(tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"kind": "train", "step": s, "loss": 1.0 / s, "my_own": 3.0 * s} for s in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    _, page = _page([folder], tmp_path / "page.html")
+    assert "My own rises: 3.00 → 24.0" in page.text
+
+
+def test_two_runs_of_different_size_still_compare(tmp_path: Path):
+    a = write_run(tmp_path / "a", 1, layers=3, experts=10)
+    b = write_run(tmp_path / "b", 2, layers=5, experts=24)
+    _, page = _page([a, b], tmp_path / "page.html")
+    assert "Before · a" in page.text  # two checkpoints: two pictures before
+    assert "Before · b" in page.text
+
+
+def test_a_new_section_is_one_object(runs: list[Path]):
+    def render(report: Report) -> Markup:
+        return tag("p", f"{len(report.runs)} runs <&>")
+
+    page = render_page(Report(read_runs(runs[:2]), "t"), [Section("mine", "Mine", render)])
+    assert '<section id="mine" aria-labelledby="mine-title">' in page
+    assert "<p>2 runs &lt;&amp;&gt;</p>" in page
+    assert '<a href="#mine">Mine</a>' in page
+
+
+def test_output(runs: list[Path], tmp_path: Path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert write_report(runs[:1], folder) == folder / "index.html"
+    assert write_report(runs[:1], folder) == folder / "index.html"  # a report is replaced
+    assert write_report(runs[:1], tmp_path / "new" / "deep" / "a.html").exists()
+    other = tmp_path / "notes.html"
+    other.write_text("<p>mine</p>")
+    with pytest.raises(OutputExistsError, match=r"notes\.html: exists and is no report"):
+        write_report(runs[:1], other)
+    assert other.read_text() == "<p>mine</p>"
+    with pytest.raises(DataError, match="cannot be written"):
+        write_report(runs[:1], other / "below" / "a.html")
+    assert sorted(p.name for p in folder.iterdir()) == ["index.html"]
+
+
+def test_the_page_is_the_same_every_time(runs: list[Path], tmp_path: Path):
+    first = write_report(runs[:2], tmp_path / "a.html").read_text()
+    assert write_report(runs[:2], tmp_path / "b.html").read_text() == first
