@@ -7,6 +7,7 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -69,6 +70,7 @@ class Catalog:
             raise DependencyError(
                 f"lm-evaluation-harness cannot be imported ({error}); install moe-finetune[eval]"
             ) from None
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.suite = suite
         self.data_dir = Path(data_dir) if data_dir is not None else None
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -86,8 +88,6 @@ class Catalog:
         Raises:
             EvaluationError: unknown task or template (nearest names), or another version installed.
         """
-        from lm_eval.tasks._index import Kind
-
         name = entry.template or entry.task
         if name not in self._index:
             # All 14,000 names are no help in a message; the families' first words are.
@@ -96,14 +96,13 @@ class Catalog:
                 f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, known)}"
             )
         found = self._index[name]
-        version = ((found.cfg or {}).get("metadata") or {}).get("version")
-        if entry.version is not None and version is not None and found.kind is not Kind.TAG:
-            if str(version) != str(entry.version):
-                raise EvaluationError(
-                    f"suite {self.suite.name}: task '{name}' has version {version} here and the "
-                    f"suite asks for {entry.version}; their scores are not comparable. Install the "
-                    "lm-eval version of the constraints file, or change the suite"
-                )
+        installed = ((found.cfg or {}).get("metadata") or {}).get("version")
+        if None not in (entry.version, installed) and not _same(entry.version, installed):
+            raise EvaluationError(
+                f"suite {self.suite.name}: task '{name}' has version {installed} here and the "
+                f"suite asks for {entry.version}; their scores are not comparable. Install the "
+                "lm-eval version of the constraints file, or change the suite"
+            )
         return [self._leaf(entry, leaf) for leaf in self._names(name)]
 
     def _names(self, name: str) -> Iterator[str]:
@@ -113,7 +112,7 @@ class Catalog:
         if entry.kind is Kind.TAG:
             yield from sorted(entry.tags)
         elif entry.kind is Kind.GROUP:
-            members = (entry.cfg or {})["task"]
+            members: Any = (entry.cfg or {}).get("task") or []
             for member in members if isinstance(members, list) else [members]:
                 if isinstance(member, dict):
                     inner = member.get("task") if "group" in member else None
@@ -131,22 +130,17 @@ class Catalog:
         config = dict(load_yaml(found.yaml_path)) if found.yaml_path else dict(found.cfg or {})
         if entry.template:
             config["task"] = entry.task
-        splits = {s for key in _SPLIT_KEYS if isinstance(s := config.get(key), str) and s}
-        if not config.get("test_split"):
-            splits |= {config["validation_split"]} if config.get("validation_split") else set()
-        files, missing = {}, []
-        for split in sorted(self._needed(entry, config, splits)):
+            if "train" in entry.files:
+                config["training_split"] = config["fewshot_split"] = "train"
+        found_files: dict[str, Path] = {}
+        missing = []
+        for split in _needed(entry, config):
             path = self._find(entry, config, split)
-            if path is not None:
-                (files.__setitem__(split, path) if path.is_file() else missing.append(path))
-        return Leaf(config["task"], config, files, tuple(missing))
-
-    def _needed(self, entry: SuiteTask, config: dict, splits: set[str]) -> set[str]:
-        if entry.files:
-            unused = {config.get("training_split"), config.get("fewshot_split")} - {None}
-            shots = entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
-            return set(entry.files) - (unused - {config.get("test_split")} if not shots else set())
-        return splits if self.data_dir is not None else set()
+            if path is not None and path.is_file():
+                found_files[split] = path
+            elif path is not None:
+                missing.append(path)
+        return Leaf(config["task"], config, found_files, tuple(missing))
 
     def _find(self, entry: SuiteTask, config: dict, split: str) -> Path | None:
         if named := entry.files.get(split):
@@ -157,6 +151,10 @@ class Catalog:
                 return None  # the hub has it
             return (self.data_dir or self.suite.folder or Path()) / named
         if self.data_dir is None:
+            if entry.template:
+                raise EvaluationError(
+                    f"suite {self.suite.name}: task '{entry.task}' needs files: {{{split}: ...}}"
+                )
             return None
         folder = self.data_dir / str(config.get("dataset_path", config["task"]))
         if config.get("dataset_name"):
@@ -180,12 +178,33 @@ class Catalog:
             if leaf.files:
                 config = {**leaf.config, "custom_dataset": _loader(leaf.files)}
                 config.pop("dataset_kwargs", None)
+                for split_key in _SPLIT_KEYS:
+                    # lm-eval opens every split that is named, also one that no prompt needs.
+                    if config.get(split_key) not in (None, *leaf.files):
+                        config[split_key] = None
                 self._index[leaf.name] = Entry(leaf.name, Kind.TASK, None, cfg=config)
 
     @property
     def manager(self) -> Any:
         """lm-eval's TaskManager with the registered tasks."""
         return self._manager
+
+
+def _needed(entry: SuiteTask, config: dict[str, Any]) -> list[str]:
+    """Return the splits that are asked from, and those that examples are drawn from."""
+    needed = [config.get("test_split") or config.get("validation_split")]
+    shots = entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
+    if shots and not (config.get("fewshot_config") or {}).get("samples"):
+        keys = ("fewshot_split", "training_split", "validation_split")
+        needed.append(next((config[key] for key in keys if config.get(key)), needed[0]))
+    return sorted({split for split in needed if split})
+
+
+def _same(wanted: Any, installed: Any) -> bool:
+    try:
+        return float(wanted) == float(installed)
+    except (TypeError, ValueError):
+        return str(wanted) == str(installed)
 
 
 def _loader(files: dict[str, Path]) -> Callable[..., Any]:

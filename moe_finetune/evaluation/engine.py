@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from moe_finetune.evaluation.files import (
     write_jsonl,
 )
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
-from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite
+from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
 
 _RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 
@@ -47,6 +47,7 @@ def evaluate(
     dtype: str = "auto",
     overflow: str = "error",
     allow_unsafe_local: bool = False,
+    only: Sequence[str] | None = None,
     opened: Backend | None = None,
     progress: bool = True,
 ) -> Results:
@@ -74,6 +75,7 @@ def evaluate(
         dtype: computation type.
         overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
         allow_unsafe_local: score generated programs without a sandbox.
+        only: labels of the suite's tasks to run; all of them unless given.
         opened: an opened backend to use (and leave open) instead of opening one.
         progress: show progress on stderr.
 
@@ -86,6 +88,8 @@ def evaluate(
         OutputExistsError: ``output`` holds results of another checkpoint.
     """
     loaded = load_suite(suite)
+    if only is not None:
+        loaded = select(loaded, only)
     output = Path(output)
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -177,7 +181,7 @@ class _Run:
     def _task(self, entry: SuiteTask, leaves: list[Leaf]) -> TaskResult:
         limit = min((n for n in (self.limit, entry.limit) if n is not None), default=None)
         definition = {
-            "entry": entry.model_dump(exclude={"label", "source", "external"}),
+            "entry": entry.model_dump(exclude={"label", "source", "external", "chance"}),
             "leaves": {leaf.name: leaf.config_hash() for leaf in leaves},
             "data": {leaf.name: leaf.data_hashes() for leaf in leaves},
             "limit": limit,
@@ -195,7 +199,7 @@ class _Run:
         result |= {
             "key": key,
             "config_sha256": sha256_json(definition["leaves"]),
-            "data_sha256": definition["data"],
+            "data_sha256": {leaf.name: leaf.data_hashes() for leaf in leaves},
             "samples": str((file.parent / "samples.jsonl").relative_to(self.output)),
             "usage": usage,
             "wall_seconds": time.perf_counter() - started,
@@ -213,7 +217,6 @@ class _Run:
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         store = ReplyStore(self.output / "cache" / self.key / "replies.jsonl", self.identity)
         lm = CachedLM(
             self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
@@ -269,8 +272,8 @@ def _metrics(row: dict[str, Any]) -> dict[str, Metric]:
         if not extraction or name.endswith("_stderr") or isinstance(value, str):
             continue
         stderr = row.get(f"{name}_stderr,{extraction}")
-        number = isinstance(stderr, (int, float))
-        metrics[key] = {"value": float(value), "stderr": float(stderr) if number else None}
+        known = float(stderr) if isinstance(stderr, (int, float)) else None
+        metrics[key] = {"value": float(value), "stderr": known}
     return metrics
 
 
@@ -297,6 +300,7 @@ def _collect(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> TaskR
         "filter": entry.filter,
         "value": top["value"],
         "stderr": top["stderr"],
+        "chance": entry.chance,
         "n": sum(raw["n-samples"][name]["effective"] for name in names),
         "metrics": metrics,
         "subtasks": {

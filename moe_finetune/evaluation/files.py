@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,6 @@ def _numbered_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} is damaged: {error}") from None
 
 
-def write_jsonl(path: Path, rows: list[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(to_json(row) + "\n" for row in rows))

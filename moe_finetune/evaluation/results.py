@@ -32,12 +32,13 @@ class TaskResult(TypedDict, total=False):
     filter: str
     value: float | None
     stderr: float | None
+    chance: float | None
     n: int
     metrics: dict[str, Metric]
     subtasks: dict[str, dict[str, Any]]
     key: str
     config_sha256: str
-    data_sha256: dict[str, dict[str, str]]
+    data_sha256: dict[str, Any]
     samples: str
     usage: dict[str, Any]
     wall_seconds: float

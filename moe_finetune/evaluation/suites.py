@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class SuiteTask(BaseModel):
         code: generated programs are scored in the sandbox, in this form.
         aggregate: ``glue`` builds GLUE's mean over its tasks from their own main metrics.
         external: evaluated by its own package against a server, not by lm-eval; a note says how.
+        chance: the score of guessing, where there is one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -52,6 +54,7 @@ class SuiteTask(BaseModel):
     code: Literal["humaneval", "mbpp"] | None = None
     aggregate: Literal["glue"] | None = None
     external: str | None = None
+    chance: float | None = None
 
     def model_post_init(self, context: Any) -> None:
         """Fill in the label."""
@@ -126,6 +129,18 @@ def load_suite(suite: str | Path | Suite) -> Suite:
         raise EvaluationError(f"{path}: label '{twice[0]}' occurs twice; give the entries a label")
     loaded.folder = path.resolve().parent
     return loaded
+
+
+def select(suite: Suite, labels: Iterable[str]) -> Suite:
+    """Return the suite with only the tasks of these labels."""
+    known = {task.label: task for task in suite.tasks}
+    wanted = list(labels)
+    for label in wanted:
+        if label not in known:
+            raise EvaluationError(
+                f"suite {suite.name} has no task '{label}'{did_you_mean(label, known)}"
+            )
+    return suite.model_copy(update={"tasks": [t for t in suite.tasks if t.label in wanted]})
 
 
 def _explain(path: Path, error: ValidationError) -> str:

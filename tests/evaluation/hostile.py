@@ -90,7 +90,7 @@ def f(*a):
     "write_outside": """
 def f(*a):
     import os
-    for name in ['{host}/left.txt', '/tmp/left.txt', '/usr/left.txt', '/runner/left.py', '/left.txt']:
+    for name in ['{host}/left.txt', '/tmp/left.txt', '/usr/left.txt', '/runner/x.py', '/left.txt']:
         try:
             open(name, 'w').write('here')
             return 'right'
@@ -133,7 +133,12 @@ def f(*a):
     while True:
         blocks.append(b'x' * (1 << 20))
 """,
-    "endless_output": "import sys\nwhile True:\n    print('x' * 10000)\n    sys.stderr.write('y' * 10000)",
+    "endless_output": """
+import sys
+while True:
+    print('x' * 10000)
+    sys.stderr.write('y' * 10000)
+""",
     "endless_answer": "def f(*a): return 'x' * (64 << 20)",
     "endless_iteration": """
 def f(*a):

@@ -83,6 +83,7 @@ class Remote:
         object.__setattr__(self, "_remote_id", number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the object in the worker."""
         return self._remote_ask("call", self, list(args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -227,7 +228,7 @@ def _check(job: dict[str, Any], reader: Any, writer: BinaryIO) -> None:
             name, text = reply["error"]
             known = getattr(builtins, name, None)
             usable = isinstance(known, type) and issubclass(known, Exception)
-            raise (known if usable else RuntimeError)(text)
+            raise (cast(type[Exception], known) if usable else RuntimeError)(text)
         return decode(reply["value"], lambda number: Remote(ask, number))
 
     namespace: dict[str, Any] = {"__name__": "__tests__"}

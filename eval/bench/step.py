@@ -1,0 +1,385 @@
+"""Time and memory of a training step: attention-only LoRA, stock PEFT on experts, and ours.
+
+All variants run interleaved in one process (A B C ... A B C ...), so that a noisy machine slows
+them alike; the ratios of medians are what counts. Peak memory is taken in one child process per
+variant on a CPU, and from the allocator on a GPU.
+
+    python eval/bench/step.py --geometry small-cpu --rounds 12
+    python eval/bench/step.py --geometry qwen3_30b_a3b --layers 4 --tokens 8192 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Qwen3MoeConfig,
+)
+
+from moe_finetune.capture.recorder import Recorder, backbone_of, model_facts
+from moe_finetune.environment import describe_environment
+from moe_finetune.families import family_of
+from moe_finetune.losses.objective import Objective
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.recipe import LoraSection
+
+RESULTS = Path(__file__).parent / "results"
+ALL_TERMS = {
+    "load_balance": {"weight": 1e-3, "variant": "deepseek"},
+    "z_loss": {"weight": 1e-3},
+    "orthogonality": {"weight": 1e-3},
+    "variance": {"weight": 1e-3},
+    "specialization": {"weight": 2e-4},
+    "coupling": {"weight": 1e-4},
+    "erc": {"weight": 1.0},
+    "router_orthogonality": {"weight": 1e-2},
+    "dpp": {"weight": 0.1},
+    "ncl": {"weight": 0.1},
+}
+BASELINES = ("attention-only", "stock-peft")
+_MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_DEEPSEEK = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "first_k_dense_replace": 1,
+}
+
+
+def _qwen(hidden, heads, kv, head_dim, width, experts, top_k, vocab):
+    return Qwen3MoeConfig(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=head_dim,
+        moe_intermediate_size=width,
+        intermediate_size=3 * width,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        vocab_size=vocab,
+    )
+
+
+def _deepseek_moe():
+    from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
+
+    return DeepseekConfig(**_DEEPSEEK, intermediate_size=10944, vocab_size=102400)
+
+
+GEOMETRIES = {
+    # name: (config, default layers)
+    "tiny": (lambda: _qwen(128, 4, 2, 32, 48, 12, 3, 512), 2),
+    "small-cpu": (lambda: _qwen(512, 8, 4, 64, 256, 64, 8, 4096), 4),
+    "qwen3_30b_a3b": (lambda: _qwen(2048, 32, 4, 128, 768, 128, 8, 151936), 4),
+    "deepseek_moe_16b": (_deepseek_moe, 4),
+    "deepseek_v2_lite": (
+        lambda: DeepseekV2Config(
+            **_DEEPSEEK,
+            **_MLA,
+            intermediate_size=10944,
+            vocab_size=102400,
+            topk_method="greedy",
+            routed_scaling_factor=1.0,
+        ),
+        4,
+    ),
+    "moonlight_16b_a3b": (
+        lambda: DeepseekV3Config(
+            **_DEEPSEEK,
+            **_MLA,
+            intermediate_size=11264,
+            vocab_size=163840,
+            routed_scaling_factor=2.446,
+        ),
+        4,
+    ),
+}
+
+
+def config_of(arguments):
+    make, layers = GEOMETRIES[arguments.geometry]
+    config = make()
+    config.num_hidden_layers = arguments.layers or layers
+    return config
+
+
+def build(arguments, experts: bool):
+    """A random model with LoRA on attention, and on experts and full routers if ``experts``."""
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(
+            config_of(arguments), dtype=getattr(torch, arguments.dtype)
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.normal_(0, 0.05)
+    targets = ["attention", "shared_experts", "experts"] if experts else ["attention"]
+    lora = LoraSection(rank=arguments.rank, alpha=4.0 * arguments.rank, targets=targets)
+    model = add_lora(model, lora, "full" if experts else "frozen")
+    if not arguments.train_router:
+        for name, parameter in model.named_parameters():
+            if "gate.modules_to_save" in name:
+                parameter.requires_grad_(False)
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def terms_of(variant: str) -> dict | None:
+    """Loss terms of a variant of ours, None for a baseline."""
+    if variant in BASELINES:
+        return None
+    if variant == "ours":
+        return {}
+    if variant == "ours+all":
+        return ALL_TERMS
+    if variant.startswith("ours+"):
+        name = variant.removeprefix("ours+")
+        return dict(PRESETS[name].terms) if name in PRESETS else {name: ALL_TERMS[name]}
+    raise SystemExit(f"unknown variant {variant}")
+
+
+class Variant:
+    """One thing to time: a model, an optimizer, and what is installed while it runs."""
+
+    def __init__(self, name, model, arguments):
+        self.name, self.model = name, model
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, foreach=True)
+        terms = terms_of(name)
+        self.context = contextlib.nullcontext
+        if terms is not None:
+            from moe_finetune.capture.statistics import TrainingStatistics
+
+            facts = model_facts(model)
+            objective = Objective.from_options(terms, facts) if terms else None
+            observers = (
+                [TrainingStatistics(facts.moe_layers, facts.num_experts)]
+                if arguments.metrics
+                else []
+            )
+            self.context = lambda: Recorder(model, objective, observers=observers)
+
+    def step(self, batch) -> None:
+        with self.context():
+            loss = self.model(**batch).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def batch_of(arguments, vocab):
+    generator = torch.Generator().manual_seed(1)
+    rows = max(arguments.tokens // arguments.length, 1)
+    ids = torch.randint(0, vocab, (rows, min(arguments.length, arguments.tokens)), generator=generator)
+    ids = ids.to(arguments.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_variants(arguments, names) -> dict[str, list[float]]:
+    models = {}
+    variants = []
+    for name in names:
+        key = name != "attention-only"
+        if key not in models:
+            models[key] = build(arguments, key)
+        variants.append(Variant(name, models[key], arguments))
+    batch = batch_of(arguments, config_of(arguments).vocab_size)
+    seconds = {name: [] for name in names}
+    for round_ in range(arguments.rounds + arguments.warmup):
+        order = variants if round_ % 2 == 0 else variants[::-1]
+        for variant in order:
+            synchronize(arguments.device)
+            start = time.perf_counter()
+            variant.step(batch)
+            synchronize(arguments.device)
+            if round_ >= arguments.warmup:
+                seconds[variant.name].append(time.perf_counter() - start)
+    return seconds
+
+
+def peak_memory(arguments, name) -> float:
+    """GB that a variant's steps need beyond what the process had before the model was built."""
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        variant = Variant(name, build(arguments, name != "attention-only"), arguments)
+        batch = batch_of(arguments, config_of(arguments).vocab_size)
+        for _ in range(2):
+            variant.step(batch)
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 1e9
+    command = [sys.executable, __file__, "--memory-of", name, *sys.argv[1:]]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(result.stdout.strip().splitlines()[-1])["peak_gb"]
+
+
+def memory_child(arguments) -> None:
+    def rss() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    before = rss()
+    variant = Variant(
+        arguments.memory_of, build(arguments, arguments.memory_of != "attention-only"), arguments
+    )
+    batch = batch_of(arguments, config_of(arguments).vocab_size)
+    for _ in range(3):
+        variant.step(batch)
+    print(json.dumps({"peak_gb": rss() - before}))
+
+
+def step_flops(arguments, experts_lora: bool) -> float:
+    """Multiply-adds x 2 of a step: frozen weights forward and input gradient, LoRA forward and both
+    gradients; attention scores included."""
+    model_config = config_of(arguments)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    family = family_of(backbone_of(model).config)
+    share = family.top_k(model_config) / family.num_experts(model_config)
+    dense = active = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            active += parameter.numel() * share
+        elif parameter.dim() == 2 and "embed" not in name:
+            dense += parameter.numel()
+    rank, lora = arguments.rank, 0.0
+    if experts_lora:
+        width, hidden = family.expert_width(model_config), model_config.hidden_size
+        per_expert = rank * (hidden + 2 * width + width + hidden)
+        lora = per_expert * family.top_k(model_config) * len(family.moe_layers(model_config))
+    heads = model_config.num_attention_heads
+    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    length = min(arguments.length, arguments.tokens)
+    scores = 2 * heads * head * length * model_config.num_hidden_layers * 0.5
+    tokens = batch_of(arguments, 10)["input_ids"].numel()
+    return tokens * 2.0 * ((dense + active) * 2 + lora * 3 + scores * 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="small-cpu")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--metrics", action="store_true", help="the callback's cheap metrics too")
+    parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--variants", nargs="*")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for the utilisation")
+    parser.add_argument("--save", help="name of the file in results/")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        memory_child(arguments)
+        return
+    names = arguments.variants or [
+        *BASELINES,
+        "ours",
+        "ours+orthogonal_variance",
+        "ours+specialization_coupling",
+        "ours+erc",
+        "ours+all",
+    ]
+    seconds = time_variants(arguments, names)
+    memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
+    rows = {}
+    tokens = batch_of(arguments, 10)["input_ids"].numel()
+    for name in names:
+        median = statistics.median(seconds[name])
+        flops = step_flops(arguments, name != "attention-only")
+        rows[name] = {
+            "median_s": median,
+            "min_s": min(seconds[name]),
+            "tokens_per_s": tokens / median,
+            "tflops": flops / median / 1e12,
+            "peak_gb": memory.get(name),
+        }
+        if arguments.peak_tflops:
+            rows[name]["utilisation"] = flops / median / 1e12 / arguments.peak_tflops
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "arguments": {k: v for k, v in vars(arguments).items() if k not in ("memory_of", "save")},
+        "environment": describe_environment(),
+        "rows": rows,
+        "ratios": ratios(rows),
+    }
+    print(table(rows))
+    for name, value in result["ratios"].items():
+        print(f"{name:60s} {value:.3f}")
+    if arguments.save:
+        (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def ratios(rows) -> dict[str, float]:
+    """The figures that are quoted."""
+    found = {}
+
+    def ratio(label, top, bottom, key):
+        if top in rows and bottom in rows and rows[top][key] and rows[bottom][key]:
+            found[label] = rows[top][key] / rows[bottom][key]
+
+    ratio("time: all terms / stock PEFT without losses", "ours+all", "stock-peft", "median_s")
+    ratio("time: ours without losses / attention-only", "ours", "attention-only", "median_s")
+    for name in rows:
+        if name.startswith("ours+"):
+            ratio(f"time: {name} / ours", name, "ours", "median_s")
+    ratio("memory: all terms / ours", "ours+all", "ours", "peak_gb")
+    ratio("memory: ours / stock PEFT", "ours", "stock-peft", "peak_gb")
+    return found
+
+
+def table(rows) -> str:
+    lines = [f"{'':34s}{'ms':>9s}{'min':>9s}{'tokens/s':>10s}{'TFLOP/s':>9s}{'peak GB':>9s}"]
+    for name, row in rows.items():
+        peak = f"{row['peak_gb']:9.2f}" if row["peak_gb"] else f"{'-':>9s}"
+        lines.append(
+            f"{name:34s}{row['median_s'] * 1e3:9.0f}{row['min_s'] * 1e3:9.0f}"
+            f"{row['tokens_per_s']:10.0f}{row['tflops']:9.3f}{peak}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
