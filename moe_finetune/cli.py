@@ -90,6 +90,21 @@ def inspect(
 
 
 @app.command()
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    output: Output,
+) -> None:
+    """Write a copy that needs no remote code: config, fast tokenizer, the same weights (linked).
+
+    Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
+    """
+    from moe_finetune.families.convert import convert_checkpoint
+    from moe_finetune.families.loading import local_folder
+
+    print(f"checkpoint: {convert_checkpoint(local_folder(checkpoint), output)}")
+
+
+@app.command()
 def train(
     items: RecipeItems,
     output: Output,
