@@ -101,7 +101,8 @@ def lora_coverage(model: nn.Module) -> Coverage:
     Raises:
         UnsupportedModelError: the model belongs to no family.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    peft_model: Any = model
+    base = peft_model.get_base_model() if hasattr(model, "get_base_model") else peft_model
     family = family_of(base.config)
     moe_layers = set(family.moe_layers(base.config))
     adapted = {id(parameter) for parameter in _adapted(model)}
