@@ -118,7 +118,7 @@ def _prepare(
     check_choice("probabilities", probabilities, ("all", "topk"))
     probs_TE = blank(at_least_float32(probs_TE), mask_T)
     index_TK = blank(index_TK.long(), mask_T)
-    counts_T = probs_TE.new_ones(probs_TE.shape[0]) if mask_T is None else mask_T.to(probs_TE.dtype)
+    counts_T = blank(probs_TE.new_ones(probs_TE.shape[0]), mask_T)
     chosen_TC = index_TK
     if variant == "gshard":
         by_id_TK = index_TK.sort(-1).values

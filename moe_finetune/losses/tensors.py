@@ -28,6 +28,8 @@ def check_shapes(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, wanted a torch.Tensor")
         letters = name.rsplit("_", 1)[1]
         got = tuple(tensor.shape)
         known = dict(sizes)
@@ -58,8 +60,8 @@ def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Resul
 
     @functools.wraps(function)
     def wrapped(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
-        first = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        device = first.device.type
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        device = next((tensor.device.type for tensor in tensors), "cpu")
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return function(*args, **kwargs)

@@ -226,6 +226,8 @@ def test_wrong_shapes_name_argument_got_and_wanted(case):
         wrong = {**values, name: values[name].unsqueeze(-1)}
         with pytest.raises(ValueError, match=rf"{name} has shape .*, wanted \("):
             case.run(wrong)
+        with pytest.raises(ValueError, match=rf"{name} is a ndarray, wanted a torch\.Tensor"):
+            case.run({**values, name: values[name].numpy()})
     if case.masked:
         with pytest.raises(ValueError, match=r"mask_T has shape \(16,\), wanted \(T=17\)"):
             case.run(values, mask_T=torch.ones(16))

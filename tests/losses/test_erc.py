@@ -220,6 +220,22 @@ def test_bfloat16_weights_are_widened():
     assert torch.autograd.grad(got, trained[0])[0].dtype == torch.bfloat16
 
 
+def test_no_copy_of_the_weights_waits_for_backward():
+    values = make(dtype=torch.bfloat16)
+    get, trained = factors(torch.bfloat16)
+    own = {tensor.untyped_storage().data_ptr() for tensor in trained}
+    kept = []
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        term(activation="output").loss(record(values, expert_factors=get), LayerContext())
+    assert kept and not {s for s in kept if sorted(s) == sorted((EXPERTS, WIDTH, HIDDEN))}
+
+
 def test_noise_is_drawn_once_a_forward_and_met_again():
     values = make()
     get, _ = factors()
