@@ -35,7 +35,7 @@ class PlacementPlan:
     def of(
         cls, model_type: str, layers: Sequence[int], num_ranks: int, ranks_LE: Array
     ) -> PlacementPlan:
-        """Build and check a plan, for example from ``plan_placement``; DataError says what is off."""
+        """Build and check a plan from ``plan_placement``'s ranks; DataError says what is off."""
         ranks = integers("ranks_LE", ranks_LE, (len(layers), "E")).astype(np.int64)
         plan = cls(model_type, tuple(int(layer) for layer in layers), int(num_ranks), ranks)
         plan._validate("placement plan")

@@ -79,9 +79,10 @@ def compare_placements(
     in turn (``seq_T`` numbers them). Judge on tokens that ``planned_LE`` has not seen.
     """
     planned = integers("planned_LE", planned_LE, ("L", "E"))
+    layers, experts = planned.shape
     num_ranks = int(planned.max()) + 1
     _, number_T = np.unique(integers("seq_T", seq_T, (len(index_TLK),)), return_inverse=True)
-    placements = baseline_placements(*planned.shape, num_ranks, seed)
+    placements = baseline_placements(layers, experts, num_ranks, seed)
     placements |= {**(others or {}), "planned": planned}
     return {
         name: simulate_placement(

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.metrics import (
+    activation_cosine,
+    expert_overlap,
+    gram_cosine,
+    output_cosine,
+    silhouette,
+)
+from moe_finetune.metrics.arrays import NotFiniteError
+
+N, H = 41, 5
+
+
+def cloud(seed: int = 0, labels: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(N, H)), rng.integers(labels, size=N)
+
+
+def slow_overlap(embeddings, labels, k):
+    total = 0.0
+    k = min(k, len(labels) - 1)
+    for i in range(len(labels)):
+        others = [j for j in range(len(labels)) if j != i]
+        others.sort(key=lambda j: (math.dist(embeddings[i], embeddings[j]), j))
+        total += sum(labels[j] != labels[i] for j in others[:k]) / k
+    return total / len(labels)
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 40, 99])
+def test_overlap_against_loop(k):
+    embeddings, labels = cloud()
+    wanted = slow_overlap(embeddings.tolist(), labels.tolist(), k)
+    assert 0 < wanted < 1
+    assert expert_overlap(embeddings, labels, k) == pytest.approx(wanted, abs=1e-12)
+    tensors = torch.from_numpy(embeddings), torch.from_numpy(labels)
+    assert expert_overlap(*tensors, k=k) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_overlap_by_hand_on_a_line():
+    # Neighbours (k = 2): 0: {1, 2}, 1: {0, 2}, 2: {1, 0}, 10: {2, 1}
+    found = expert_overlap([[0.0], [1.0], [2.0], [10.0]], [5, 5, 9, 9], k=2)
+    assert found == pytest.approx((1 + 1 + 2 + 1) / 8)
+
+
+def test_overlap_of_separate_and_equal_embeddings():
+    far = np.repeat([[0.0, 0.0], [50.0, 0.0]], 6, axis=0)
+    assert expert_overlap(far, np.repeat([0, 1], 6), k=5) == 0.0
+    same = np.ones((4, 3))  # ties go to the lower index, never to the point itself
+    assert expert_overlap(same, [0, 1, 1, 1], k=1) == pytest.approx((1 + 1 + 1 + 1) / 4)
+
+
+def test_overlap_in_chunks(monkeypatch):
+    from moe_finetune.metrics import arrays, experts
+
+    embeddings, labels = cloud(2)
+    whole = expert_overlap(embeddings, labels)
+    monkeypatch.setattr(experts, "chunks", lambda n, m: arrays.chunks(n, m, limit=3 * m))
+    assert expert_overlap(embeddings, labels) == whole
+
+
+def test_overlap_sample_is_seeded_and_drawn():
+    embeddings, labels = cloud(3)
+    chosen = np.sort(np.random.default_rng(11).choice(N, 19, replace=False))
+    wanted = expert_overlap(embeddings[chosen], labels[chosen])
+    assert expert_overlap(embeddings, labels, sample=19, seed=11) == wanted
+    assert expert_overlap(embeddings, labels, sample=N) == expert_overlap(embeddings, labels)
+
+
+def test_overlap_refuses():
+    embeddings, labels = cloud()
+    broken = embeddings.copy()
+    broken[7, 3] = math.nan
+    with pytest.raises(NotFiniteError, match=r"embeddings_NH: 1 of 205 .* first at \(7, 3\)"):
+        expert_overlap(broken, labels)
+    with pytest.raises(ValueError, match=r"labels_N: got shape \(40,\), wanted \(41\)"):
+        expert_overlap(embeddings, labels[1:])
+    with pytest.raises(ValueError, match="labels_N: got dtype float64, wanted integers"):
+        expert_overlap(embeddings, labels.astype(float))
+    with pytest.raises(ValueError, match="wanted at least 2"):
+        expert_overlap(embeddings[:1], labels[:1])
+    with pytest.raises(ValueError, match="k: got 0"):
+        expert_overlap(embeddings, labels, k=0)
+
+
+def test_silhouette_against_loop():
+    embeddings, labels = cloud(4, labels=3)
+    total = 0.0
+    for i in range(N):
+        mean = {}
+        for label in range(3):
+            group = [j for j in range(N) if labels[j] == label and j != i]
+            mean[label] = np.mean([math.dist(embeddings[i], embeddings[j]) for j in group])
+        own = mean.pop(labels[i])
+        other = min(mean.values())
+        total += (other - own) / max(own, other)
+    assert silhouette(embeddings, labels) == pytest.approx(total / N, abs=1e-12)
+    with pytest.raises(ValueError, match="got 1 different labels on 41"):
+        silhouette(embeddings, np.zeros(N, int))
+
+
+@pytest.mark.parametrize("metric", [activation_cosine, output_cosine])
+def test_cosines_against_loop(metric):
+    rng = np.random.default_rng(6)
+    vectors = rng.normal(size=(13, 3, 8)).astype(np.float32)
+    vectors[2, 1] = 0
+    mask = np.arange(13) % 3 != 1
+    total, count = 0.0, 0
+    for token in np.flatnonzero(mask):
+        for a in range(3):
+            for b in range(3):
+                if a == b:
+                    continue
+                x, y = vectors[token, a].astype(float), vectors[token, b].astype(float)
+                norm = np.linalg.norm(x) * np.linalg.norm(y)
+                total += (x @ y / norm) ** 2 if norm else 0.0
+                count += 1
+    assert metric(vectors, mask) == pytest.approx(total / count, rel=1e-9)
+    assert metric(torch.from_numpy(vectors), torch.from_numpy(mask)) == pytest.approx(total / count)
+    gram = vectors.astype(float) @ vectors.astype(float).transpose(0, 2, 1)
+    assert gram_cosine(gram, mask) == pytest.approx(total / count, rel=1e-9)
+
+
+def test_cosines_at_the_ends():
+    assert activation_cosine(np.eye(4)[None]) == 0.0
+    assert output_cosine(np.array([[[1.0, 2.0], [-2.0, -4.0]]])) == pytest.approx(1.0)
+    assert output_cosine(np.array([[[1e-30, 0.0], [2e-30, 0.0]]])) == pytest.approx(1.0)
+    assert output_cosine(np.ones((3, 1, 5))) == 0.0
+    with pytest.raises(ValueError, match="mask_T: no token counts"):
+        output_cosine(np.ones((3, 2, 5)), np.zeros(3, bool))
+    with pytest.raises(
+        ValueError, match=r"activations_TKD: got shape \(3, 5\), wanted \(T, K, D\)"
+    ):
+        activation_cosine(np.ones((3, 5)))

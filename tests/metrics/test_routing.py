@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.metrics import (
+    expert_load,
+    max_violation,
+    rmse,
+    routing_entropy,
+    routing_information,
+    routing_variance,
+    scatter_scores,
+    score_variance,
+)
+from moe_finetune.metrics.arrays import NotFiniteError
+
+T, E, K = 41, 7, 3
+
+
+def distribution(seed: int = 0, tokens: int = T, experts: int = E) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(experts, 0.4), size=tokens)
+
+
+def choices(seed: int = 0, tokens: int = T, experts: int = E, width: int = K) -> np.ndarray:
+    order = np.argsort(np.random.default_rng(seed).random((tokens, experts)), axis=-1)
+    return order[:, :width]
+
+
+def test_max_violation_by_hand():
+    assert max_violation([6, 3, 0]) == pytest.approx(1.0)  # mean 3, largest 6
+    assert max_violation([5, 5, 5, 5]) == 0.0
+    assert max_violation(torch.tensor([0.0, 0.0, 0.7, 0.0, 0.0])) == pytest.approx(4.0)  # E - 1
+
+
+def test_max_violation_refuses_no_load():
+    with pytest.raises(ValueError, match="load_E: got values from 0 to 0"):
+        max_violation(np.zeros(4))
+    with pytest.raises(ValueError, match=r"load_E: got shape \(2, 3\), wanted \(E\)"):
+        max_violation(np.ones((2, 3)))
+
+
+def test_expert_load_against_loop():
+    index = choices()
+    wanted = [sum(expert in row for row in index.tolist()) for expert in range(E)]
+    assert expert_load(index, E).tolist() == wanted
+    both = np.stack([index, choices(1)], axis=1)
+    assert expert_load(torch.from_numpy(both), E)[0].tolist() == wanted
+    assert expert_load(both, E)[1].tolist() == expert_load(choices(1), E).tolist()
+
+
+def test_expert_load_names_the_value_out_of_range():
+    with pytest.raises(ValueError, match="index_TK: got values from 0 to 6, wanted 0 to 5"):
+        expert_load(choices(), E - 1)
+
+
+def test_routing_variance_against_loop():
+    probs = distribution()
+    wanted = 0.0
+    for expert in range(E):
+        mean = sum(probs[token, expert] for token in range(T)) / T
+        wanted += (mean - 1 / E) ** 2 / E
+    assert routing_variance(probs) == pytest.approx(wanted, rel=1e-12)
+    single = torch.from_numpy(probs).float()
+    assert routing_variance(single) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_routing_variance_at_the_ends():
+    one_expert = np.eye(5)[np.zeros(9, int)]
+    assert routing_variance(one_expert) == pytest.approx((5 - 1) / 5**2)
+    assert routing_variance(np.eye(5)) == pytest.approx(0.0, abs=1e-18)
+
+
+def test_score_variance_against_loop():
+    scores = scatter_scores(choices(), distribution(3)[:, :K], E)
+    wanted = 0.0
+    for token in range(T):
+        for expert in range(E):
+            mean = sum(scores[other, expert] for other in range(T)) / T
+            wanted += (scores[token, expert] - mean) ** 2 / E / T
+    assert score_variance(scores) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_score_variance_at_the_ends():
+    assert score_variance(np.eye(5)) == pytest.approx((1 - 1 / 5) / 5)
+    assert score_variance(np.tile([0.5, 0.5, 0.0], (4, 1))) == 0.0
+
+
+def test_scatter_scores():
+    scores = scatter_scores([[2, 0], [1, 2]], [[3.0, 1.0], [0.0, 0.0]], 4)
+    assert scores.tolist() == [[0.25, 0, 0.75, 0], [0, 0, 0, 0]]
+
+
+def test_routing_entropy_by_hand_and_loop():
+    assert routing_entropy([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]) == pytest.approx(math.log(2) / 2)
+    assert routing_entropy(np.full((3, 8), 1 / 8)) == pytest.approx(math.log(8))
+    probs = distribution(5)
+    wanted = -sum(p * math.log(p) for p in probs.ravel() if p > 0) / T
+    assert routing_entropy(probs) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_routing_information():
+    found = routing_information([[0.5, 0.5, 0, 0], [0, 0, 1.0, 0]])
+    mean = [0.25, 0.25, 0.5]
+    entropy = -sum(p * math.log(p) for p in mean)
+    assert found["entropy"] == pytest.approx(entropy)
+    assert found["conditional_entropy"] == pytest.approx(math.log(2) / 2)
+    assert found["mutual_information"] == pytest.approx(entropy - math.log(2) / 2)
+    assert found["collision_entropy"] == pytest.approx(-math.log(sum(p * p for p in mean)))
+    perfect = routing_information(np.eye(6))
+    assert perfect["mutual_information"] == pytest.approx(math.log(6))
+
+
+@pytest.mark.parametrize("metric", [routing_entropy, routing_information])
+def test_negative_probabilities_are_refused(metric):
+    with pytest.raises(ValueError, match="wanted probabilities >= 0"):
+        metric([[1.5, -0.5]])
+
+
+@pytest.mark.parametrize("metric", [routing_entropy, routing_variance, score_variance])
+def test_not_finite_and_empty(metric):
+    probs = distribution()
+    probs[4, 2] = math.nan
+    with pytest.raises(NotFiniteError, match=r"1 of 287 values .* first at \(4, 2\)"):
+        metric(probs)
+    with pytest.raises(ValueError, match=r"empty shape \(0, 7\)"):
+        metric(np.empty((0, 7)))
+    with pytest.raises(ValueError, match=r"got shape \(7,\), wanted \(T, E\)"):
+        metric(np.ones(7))
+
+
+@pytest.mark.parametrize("metric", [routing_entropy, routing_variance, score_variance])
+def test_bfloat16_and_order_do_not_matter(metric):
+    probs = distribution(7)
+    half = torch.from_numpy(probs).to(torch.bfloat16)
+    assert metric(half) == pytest.approx(metric(probs), rel=2e-2)
+    rng = np.random.default_rng(1)
+    moved = probs[rng.permutation(T)][:, rng.permutation(E)]
+    assert metric(moved) == pytest.approx(metric(probs), rel=1e-12)
+
+
+def test_chunks_join(monkeypatch):
+    from moe_finetune.metrics import arrays, routing
+
+    probs = distribution(8, tokens=1271)
+    whole = routing_entropy(probs), score_variance(probs)
+    small = lambda rows, width: arrays.chunks(rows, width, limit=90)  # noqa: E731
+    monkeypatch.setattr(routing, "chunks", small)
+    assert (routing_entropy(probs), score_variance(probs)) == pytest.approx(whole, rel=1e-12)
+
+
+def test_rmse():
+    assert rmse([1.0, 2.0, 4.0], [1.0, 4.0, 3.0]) == pytest.approx(math.sqrt(5 / 3))
+    with pytest.raises(ValueError, match=r"curve_b: got shape \(2,\), wanted \(3\)"):
+        rmse([1, 2, 3], [1, 2])
