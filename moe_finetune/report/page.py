@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -15,6 +16,9 @@ from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, join, tag
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections import SECTIONS
+
+log = logging.getLogger(__name__)
+LARGE = 6_000_000  # bytes
 
 
 def write_report(
@@ -37,7 +41,13 @@ def write_report(
     """
     read = read_runs(runs, labels)
     report = Report(read, title or _title([run.label for run in read]))
-    return _write(render_page(report), Path(output))
+    page = render_page(report)
+    if len(page.encode()) > LARGE:
+        log.warning(
+            "the report on %d runs has %.1f MB and may open slowly; give fewer runs",
+            len(read), len(page.encode()) / 1e6,
+        )  # fmt: skip
+    return _write(page, Path(output))
 
 
 def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
@@ -80,7 +90,7 @@ def _title(labels: list[str]) -> str:
         return f"Fine-tuning report: {labels[0]}"
     if len(labels) == 2:
         return f"{labels[1]} against {labels[0]}"
-    return f"{len(labels)} runs against {labels[0]}"
+    return f"{len(labels) - 1} runs against {labels[0]}"
 
 
 def _header(report: Report) -> Markup:

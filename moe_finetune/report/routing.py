@@ -12,6 +12,13 @@ import numpy as np
 from moe_finetune.errors import TraceError
 from moe_finetune.report.markup import is_number
 
+# what a snapshot holds besides metrics
+STRUCTURE = (
+    "layers", "num_experts", "top_k", "tokens", "load", "mean_probability", "metrics",
+    "conditional_activation", "domains", "embeddings", "gate_rows_tsne", "coherence",
+    "colored_text",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -142,7 +149,9 @@ class Routing:
 
     def metrics(self) -> dict[str, Metric]:
         """Return every metric; MaxVio is computed from the load when it was not written."""
-        found = {name: _metric(value) for name, value in (self.data.get("metrics") or {}).items()}
+        named = self.data.get("metrics") or {}
+        beside = {k: v for k, v in self.data.items() if k not in (*STRUCTURE, *named)}
+        found = {name: _metric(value) for name, value in {**named, **beside}.items()}
         known = {name: metric for name, metric in found.items() if metric is not None}
         if "max_violation" not in known:
             relative_LE = self.relative_load_LE()

@@ -107,6 +107,8 @@ def _title(report: Report, name: str, curves: list[tuple[Run, Curve]]) -> str:
     if not finite:
         return f"{name}: no finite value"
     (least, low_run), (most, high_run) = min(finite), max(finite)
+    if number(least) == number(most):
+        return f"{name} ends at {number(least)} in all runs"
     return f"{name} ends between {number(least)} ({low_run}) and {number(most)} ({high_run})"
 
 

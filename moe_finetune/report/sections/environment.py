@@ -15,7 +15,11 @@ def _render(report: Report) -> Markup | None:
     else:
         report.lacks("Environment", "no environment.json in the run's folder")
     if any(run.evaluation for run in report.runs):
-        sources = [run.evaluation for run in report.runs]
+        # remarks and unfinished tasks stand beside the scores
+        sources = [
+            {k: v for k, v in run.evaluation.items() if k not in ("notes", "unfinished")}
+            for run in report.runs
+        ]
         grid = side_by_side(report, "How the runs were evaluated", sources)
         parts.append(group("Evaluation", grid))
     return join(parts) if parts else None

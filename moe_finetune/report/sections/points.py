@@ -13,7 +13,7 @@ from moe_finetune.errors import TraceError
 from moe_finetune.report.charts.scatter import key, largest_groups, scatter
 from moe_finetune.report.context import Report, Snapshot, figure, group, listed
 from moe_finetune.report.markup import Markup, number
-from moe_finetune.report.sections.routing import panel, panels
+from moe_finetune.report.sections.panels import panel, panels
 
 POINTS = 1500  # of a scatter; more only hide one another
 Point = tuple[float, float, int]

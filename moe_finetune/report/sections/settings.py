@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -44,7 +45,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return number(value, 6)
+        return f"{value:g}".replace("-", "−") if math.isfinite(value) else number(value)
     if isinstance(value, (list, dict)):
         return ", ".join(map(value_text, value)) if value else DASH
     return str(value)
@@ -63,8 +64,8 @@ def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) ->
     grid = table(caption, columns, rows, row_classes=classes)
     if len(report.runs) == 1 or not different or len(different) == len(keys):
         return grid
-    count = f"Show only the {len(different)} that differ"
-    box = tag("label", tag("input", type="checkbox", class_="only-different"), count)
+    words = f"Show only what differs ({len(different)} of {len(keys)})"
+    box = tag("label", tag("input", type="checkbox", class_="only-different"), words)
     return tag("div", box, grid, class_="settings")
 
 

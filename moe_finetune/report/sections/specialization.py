@@ -9,8 +9,8 @@ from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
 from moe_finetune.report.context import Report, Section, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import Markup, join, number, tag
+from moe_finetune.report.sections.panels import panel, panels
 from moe_finetune.report.sections.points import points
-from moe_finetune.report.sections.routing import panel, panels
 from moe_finetune.report.sections.text import text
 
 

@@ -10,7 +10,7 @@ from moe_finetune.errors import TraceError
 from moe_finetune.report.charts.scatter import group_color, largest_groups
 from moe_finetune.report.context import Report, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.sections.routing import panel
+from moe_finetune.report.sections.panels import panel
 
 TOKENS = 600  # of coloured text per snapshot
 COLORED = 6
@@ -39,8 +39,8 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         for rank, e in enumerate(named)
     ]
     content = figure(
-        f"A repeated token goes to the same expert{where} in "
-        f"{listed([shot for shot, _ in known], kept, 2)} % of cases",
+        f"Repeated tokens that go to their usual expert{where}, in %: "
+        f"{listed([shot for shot, _ in known], kept, 2)}",
         tag("ul", [*legend_entries, tag("li", "others: no colour")], class_="key"),
         tag("div", parts, class_="panels broad"),
         note="Tokens have the colour of their first expert. Does it keep to kinds of words?",
