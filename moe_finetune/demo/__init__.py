@@ -1,0 +1,1 @@
+"""The embedded default: a small checkpoint, its data and its held-out tasks, made on the spot."""

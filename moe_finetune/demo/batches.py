@@ -1,0 +1,139 @@
+"""Batches of the demo's pretraining: rows of code, of prose and of arithmetic.
+
+Text rows are random windows of the domain's documents. Arithmetic rows are problems laid end to
+end, of which only the answers are learned: operands are random, and predicting them would drown
+the few tokens that depend on the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moe_finetune.demo.arithmetic import (
+    BASE_DIFFERENCES,
+    BASE_SUMS,
+    Problem,
+    equation,
+    word_problem,
+)
+from moe_finetune.demo.corpus import Document, Domain
+from moe_finetune.demo.data import task_problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+IGNORED = -100
+PROBLEMS_AT_ONCE = 2000
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a batch is made of.
+
+    Attributes:
+        code_rows: rows of standard-library source.
+        prose_rows: rows of documentation.
+        arithmetic_rows: rows of problems.
+        length: tokens a row.
+        equations: share of problems that are bare calculations.
+        task_wordings: share of word problems in the held-out task's wordings.
+        small: share of problems with one-digit addends.
+    """
+
+    code_rows: int = 4
+    prose_rows: int = 3
+    arithmetic_rows: int = 17
+    length: int = 128
+    equations: float = 0.3
+    task_wordings: float = 0.1
+    small: float = 0.2
+
+
+def batches(
+    documents: list[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    mixture: Mixture,
+    seed: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless ``(input_ids_BS, labels_BS)``, int64; a label belongs to its own position."""
+    import torch
+
+    windows = np.random.default_rng(seed)
+    streams = {
+        domain: _stream(documents, domain, tokenizer) for domain in ("code", "prose")
+    }
+    problems = _problem_rows(tokenizer, mixture, random.Random(seed))
+    counts: dict[Domain, int] = {"code": mixture.code_rows, "prose": mixture.prose_rows}
+    while True:
+        ids, labels = [], []
+        for domain, rows in counts.items():
+            stream = streams[domain]
+            for start in windows.integers(0, len(stream) - mixture.length, rows):
+                ids.append(stream[start : start + mixture.length])
+                labels.append(ids[-1])
+        for _ in range(mixture.arithmetic_rows):
+            row, answers = next(problems)
+            ids.append(row)
+            labels.append(answers)
+        yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(labels))
+
+
+def draw_problem(rng: random.Random, mixture: Mixture) -> tuple[str, str]:
+    """Prompt and answer of one problem of the mixture, on a training fact."""
+    if rng.random() < mixture.equations:
+        problem = equation(rng, mixture.small)
+        return problem.question, f" {problem.answer}"
+    if rng.random() < mixture.task_wordings:
+        problem = task_problem(rng, held_out=False)
+    else:
+        problem = base_problem(rng, held_out=False, small_share=mixture.small)
+    return problem.prompt, f" {problem.answer}"
+
+
+def base_problem(rng: random.Random, held_out: bool, small_share: float = 0.0) -> Problem:
+    """A problem in the wordings of the pretraining text."""
+    return word_problem(
+        rng,
+        held_out=held_out,
+        sums=BASE_SUMS,
+        differences=BASE_DIFFERENCES,
+        small_share=small_share,
+    )
+
+
+def _stream(
+    documents: list[Document], domain: Domain, tokenizer: PreTrainedTokenizerFast
+) -> np.ndarray:
+    texts = [d.text for d in documents if d.domain == domain and d.split == "pretrain"]
+    end = tokenizer.eos_token_id
+    parts = tokenizer.backend_tokenizer.encode_batch_fast(texts)
+    return np.array([token for part in parts for token in (*part.ids, end)], dtype=np.int64)
+
+
+def _problem_rows(
+    tokenizer: PreTrainedTokenizerFast, mixture: Mixture, rng: random.Random
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    encode = tokenizer.backend_tokenizer.encode_batch_fast
+    ids: list[int] = []
+    labels: list[int] = []
+    while True:
+        drawn = [draw_problem(rng, mixture) for _ in range(PROBLEMS_AT_ONCE)]
+        prompts = encode([prompt for prompt, _ in drawn])
+        answers = encode([answer for _, answer in drawn])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            reply = [*answer.ids, tokenizer.eos_token_id]
+            ids += [*prompt.ids, *reply]
+            labels += [*[IGNORED] * len(prompt.ids), *reply]
+        whole = len(ids) // mixture.length * mixture.length
+        yield from zip(
+            np.array(ids[:whole]).reshape(-1, mixture.length),
+            np.array(labels[:whole]).reshape(-1, mixture.length),
+            strict=True,
+        )
+        ids, labels = ids[whole:], labels[whole:]
