@@ -135,22 +135,32 @@ def merge(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: stored.")
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with base + adapter afterwards.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
 ) -> None:
     """Write base + adapter as an ordinary checkpoint, shard by shard.
 
-    Example: moe-finetune merge runs/erc --output merged/erc
+    Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights import merge_adapter
 
     adapter = source / "adapter" if (source / "adapter").is_dir() else source
-    report = merge_adapter(
-        local_folder(base or base_of(adapter)), adapter, output, dtype=dtype, dry_run=dry_run
-    )
-    print(report.plan.table() if dry_run else report)
+    folder = local_folder(base or base_of(adapter))
+    report = merge_adapter(folder, adapter, output, dtype=dtype, dry_run=dry_run)
+    if dry_run:
+        print(report.plan.table())
+        return
+    print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
+    if verify:
+        from moe_finetune.weights.verify import verify_merge
+
+        check = verify_merge(folder, adapter, output)
+        print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
 
 
 def base_of(adapter: Path) -> str:
@@ -255,6 +265,25 @@ def select(
     experts = dict(zip(info.layers, chosen, strict=True))
     ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p).write(output)
     print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")
+
+
+@app.command()
+def permute(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    permutation: Annotated[
+        Path, typer.Option("--permutation", "-p", help='JSON: {"LAYER": [old expert, ...]}.')
+    ],
+    output: Output,
+) -> None:
+    """Write a checkpoint with the experts of some layers in another order; it computes the same.
+
+    Example: moe-finetune permute ./my-moe --permutation order.json --output ./my-moe-placed
+    """
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.permute import permute_experts, read_permutation
+
+    permute_experts(local_folder(checkpoint), read_permutation(permutation), output)
+    print(f"checkpoint: {output}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
