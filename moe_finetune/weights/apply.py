@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_finetune.weights.adapter import check_finite, open_adapter
 from moe_finetune.weights.bias import BiasExport
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
 from moe_finetune.weights.output import check_output, output_folder, write_small
 from moe_finetune.weights.plan import MergePlan, plan_merge
-from moe_finetune.weights.writer import Content, Copy, Literal, Progress, write_files
+
+if TYPE_CHECKING:
+    from moe_finetune.weights.writer import Content
 
 AdapterPath = str | Path
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def merge_adapter(
         bias: loss-free routing bias by decoder layer, added where the family keeps one.
         bias_export: "drop" leaves the bias out where the family has no place for it.
         progress: called with (bytes done, bytes in all).
-        workers: threads, by default one a core, at most 8.
+        workers: threads, by default one a core, at most 8, and two that wait for the disk.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -114,6 +118,7 @@ def apply_plan(
 ) -> dict[str, float]:
     """Carry out ``plan`` and return the norm of the change of each changed tensor."""
     from moe_finetune.weights.compute import Factors, Merged
+    from moe_finetune.weights.writer import Copy, Literal, write_files
 
     factors = Factors(plan.adapters)
     norms: dict[str, float] = {}
@@ -133,8 +138,9 @@ def apply_plan(
 
 
 def default_workers() -> int:
-    """One thread a core this process may use, at most 8: the disk is the limit beyond."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    """One thread a core this process may use, at most 8, and two that wait for the disk."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, cores or 1) + 2
 
 
 @contextmanager

@@ -18,11 +18,21 @@ from moe_finetune.errors import NumericsError
 from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.headers import ITEM_BYTES, TensorInfo
 from moe_finetune.weights.plan import TensorPlan
-from moe_finetune.weights.tensors import DTYPES, read_bytes, read_into, read_tensor, write_from
+from moe_finetune.weights.tensors import (
+    as_bytes,
+    read_bytes,
+    read_into,
+    read_tensor,
+    thread_buffer,
+    typed,
+)
 from moe_finetune.weights.updates import LowRank, Replace
+from moe_finetune.weights.writer import Output
 
-# Elements worked on at a time by one thread: the whole of one expert's matrix, a part of lm_head.
+# Elements read and written at a time by one thread: the whole of one expert's matrix, a part of
+# lm_head. Elements worked on at a time: few enough to stay in a core's own cache.
 _CHUNK = 4 << 20
+_BLOCK = 1 << 18
 _MAX_FLOAT16 = 65504.0
 
 
@@ -83,32 +93,39 @@ class Merged:
     factors: Factors
     norms: dict[str, float] = field(default_factory=dict)
 
-    def write(self, fd: int, target: TensorInfo) -> None:
+    def write(self, out: Output, target: TensorInfo) -> None:
         """See :class:`moe_finetune.weights.writer.Content`."""
         source = self.plan.source
         assert source is not None
-        low_rank = [self.factors.pair(u) for u in self.plan.updates if isinstance(u, LowRank)]
-        replacements = [u for u in self.plan.updates if isinstance(u, Replace)]
-        left_OR = torch.cat([left for left, _ in low_rank], 1) if low_rank else None
-        right_RI = torch.cat([right for _, right in low_rank], 0) if low_rank else None
+        left_OR, right_RI = self._low_rank()
         squares = 0.0
         columns = target.shape[-1] if len(target.shape) > 1 else 1
         rows = target.size // ITEM_BYTES[target.dtype] // columns
-        step = max(1, _CHUNK // columns)
+        step, block = max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         file = os.open(source.file, os.O_RDONLY)
         try:
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                chunk_OI = _read_rows(file, source, first, last, columns)
-                work_OI = chunk_OI.float()
-                for update in replacements:
-                    squares += self._replace(work_OI, update, first * columns)
-                if left_OR is not None and right_RI is not None:
-                    work_OI.addmm_(left_OR[first:last], right_RI)
-                _check_range(work_OI, target)
-                out = work_OI.to(DTYPES[target.dtype])
                 at = target.offset + first * columns * ITEM_BYTES[target.dtype]
-                write_from(fd, _bytes(out), at)
+                chunk_OI = _buffer("in", last - first, columns, source.dtype, at)
+                start = source.offset + first * columns * ITEM_BYTES[source.dtype]
+                read_into(file, as_bytes(chunk_OI), start)
+                out_OI = chunk_OI
+                if target.dtype != source.dtype:
+                    out_OI = _buffer("out", last - first, columns, target.dtype, at)
+                for top in range(0, last - first, block):
+                    rows_here = slice(top, min(top + block, last - first))
+                    work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
+                    work_OI.copy_(chunk_OI[rows_here])
+                    for update in self.plan.updates:
+                        if isinstance(update, Replace):
+                            squares += self._replace(work_OI, update, (first + top) * columns)
+                    if left_OR is not None and right_RI is not None:
+                        below = slice(first + rows_here.start, first + rows_here.stop)
+                        work_OI.addmm_(left_OR[below], right_RI)
+                    _check_range(work_OI, target)
+                    out_OI[rows_here].copy_(work_OI)
+                out.write(out_OI.view(-1).view(torch.uint8), at)
         finally:
             os.close(file)
         if self.plan.updates:
@@ -118,13 +135,20 @@ class Merged:
                 squares += max(gram.sum().item(), 0.0)
             self.norms[target.name] = squares**0.5
 
+    def _low_rank(self) -> tuple[Tensor | None, Tensor | None]:
+        """All low-rank updates as one pair: their factors side by side."""
+        pairs = [self.factors.pair(u) for u in self.plan.updates if isinstance(u, LowRank)]
+        if len(pairs) < 2:
+            return pairs[0] if pairs else (None, None)
+        return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs])
+
     def _replace(self, work_OI: Tensor, update: Replace, first: int) -> float:
         """Move ``work_OI`` towards the saved tensor by the adapter's weight; square of the move."""
         adapter, weight = self.factors.adapters[update.adapter]
         info, count = adapter.tensors[update.key], work_OI.numel()
         size = ITEM_BYTES[info.dtype]
         raw = read_bytes(info.file, info.offset + (update.first + first) * size, count * size)
-        new_OI = torch.frombuffer(raw, dtype=DTYPES[info.dtype]).view(work_OI.shape).float()
+        new_OI = typed(raw, info.dtype).view(work_OI.shape).float()
         move_OI = new_OI - work_OI
         if weight == 1.0 and sum(isinstance(u, Replace) for u in self.plan.updates) == 1:
             work_OI.copy_(new_OI)
@@ -133,15 +157,12 @@ class Merged:
         return (weight * move_OI.norm().item()) ** 2
 
 
-def _read_rows(fd: int, source: TensorInfo, first: int, last: int, columns: int) -> Tensor:
-    size = ITEM_BYTES[source.dtype] * columns
-    raw = bytearray((last - first) * size)
-    read_into(fd, memoryview(raw), source.offset + first * size)
-    return torch.frombuffer(raw, dtype=DTYPES[source.dtype]).view(last - first, columns)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
+def _buffer(name: str, rows: int, columns: int, dtype: str, offset: int = 0) -> Tensor:
+    """A thread's buffer as (rows, columns) of a stored dtype, to be written at ``offset``."""
+    item = ITEM_BYTES[dtype]
+    # An offset that is no multiple of the item cannot be met; the bytes are then written buffered.
+    raw = thread_buffer(name, rows * columns * item, offset - offset % item)
+    return typed(raw, dtype).view(rows, columns)
 
 
 def _check_range(work_OI: Tensor, target: TensorInfo) -> None:

@@ -77,11 +77,8 @@ def logits(model, seed: int = 1) -> torch.Tensor:
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
 
 
-def with_adapter(base: Path, *folders: Path):
-    """Base and adapters in stock PEFT, all active."""
+def with_adapter(base: Path, folder: Path):
+    """Base and adapter in stock PEFT."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load(base), folders[0], adapter_name="a0")
-    for number, folder in enumerate(folders[1:], 1):
-        model.load_adapter(folder, adapter_name=f"a{number}")
-    return model.eval()
+    return PeftModel.from_pretrained(load(base), folder).eval()
