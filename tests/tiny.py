@@ -26,7 +26,8 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCABULARY = 400
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -61,6 +62,16 @@ _MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def config(family: str):
@@ -75,6 +86,7 @@ def config(family: str):
             num_experts=12,
             norm_topk_prob=True,
             router_aux_loss_coef=0.001,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000_000.0},
         )
     if family == "olmoe":
         return OlmoeConfig(
@@ -95,7 +107,8 @@ def config(family: str):
         )
     if family == "deepseek_v2":
         return DeepseekV2Config(
-            **_COMMON,
+            **{**_COMMON, "max_position_embeddings": 40 * 64},
+            rope_parameters=dict(_YARN),
             **_DEEPSEEK,
             **_MLA,
             topk_method="greedy",
@@ -104,7 +117,13 @@ def config(family: str):
         )
     if family == "moonlight":
         moonlight = DeepseekV3Config(
-            **_COMMON, **_DEEPSEEK, **_MLA, norm_topk_prob=True, routed_scaling_factor=2.446
+            **_COMMON,
+            **_DEEPSEEK,
+            **_MLA,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
+            norm_topk_prob=True,
+            routed_scaling_factor=2.446,
         )
         moonlight.topk_method = "noaux_tc"
         moonlight.scoring_func = "sigmoid"

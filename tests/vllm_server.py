@@ -85,9 +85,7 @@ def _serve(request: Path, answer: Path) -> None:
     for output in outputs:
         best = output.outputs[0]
         tokens = list(best.token_ids)
-        logprobs = [
-            step[token].logprob for token, step in zip(tokens, best.logprobs, strict=True)
-        ]
+        logprobs = [step[token].logprob for token, step in zip(tokens, best.logprobs, strict=True)]
         rows.append({"tokens": tokens, "logprobs": logprobs})
     answer.write_text(json.dumps(rows))
 

@@ -29,7 +29,7 @@ class DiskLayout:
     down: str = "experts.{expert}.down_proj.weight"
 
     def name(self, part: str, layer: int, expert: int | None = None) -> str:
-        """Full tensor name of ``part`` (``router``, ``router_bias``, ``gate``, ``up``, ``down``)."""
+        """Full name of ``part``: ``router``, ``router_bias``, ``gate``, ``up`` or ``down``."""
         pattern = getattr(self, part)
         if pattern is None:
             raise KeyError(f"this layout has no {part}")

@@ -67,19 +67,17 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
 def write_tokenizer(source: Path, output: Path) -> None:
     """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
 
-    ``tokenizer.json`` is copied, or made from ``tiktoken.model``. ``tokenizer_config.json`` keeps
-    its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
+    ``tokenizer.json`` holds what :func:`load_tokenizer` returns: its splitting, merges, added
+    tokens and a begin-of-sequence token where the settings ask for one. ``tokenizer_config.json``
+    keeps its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
 
     Raises:
         CheckpointError: ``source`` has no tokenizer that can be read without its code.
     """
-    tokenizer = load_tokenizer(source)
-    if not (source / "tokenizer.json").is_file():
-        tokenizer.save_pretrained(output)
-    else:
-        for file in source.glob("*.json"):
-            if file.name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
-                shutil.copyfile(file, output / file.name)
+    load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, output / name)
     settings_file = source / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.is_file() else {}
     settings.pop("auto_map", None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.families import deepseek_moe, family_of
-from moe_finetune.families.checkpoint import read_config, tensor_files
+from moe_finetune.families.checkpoint import read_config, read_json, tensor_files
 from moe_finetune.families.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     """
     folder = local_folder(path, weights=False)
     family_of(read_config(folder))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     deepseek_moe.register()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{folder / 'config.json'} has a value that this model type refuses: {error}"
         ) from error
@@ -129,7 +130,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
     ``tokenizer.json`` is taken as it is: the class that ``tokenizer_config.json`` names is not
     used, since for the published DeepSeek checkpoints transformers 5 rebuilds another tokenizer
-    from it. Without that file Moonlight's ``tiktoken.model`` is converted.
+    from it. ``add_bos_token`` there, which transformers 5 drops, is honoured: those models saw it
+    in training. Without ``tokenizer.json`` Moonlight's ``tiktoken.model`` is converted.
 
     Raises:
         CheckpointError: the folder has no tokenizer that can be read without its code.
@@ -139,11 +141,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     folder = local_folder(path, weights=False)
     if (folder / "tokenizer.json").is_file():
         try:
-            return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
                 f"{folder}: its tokenizer files cannot be read ({error}); copy them again"
             ) from error
+        settings = folder / "tokenizer_config.json"
+        if settings.is_file() and read_json(settings).get("add_bos_token"):
+            bos = tokenizer.bos_token_id
+            if bos is not None and tokenizer.encode("")[:1] != [bos]:
+                tokenizer.add_bos_token = True
+        return tokenizer
     if (folder / RANKS_FILE).is_file():
         return load_tiktoken(folder)
     raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Mixtral: softmax router, renormalised, published names ``block_sparse_moe.experts.N.w1/w3/w2``."""
+"""Mixtral: softmax router, renormalised; on disk ``block_sparse_moe.experts.N.w1/w3/w2``."""
 
 from moe_finetune.families.base import DiskLayout, Family
 

@@ -126,11 +126,9 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
         super(LlamaDecoderLayer, self).__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
-        self.mlp = (  # type: ignore[assignment]
-            DeepseekMoE(config)
-            if layer_idx in moe_layers(config)
-            else DeepseekMLP(config, config.intermediate_size)
-        )
+        sparse = layer_idx in moe_layers(config)
+        mlp = DeepseekMoE(config) if sparse else DeepseekMLP(config, config.intermediate_size)
+        self.mlp = mlp  # type: ignore[assignment]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
