@@ -86,3 +86,17 @@ FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 def after_dense_layers(config: Any) -> list[int]:
     """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
     return list(range(config.first_k_dense_replace, config.num_hidden_layers))
+
+
+def require(config: Any, **wanted: Any) -> None:
+    """Raise UnsupportedModelError where a field that ``config`` has is not one of those wanted.
+
+    For options of the public config that transformers' class ignores and vLLM's does not.
+    """
+    for key, allowed in wanted.items():
+        value = getattr(config, key, None)
+        if value is not None and value not in allowed:
+            supported = ", ".join(str(option) for option in allowed)
+            raise UnsupportedModelError(
+                f"{config.model_type}: {key} '{value}' is not supported; supported: {supported}"
+            )

@@ -1,15 +1,16 @@
 """DeepSeek-V2-Lite: MLA attention, softmax router without renormalisation, shared experts."""
 
-from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.families.base import Family, after_dense_layers
+from moe_finetune.families.base import Family, after_dense_layers, require
 
 
 def _check(config) -> None:
-    if config.topk_method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModelError(
-            f"deepseek_v2: topk_method '{config.topk_method}' is not supported; "
-            "supported: greedy, group_limited_greedy"
-        )
+    require(
+        config,
+        topk_method=("greedy", "group_limited_greedy"),
+        scoring_func=("softmax",),
+        norm_topk_prob=(False,),
+        moe_layer_freq=(1,),
+    )
 
 
 FAMILY = Family(

@@ -1,7 +1,12 @@
 """Moonlight-16B-A3B: DeepSeek-V3's class, sigmoid router with a correction bias for selection."""
 
-from moe_finetune.families.base import DiskLayout, Family, after_dense_layers
+from moe_finetune.families.base import DiskLayout, Family, after_dense_layers, require
 from moe_finetune.families.deepseek_v2 import FAMILY as DEEPSEEK_V2
+
+
+def _check(config) -> None:
+    require(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",), moe_layer_freq=(1,))
+
 
 FAMILY = Family(
     name="moonlight",
@@ -15,5 +20,6 @@ FAMILY = Family(
     num_experts=lambda config: config.n_routed_experts,
     scaling=lambda config: float(config.routed_scaling_factor),
     moe_layers=after_dense_layers,
+    check=_check,
     bias_export="tensor",
 )

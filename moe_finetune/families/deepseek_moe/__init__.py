@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.families.base import Family
+from moe_finetune.families.base import Family, require
 
 
 def moe_layers(config: Any) -> list[int]:
@@ -19,10 +19,7 @@ def moe_layers(config: Any) -> list[int]:
 
 def check(config: Any) -> None:
     """Raise UnsupportedModelError for options of the public config that no release uses."""
-    if config.scoring_func != "softmax":
-        raise UnsupportedModelError(
-            f"deepseek: scoring_func '{config.scoring_func}' is not supported; supported: softmax"
-        )
+    require(config, scoring_func=("softmax",))
     if config.num_experts_per_tok > config.n_routed_experts:
         raise UnsupportedModelError(
             f"deepseek: num_experts_per_tok {config.num_experts_per_tok} is more than "
