@@ -91,7 +91,6 @@ def train(recipe: Recipe, output: Path, resume: bool) -> None:
     model = load_model(
         recipe.model.path,
         dtype=recipe.model.dtype,
-        revision=recipe.model.revision,
         attn_implementation=recipe.model.attn_implementation,
     )
     from transformers import set_seed
@@ -108,8 +107,10 @@ def train(recipe: Recipe, output: Path, resume: bool) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         callback.close()
-    take_snapshot(model, sample, output / "routing" / "after.json", callback.perturbation)
-    save_trained(model, tokenizer, recipe, output, callback.balancer)
+    method = callback.specialization
+    assert method is not None
+    take_snapshot(model, sample, output / "routing" / "after.json", method.perturbation)
+    save_trained(model, tokenizer, recipe, output, method.balancer)
 
 
 def last_checkpoint(output: Path) -> Path | None:
@@ -128,7 +129,7 @@ def merge(recipe: Recipe, output: Path) -> None:
 
     if (output / "merged").exists():
         return
-    base = local_folder(recipe.model.path, recipe.model.revision)
+    base = local_folder(recipe.model.path)
     result = merge_adapter(
         base,
         output / "adapter",
@@ -144,7 +145,7 @@ def verify(recipe: Recipe, output: Path) -> None:
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.verify import verify_merge
 
-    base = local_folder(recipe.model.path, recipe.model.revision)
+    base = local_folder(recipe.model.path)
     result = verify_merge(base, output / "adapter", output / "merged")
     log.info("%s", result)
     note(output, verify=str(result))

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from moe_finetune.errors import did_you_mean
+from moe_finetune.recipe import in_words
 
 OWNED = {
     "output_dir": "it is --output on the command line",
@@ -92,7 +93,5 @@ def _mismatch(hint: Any, value: Any) -> str | None:
     except PydanticSchemaGenerationError:
         return None
     except ValidationError as error:
-        return " or ".join(
-            dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
-        )
+        return " or ".join(dict.fromkeys(in_words(e["msg"]) for e in error.errors()))
     return None

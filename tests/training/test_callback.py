@@ -178,7 +178,7 @@ def test_a_plain_trainer_logs_losses_and_routing(tmp_path):
     for name in ("losses/load_balance", "losses/orthogonality", "losses/variance"):
         assert logged[name] == logged[name]
     assert logged["routing/max_violation"] > 0
-    assert callback.reached.keys() == {"load_balance", "orthogonality", "variance"}
+    assert callback.specialization.reached.keys() == {"load_balance", "orthogonality", "variance"}
     assert "_moe_finetune" not in model.get_base_model().model.layers[0].mlp.experts.__dict__
 
 
@@ -223,7 +223,7 @@ def test_a_term_that_reaches_nothing_trainable_is_refused(tmp_path):
     frozen_experts = add_lora(
         tiny.model("qwen3_moe", num_hidden_layers=1),
         LoraSection(rank=4, alpha=8.0, targets=[]),
-        "full",
+        "lora",
     )
     trainer = Trainer(
         frozen_experts,
