@@ -7,8 +7,6 @@ the ESFT authors open too.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from moe_finetune.capture.trace_format import (
     FIELDS,
     ChunkInfo,
     TraceInfo,
+    load_arrays,
     read_chunk,
     read_manifest,
 )
@@ -169,20 +168,10 @@ class RoutingTrace:
 
 def _import(path: Path, num_experts: int, first_layer: int) -> TraceInfo:
     """The facts of a published ``.npz`` trace; its arrays are checked when they are read."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in IMPORTED_FIELDS if name not in archive]
-            shape: tuple[int, ...] = archive["ids"].shape if not missing else ()
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise TraceError(
-            f"{path}: not a trace, or damaged ({type(error).__name__}: {error})"
-        ) from error
-    if missing or len(shape) != 3 or 0 in shape:
-        raise TraceError(
-            f"{path}: got ids of shape {shape} and no {missing}, wanted ids and weights "
-            "(tokens, layers, K) and seq (tokens,)"
-        )
-    tokens, layers, width = shape
+    ids = load_arrays(path, IMPORTED_FIELDS)["ids"]
+    if ids.ndim != 3 or 0 in ids.shape:
+        raise TraceError(f"{path}: got ids of shape {ids.shape}, wanted (tokens, layers, K)")
+    tokens, layers, width = ids.shape
     return TraceInfo(
         model_type="deepseek_v2",
         checkpoint=path.stem,

@@ -5,7 +5,9 @@ Shape legend: T tokens, L MoE layers, E routed experts, K selected, H hidden, N 
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -33,6 +35,19 @@ FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embedding_labels": (("N", "L"), ("int16",)),
     "embeddings": (("N", "L", "H"), ("float16", "float32")),
 }
+# What zipfile and numpy raise for damaged bytes; NotImplementedError and RuntimeError are a zip
+# method and an encryption flag that nobody set.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 EMBEDDING_FIELDS = ("embedding_positions", "embedding_labels", "embeddings")
 
 
@@ -183,19 +198,28 @@ def write_chunk(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     temporary.replace(path)
 
 
+def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Arrays of an ``.npz`` file by name; TraceError when it is not one, or damaged."""
+    found: dict[str, np.ndarray] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in names:
+                # Read whole, so that the checksum is verified before numpy parses anything.
+                member = io.BytesIO(archive.read(f"{name}.npy"))
+                found[name] = np.lib.format.read_array(member, allow_pickle=False)
+    except UNREADABLE as error:
+        raise TraceError(
+            f"{path}: not a trace, or damaged ({type(error).__name__}: {error}); "
+            "restore it or record again"
+        ) from error
+    return found
+
+
 def read_chunk(
     path: Path, info: TraceInfo, chunk: ChunkInfo, fields: Iterable[str]
 ) -> dict[str, np.ndarray]:
     """Read and check some arrays of a chunk; TraceError names the file and the array."""
-    found: dict[str, np.ndarray] = {}
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            for name in fields:
-                found[name] = archive[name]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise TraceError(
-            f"{path}: damaged ({type(error).__name__}: {error}); restore it or record again"
-        ) from error
+    found = load_arrays(path, fields)
     sizes = info.sizes(chunk)
     for name, array in found.items():
         letters, dtypes = FIELDS[name]
