@@ -220,7 +220,7 @@ def main() -> None:
             shutil.rmtree(target)
             merges.append(child(MERGE, str(base), str(adapter), str(target)))
             shutil.rmtree(target, ignore_errors=True)
-            print(f"cp {copies[-1]:.1f} s (+ sync {syncs[-1]:.1f} s), merge {merges[-1]}", flush=True)
+            print(f"cp {copies[-1]:.1f} + sync {syncs[-1]:.1f} s, merge {merges[-1]}", flush=True)
         peft = child(PEFT, str(base), str(adapter), str(target)) if options.peft else None
         wall = [merge["process_seconds"] for merge in merges]
         result = {

@@ -77,7 +77,7 @@ class Catalog:
             raise DataError(f"data folder {self.data_dir} does not exist")
         own = str(eval_root() / "tasks")
         self._manager = TaskManager(include_path=own, include_defaults=False)
-        names = [t.template or t.task for t in suite.tasks if not t.external]
+        names = [t.task for t in suite.tasks if not (t.external or t.template)]
         if any(name not in self._manager._index for name in names):
             self._manager = TaskManager(include_path=own)
         self._index = self._manager._index
@@ -90,7 +90,7 @@ class Catalog:
         """
         name = entry.template or entry.task
         if name not in self._index:
-            # All 14,000 names are no help in a message; the families' first words are.
+            # All 14,000 names would drown the hint; those that begin alike are candidates.
             known = [n for n in self._index if n[:2] == name[:2]] or list(self._index)[:20]
             raise EvaluationError(
                 f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, known)}"
@@ -164,30 +164,40 @@ class Catalog:
                 return folder / f"{split}{suffix}"
         return folder / f"{split}.jsonl"
 
-    def register(self, leaves: list[Leaf]) -> None:
-        """Make lm-eval read local files for ``leaves`` that have them."""
+    def register(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
+        """Make lm-eval read local files for ``leaves`` that have them, with the suite's shots."""
         from lm_eval.tasks._index import Entry, Kind
 
         for leaf in leaves:
-            if leaf.missing:
-                raise DataError(
-                    f"task {leaf.name}: data file {leaf.missing[0]} does not exist"
-                    + (f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else "")
-                    + "; 'eval --check' lists what a suite needs"
-                )
+            config = dict(leaf.config)
+            if entry.shots is not None:
+                # lm-eval ignores a number of shots given elsewhere where a task's file says 0.
+                config["num_fewshot"] = entry.shots
             if leaf.files:
-                config = {**leaf.config, "custom_dataset": _loader(leaf.files)}
+                config["custom_dataset"] = _loader(leaf.files)
                 config.pop("dataset_kwargs", None)
                 for split_key in _SPLIT_KEYS:
                     # lm-eval opens every split that is named, also one that no prompt needs.
                     if config.get(split_key) not in (None, *leaf.files):
                         config[split_key] = None
+            if "class" not in config:
                 self._index[leaf.name] = Entry(leaf.name, Kind.TASK, None, cfg=config)
 
     @property
     def manager(self) -> Any:
         """lm-eval's TaskManager with the registered tasks."""
         return self._manager
+
+
+def require_files(leaves: list[Leaf]) -> None:
+    """Raise DataError for the first local file that should be there and is not."""
+    for leaf in leaves:
+        if leaf.missing:
+            more = f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else ""
+            raise DataError(
+                f"task {leaf.name}: data file {leaf.missing[0]} does not exist{more}; "
+                "'eval --check' lists what a suite needs"
+            )
 
 
 def _needed(entry: SuiteTask, config: dict[str, Any]) -> list[str]:

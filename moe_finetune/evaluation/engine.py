@@ -15,7 +15,7 @@ from typing import Any, cast
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.catalog import Catalog, Leaf
+from moe_finetune.evaluation.catalog import Catalog, Leaf, require_files
 from moe_finetune.evaluation.environment import describe_environment
 from moe_finetune.evaluation.files import (
     sha256_json,
@@ -96,7 +96,7 @@ def evaluate(
     catalog = Catalog(loaded, data_dir)
     leaves = {t.label: catalog.leaves(t) for t in loaded.tasks if not t.external}
     for group in leaves.values():
-        catalog.register(group)
+        require_files(group)
     own = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
@@ -156,6 +156,7 @@ class _Run:
                 if entry.external:
                     notes.append(f"{entry.label}: {entry.external}")
                     continue
+                self.catalog.register(entry, leaves[entry.label])
                 self._say(f"[{number}/{len(self.suite.tasks)}] {entry.label}")
                 result = self._task(entry, leaves[entry.label])
                 if entry.code:

@@ -69,10 +69,10 @@ def check_suite(
             check.missing = sorted({str(path) for leaf in leaves for path in leaf.missing})
             check.runnable = not check.missing
             if check.runnable and all(leaf.files for leaf in leaves):
-                catalog.register(leaves)
+                catalog.register(entry, leaves)
                 cap = min((n for n in (limit, entry.limit) if n is not None), default=None)
                 for leaf in leaves:
-                    _estimate(check, catalog, leaf.name, entry.shots, cap, tokenizer)
+                    _estimate(check, catalog, leaf.name, cap, tokenizer)
         except MoeFinetuneError as error:
             check.runnable, check.problem = False, str(error)
     return checks
@@ -82,13 +82,10 @@ def _estimate(
     check: TaskCheck,
     catalog: Catalog,
     name: str,
-    shots: int | None,
     limit: int | None,
     tokenizer: Any,
 ) -> None:
     ((_, task),) = catalog.manager.load([name])["tasks"].items()
-    if shots is not None and task.get_config("num_fewshot") != 0:
-        task.set_config(key="num_fewshot", value=shots)
     task.set_fewshot_seed(seed=0)
     items = len(task.eval_docs)
     items = min(items, limit) if limit else items

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moe_finetune.errors import (
+    CheckpointError,
+    DataError,
+    EvaluationError,
+    OutputExistsError,
+)
+from moe_finetune.evaluation.backends import open_backend
+from moe_finetune.evaluation.engine import evaluate
+from moe_finetune.evaluation.files import checkpoint_hash, read_rows
+from moe_finetune.evaluation.results import load_results, load_samples
+from tests import tiny
+from tests.evaluation.local import write_suite
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    return write_suite(tmp_path_factory.mktemp("suite"))
+
+
+@pytest.fixture(scope="module")
+def backend(checkpoint):
+    with open_backend(checkpoint, "hf") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def finished(backend, checkpoint, suite, tmp_path_factory):
+    output = tmp_path_factory.mktemp("finished")
+    evaluate(checkpoint, suite, "hf", output, opened=backend, progress=False)
+    return output
+
+
+def _samples(folder):
+    results = load_results(folder)
+    return {name: load_samples(folder, task) for name, task in results["tasks"].items()}
+
+
+def test_results_hold_everything_that_a_reader_needs(finished, checkpoint):
+    results = load_results(finished)
+    assert results["complete"] and results["unfinished"] == []
+    assert results["checkpoint"]["sha256"] == checkpoint_hash(checkpoint)
+    assert results["environment"]["packages"]["lm-eval"] == "0.4.13"
+    sums, colours = results["tasks"]["sums"], results["tasks"]["colours"]
+    assert (sums["n"], sums["shots"], sums["version"]) == (23, 2, 1.0)
+    assert (colours["n"], colours["chance"]) == (27, 1 / 3)
+    assert colours["usage"]["requests"] == 81
+    assert sums["usage"]["tokens_per_second"] > 0
+    assert set(colours["metrics"]) == {"acc,none", "acc_norm,none"}
+
+
+def test_scores_are_the_mean_of_the_samples(finished):
+    results, samples = load_results(finished), _samples(finished)
+    for name, metric in (("sums", "exact_match"), ("colours", "acc")):
+        values = [row["metrics"][metric] for row in samples[name]]
+        mean = sum(values) / len(values)
+        assert results["tasks"][name]["value"] == pytest.approx(mean)
+        spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+        assert results["tasks"][name]["stderr"] == pytest.approx(spread / math.sqrt(len(values)))
+    assert len({row["item"] for row in samples["colours"]}) > 15
+
+
+def test_log_likelihoods_are_the_models(finished, checkpoint):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for row in _samples(finished)["colours"][:3]:
+        for (context, text), ((logprob, _),) in zip(row["prompts"], row["replies"], strict=True):
+            ids = tokenizer(context + text, return_tensors="pt").input_ids
+            start = len(tokenizer(context).input_ids)
+            with torch.no_grad():
+                table = model(ids).logits[0].float().log_softmax(-1)
+            expected = sum(table[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
+            assert logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_examples_come_from_the_training_split(finished, suite):
+    train = {r["question"] for r in read_rows(suite.parent / "sums_train.jsonl")}
+    prompt = _samples(finished)["sums"][0]["prompts"][0][0]
+    lines = [line for line in prompt.split("\n") if line]
+    assert len(lines) == 3
+    assert all(line.split("=")[0] + "=" in train for line in lines[:2])
+
+
+def test_a_second_call_asks_nothing(backend, checkpoint, suite, finished, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("the model was asked")
+
+    monkeypatch.setattr(backend.lm, "generate_until", forbidden)
+    monkeypatch.setattr(backend.lm, "loglikelihood", forbidden)
+    before = load_results(finished)["tasks"]
+    again = evaluate(checkpoint, suite, "hf", finished, opened=backend, progress=False)
+    assert json.loads(json.dumps(again["tasks"])) == before
+
+
+def test_another_checkpoint_never_meets_stored_replies(checkpoint, suite, finished, tmp_path):
+    other = tiny.save("qwen3_moe", tmp_path / "other", seed=5)
+    with pytest.raises(OutputExistsError, match="another checkpoint"):
+        evaluate(other, suite, "hf", finished, progress=False)
+    output = tmp_path / "output"
+    shutil.copytree(finished, output)
+    (output / "results.json").unlink()
+    mixed = evaluate(other, suite, "hf", output, progress=False)
+    fresh = evaluate(other, suite, "hf", tmp_path / "fresh", progress=False)
+    assert all(task["usage"]["stored"] == 0 for task in mixed["tasks"].values())
+    assert _samples(output) == _samples(tmp_path / "fresh")
+    assert _samples(output)["colours"] != _samples(finished)["colours"]
+    assert mixed["checkpoint"]["sha256"] == fresh["checkpoint"]["sha256"]
+
+
+def test_a_changed_weight_file_is_another_checkpoint(checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    assert checkpoint_hash(copy) == checkpoint_hash(checkpoint)
+    (copy / "README.md").write_text("notes")
+    assert checkpoint_hash(copy) == checkpoint_hash(checkpoint)
+    weights = next(copy.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert checkpoint_hash(copy) != checkpoint_hash(checkpoint)
+
+
+_CHILD = """
+import os, sys
+from moe_finetune.evaluation.backends import open_backend
+from moe_finetune.evaluation.engine import evaluate
+
+checkpoint, suite = sys.argv[1:]
+opened = open_backend(checkpoint, "hf", batch_size=4)
+opened.chunk = 4
+for output in sys.stdin:
+    # A fork has the loaded model already, and dies as wholly as a process of its own.
+    child = os.fork()
+    if child == 0:
+        try:
+            evaluate(checkpoint, suite, "hf", output.strip(), opened=opened, progress=False)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_killed_ten_times_gives_the_same_items(checkpoint, tmp_path):
+    suite = write_suite(tmp_path / "data", items=61)
+    child = tmp_path / "child.py"
+    child.write_text(_CHILD)
+    command = [sys.executable, str(child), str(checkpoint), str(suite)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as parent:  # fmt: skip
+        assert parent.stdin is not None and parent.stdout is not None
+
+        def start(output: Path) -> int:
+            parent.stdin.write(f"{output}\n")
+            parent.stdin.flush()
+            return int(parent.stdout.readline())
+
+        start(tmp_path / "whole")
+        assert parent.stdout.readline() == "0\n"
+        replies = tmp_path / "killed" / "cache"
+        sizes = []
+        for _ in range(10):
+            size = _stored(replies)
+            pid = start(tmp_path / "killed")
+            # Let it add at least one chunk, so that the kills fall on different states.
+            while _stored(replies) <= size and Path(f"/proc/{pid}").exists():
+                time.sleep(0.002)
+            os.kill(pid, signal.SIGKILL)
+            assert parent.stdout.readline() == "-9\n"
+            sizes.append(_stored(replies))
+        assert sizes == sorted(set(sizes))
+        with next(replies.rglob("replies.jsonl")).open("ab") as stream:
+            stream.write(b'0123456789abcdef {"key": "half a li')
+        start(tmp_path / "killed")
+        assert parent.stdout.readline() == "0\n"
+        parent.stdin.close()
+    assert _samples(tmp_path / "killed") == _samples(tmp_path / "whole")
+    values = [
+        {name: task["metrics"] for name, task in load_results(tmp_path / folder)["tasks"].items()}
+        for folder in ("killed", "whole")
+    ]
+    assert values[0] == values[1]
+
+
+def _stored(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.rglob("replies.jsonl")) if folder.exists() else 0
+
+
+def test_prompts_that_do_not_fit_are_an_error_that_keeps_finished_tasks(backend, suite, tmp_path):
+    content = yaml.safe_load(suite.read_text())
+    content["tasks"].reverse()
+    content["tasks"][1]["max_tokens"] = 2040
+    path = suite.parent / "long.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(EvaluationError, match=r"sums: 23 of 23 prompts .* context of 2048 tokens"):
+        evaluate("unused", path, "hf", tmp_path, opened=backend, progress=False)
+    results = load_results(tmp_path)
+    assert not results["complete"]
+    assert list(results["tasks"]) == ["colours"] and results["unfinished"] == ["sums"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"task": "mmlu_anatomyy"}, EvaluationError, "unknown task 'mmlu_anatomyy'; did you mean"),
+        ({"template": "local_exact"}, EvaluationError, "did you mean 'local_exact_match'"),
+        ({"version": 9.0}, EvaluationError, "has version 1.0 here and the suite asks for 9.0"),
+        ({"shotss": 1}, EvaluationError, "tasks.0.shotss: .*did you mean 'shots'"),
+        ({"files": {"test": "none.jsonl"}}, DataError, "none.jsonl does not exist"),
+    ],
+)
+def test_bad_suites_name_the_place(backend, suite, tmp_path, change, error, message):
+    content = yaml.safe_load(suite.read_text())
+    entry = content["tasks"][0] | change
+    if "mmlu_anatomyy" in change.values():
+        entry = {"task": "mmlu_anatomyy", "metric": "acc"}
+    path = suite.parent / "bad.yaml"
+    path.write_text(yaml.safe_dump({"name": "bad", "tasks": [entry]}))
+    with pytest.raises(error, match=message):
+        evaluate("unused", path, "hf", tmp_path / "out", opened=backend, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_malformed_rows_name_file_and_line(backend, suite, tmp_path):
+    for name in ("sums_train.jsonl", "colours_test.jsonl"):
+        shutil.copy(suite.parent / name, tmp_path)
+    shutil.copy(suite, tmp_path)
+    good = (suite.parent / "sums_test.jsonl").read_text().splitlines()
+    (tmp_path / "sums_test.jsonl").write_text("\n".join([*good[:2], '{"question": ', *good[2:]]))
+    with pytest.raises(DataError, match=r"sums_test.jsonl, line 3: not JSON"):
+        evaluate("x", tmp_path / "local.yaml", "hf", tmp_path / "o", opened=backend)
+
+
+def test_bad_checkpoints_and_backends(suite, tmp_path):
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        evaluate(tmp_path / "nowhere", suite, "hf", tmp_path / "o")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        evaluate(tmp_path / "empty", suite, "hf", tmp_path / "o")
+    with pytest.raises(EvaluationError, match="unknown backend 'vlm'; did you mean 'vllm'"):
+        evaluate(tmp_path, suite, "vlm", tmp_path / "o")
+    with pytest.raises(EvaluationError, match="unknown suite 'paper9'; did you mean 'paper"):
+        evaluate(tmp_path, "paper9", "hf", tmp_path / "o")
+    with pytest.raises(EvaluationError, match="no server answers at http://127.0.0.1:9/v1/models"):
+        evaluate(tmp_path, suite, "server", tmp_path / "o", base_url="http://127.0.0.1:9/v1")
+    assert not (tmp_path / "o").exists()
+
+
+def test_gsm8k_and_human_eval_run_from_real_files(backend, data_folder, tmp_path):
+    """Real prompts and real scoring; the answers of a random model are wrong."""
+    results = evaluate(
+        "unused", "gsm8k", "hf", tmp_path / "g", data_folder, limit=2, opened=backend,
+        overflow="truncate", progress=False,
+    )  # fmt: skip
+    task = results["tasks"]["gsm8k"]
+    assert (task["n"], task["value"], task["usage"]["overflowing"]) == (2, 0.0, 2)
+    assert any("were longer than the context" in note for note in task["notes"])
+    row = load_samples(tmp_path / "g", task)[0]
+    assert row["prompts"][0][0].count("Question: ") == 6
