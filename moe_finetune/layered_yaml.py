@@ -178,8 +178,8 @@ def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> Non
                 )
             index = int(part)
         elif not isinstance(target, dict) or (not last and part not in target):
-            known = target if isinstance(target, dict) else ()
-            raise RecipeError(f"'{override}': {here} has no '{part}'{did_you_mean(part, known)}")
+            hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is no list"
+            raise RecipeError(f"'{override}': {here} has no '{part}'{hint}")
         if last:
             target[index] = value
         else:

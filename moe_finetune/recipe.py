@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -25,7 +25,8 @@ from pydantic import (
 )
 
 from moe_finetune.errors import RecipeError, did_you_mean
-from moe_finetune.layered_yaml import Key, Tree, dotted, load_tree, merge_mappings
+from moe_finetune.layered_yaml import Tree, dotted, load_tree, merge_mappings
+from moe_finetune.validation import describe
 
 Paths = str | list[str]
 
@@ -332,49 +333,3 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.verify: true needs export.merge: true; there is nothing else to verify"
     if recipe.evaluation and not recipe.export.merge:
         yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
-
-
-def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
-    """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
-    wanted: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for item in error.errors():
-        cause = item.get("ctx", {}).get("error")
-        if isinstance(cause, RecipeError):
-            lines += str(cause).split("\n")
-            continue
-        key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
-        if item["type"] == "extra_forbidden":
-            known = _fields_at(model, item["loc"][:-1])
-            lines.append(f"{key}: unknown key{did_you_mean(str(item['loc'][-1]), known)}")
-        elif item["type"] == "missing":
-            lines.append(f"{key}: is missing")
-        elif cause is not None:
-            lines.append(f"{key}: {cause}")
-        else:
-            start = f"{key}: {item['input']!r} is not right; wanted "
-            wanted.setdefault(start, []).append(item["msg"].removeprefix("Input should be "))
-    return lines + [start + " or ".join(dict.fromkeys(texts)) for start, texts in wanted.items()]
-
-
-def _is_union_tag(part: str | int) -> bool:
-    """Pydantic puts the branch of a union into the location: ``list[str]``, ``str``."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
-
-
-def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Known keys of the (nested) section at ``loc``."""
-    for part in loc:
-        field = model.model_fields.get(str(part))
-        nested = (
-            [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)]
-            if field
-            else []
-        )
-        if nested:
-            model = nested[0]
-    return list(model.model_fields)
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -86,10 +86,10 @@ def test_every_problem_is_one_line_with_its_place(write):
     for place, message in {
         1: "modle: unknown key; did you mean 'model'?",
         2: "lora.rnak: unknown key; did you mean 'rank'?",
-        4: "data.train: 4 is not right; wanted a valid string or a valid list",
+        4: "data.train: 4 is not right; wanted text or a list",
         5: "data.max_length: 1 is not right; wanted greater than or equal to 2",
         7: "trainer.learning_rat: unknown key of TRL's SFTConfig; did you mean 'learning_rate'?",
-        8: "trainer.seed: 'soon' is not right; wanted a valid integer",
+        8: "trainer.seed: 'soon' is not right; wanted a whole number",
     }.items():
         assert f"{file}:{place}: {message}" in text
     assert "model: is missing" in text
@@ -112,7 +112,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("trainer.packing=true", "set data.packing"),
         ("trainer.hub_token=secret", "secrets stay out of recipes"),
         ("trainer.gradient_checkpointing_kwargs={use_reentrant: true}", "use_reentrant: false"),
-        ("trainer.bf16=1", "wanted a valid boolean"),
+        ("trainer.bf16=1", "wanted true or false"),
         ("method=ortogonal_variance", "did you mean 'orthogonal_variance'?"),
         ("method.terms.varance.weight=1", "unknown loss; did you mean 'variance'?"),
         ("method.terms.variance.weight=-1.0", "method.terms.variance.weight: -1.0 is not right"),
@@ -120,6 +120,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("method.terms.z_loss.wieght=1", "method.terms.z_loss.wieght: unknown key"),
         ("method.perturbations.jiter=0.1", "did you mean 'jitter'?"),
         ("method.bias_update=-1.0", "method.bias_update"),
+        ("lora=8", "lora: 8 is not right; wanted a mapping"),
         ("model.dtype=float16", "'bfloat16' or 'float32'"),
         ("lora.rank=null", "lora.rank: is missing"),
         ("data.columns={prompt: q}", "cannot be combined"),

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from moe_finetune.errors import did_you_mean
-from moe_finetune.recipe import in_words
+from moe_finetune.validation import in_words
 
 OWNED = {
     "output_dir": "it is --output on the command line",

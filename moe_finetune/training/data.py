@@ -14,7 +14,8 @@ import numpy as np
 
 from moe_finetune.errors import DataError
 from moe_finetune.recipe import DataSection
-from moe_finetune.training.rows import Form, Former, Row, read_rows
+from moe_finetune.training.rows import Form, Former
+from moe_finetune.training.sources import Row, read_rows
 from moe_finetune.training.tokenize import IGNORED, set_chat_template, tokenize_row
 
 if TYPE_CHECKING:

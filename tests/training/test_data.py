@@ -9,7 +9,8 @@ import pytest
 from moe_finetune.errors import DataError
 from moe_finetune.recipe import DataSection
 from moe_finetune.training.data import load_dataset_for, prepare
-from moe_finetune.training.rows import Former, read_rows
+from moe_finetune.training.rows import Former
+from moe_finetune.training.sources import read_rows
 from moe_finetune.training.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from tests import tiny
 

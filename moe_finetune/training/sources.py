@@ -1,0 +1,174 @@
+"""Rows of training files, folders and hub datasets, each with the place where it stands."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from moe_finetune.errors import DataError, did_you_mean
+
+Row = dict[str, Any]
+Placed = tuple[str, Row]
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+
+
+def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
+    """Yield ``(place, row)`` of a file, a folder of files, a saved dataset, or a hub dataset.
+
+    ``place`` is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
+    may name a configuration: ``openai/gsm8k:main``.
+
+    Raises:
+        DataError: no such file or dataset, or a line that cannot be parsed.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        yield from _read_file(path)
+    elif path.is_dir():
+        yield from _read_folder(path, split)
+    elif _suffix(path) in _SUFFIXES or path.is_absolute() or source.startswith((".", "~")):
+        raise DataError(f"there is no data file or folder {source} (looked from {Path.cwd()})")
+    else:
+        yield from _read_hub(source, split)
+
+
+def _suffix(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def _read_folder(folder: Path, split: str) -> Iterator[Placed]:
+    from datasets import load_from_disk
+
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        saved: Any = load_from_disk(str(folder))
+        yield from _from_datasets(str(folder), saved, split)
+        return
+    files = sorted(p for p in folder.iterdir() if p.is_file() and _suffix(p) in _SUFFIXES)
+    if not files:
+        raise DataError(f"the folder {folder} holds none of {', '.join(_SUFFIXES)}")
+    for file in files:
+        yield from _read_file(file)
+
+
+def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
+    if isinstance(dataset, Mapping):
+        if split not in dataset:
+            raise DataError(f"{name} has no split '{split}'{did_you_mean(split, dataset)}")
+        dataset = dataset[split]
+    for number, row in enumerate(dataset, 1):
+        yield f"{name}: row {number}", row
+
+
+def _read_hub(source: str, split: str) -> Iterator[Placed]:
+    from datasets import load_dataset
+
+    name, _, configuration = source.partition(":")
+    try:
+        dataset = load_dataset(name, configuration or None, split=split)
+    except Exception as error:  # the libraries raise a dozen unrelated types here
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"'{source}' is no file or folder here (looked from {Path.cwd()}), and as a hub "
+            f"dataset it cannot be loaded: {reason}"
+        ) from error
+    yield from _from_datasets(source, dataset, split)
+
+
+def _read_file(path: Path) -> Iterator[Placed]:
+    suffix = _suffix(path)
+    if suffix not in _SUFFIXES:
+        raise DataError(f"{path}: unknown kind of file; wanted one of {', '.join(_SUFFIXES)}")
+    if suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(
+            path, "rt", encoding="utf-8-sig", newline="" if suffix == ".csv" else None
+        ) as f:
+            if suffix == ".csv":
+                reader = csv.DictReader(f, strict=True)
+                for row in reader:
+                    if None in row or None in row.values():
+                        wanted = len(reader.fieldnames or ())
+                        raise DataError(
+                            f"{path}:{reader.line_num}: wanted {wanted} fields as in the header"
+                        )
+                    yield f"{path}:{reader.line_num}", row
+            elif suffix == ".json":
+                yield from _read_json(path, f)
+            else:
+                yield from _read_lines(path, f)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path} is not a complete gzip file: {error}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not a CSV file: {error}") from error
+
+
+def _read_lines(path: Path, lines: Iterable[str]) -> Iterator[Placed]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _read_csv(path: Path, file: IO[str]) -> Iterator[Placed]:
+    reader = csv.DictReader(file, strict=True)
+    for row in reader:
+        place = f"{path}:{reader.line_num}"
+        if None in row or None in row.values():
+            wanted = len(reader.fieldnames or ())
+            raise DataError(f"{place}: wanted {wanted} fields, as in the header")
+        yield place, row
+
+
+def _read_json(path: Path, file: IO[str]) -> Iterator[Placed]:
+    """A JSON array of objects, or JSON lines under the name ``.json``."""
+    text = file.read()
+    if not text.lstrip().startswith("["):
+        yield from _read_lines(path, text.splitlines())
+        return
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: row {number}: wanted an object, got {short(row)}")
+        yield f"{path}: row {number}", row
+
+
+def _parse(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: wanted an object, got {short(row)}")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[Placed]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1000):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a complete Parquet file: {error}") from error
+
+
+def short(value: Any) -> str:
+    """The start of a value, for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

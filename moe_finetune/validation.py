@@ -1,0 +1,73 @@
+"""Pydantic's errors in a recipe's words: one line a key, what is wanted, the nearest name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from moe_finetune.errors import MoeFinetuneError, did_you_mean
+from moe_finetune.layered_yaml import Key, dotted
+
+
+def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
+    """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
+    wanted: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for item in error.errors():
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, MoeFinetuneError):
+            lines += str(cause).split("\n")
+            continue
+        key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            lines.append(f"{key}: unknown key{did_you_mean(str(item['loc'][-1]), known)}")
+        elif item["type"] == "missing":
+            lines.append(f"{key}: is missing")
+        elif cause is not None:
+            lines.append(f"{key}: {cause}")
+        else:
+            start = f"{key}: {item['input']!r} is not right; wanted "
+            wanted.setdefault(start, []).append(in_words(item["msg"]))
+    return lines + [start + " or ".join(dict.fromkeys(texts)) for start, texts in wanted.items()]
+
+
+_WORDS = {
+    "a valid string": "text",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+}
+
+
+def in_words(message: str) -> str:
+    """What a pydantic message wants, in a recipe's words: ``a whole number``, ``a mapping``."""
+    wanted = message.removeprefix("Input should be ")
+    if wanted.startswith("a valid dictionary"):
+        return "a mapping"
+    return _WORDS.get(wanted, wanted)
+
+
+def _is_union_tag(part: str | int) -> bool:
+    """Pydantic puts the branch of a union into the location: ``list[str]``, ``str``."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Known keys of the (nested) section at ``loc``."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        nested = (
+            [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)]
+            if field
+            else []
+        )
+        if nested:
+            model = nested[0]
+    return list(model.model_fields)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
