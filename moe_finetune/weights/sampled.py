@@ -6,6 +6,7 @@ the mapping from keys to parameters and the unpacking are PEFT's and not the mer
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from collections.abc import Iterator
@@ -31,21 +32,20 @@ def compare_tensors(
     seed: int,
 ) -> dict[str, tuple[float, float]]:
     """Base tensor name -> (largest difference, the same over the largest element)."""
-    chooser = random.Random(seed)
     deltas: dict[str, Tensor] = {}
-    sampled: list[str] | None = None
     with tempfile.TemporaryDirectory() as scratch:
+        parts = []
         for number, (adapter, weight) in enumerate(adapters):
             opened = adapter
             if adapter.metadata.experts is not None:
                 folder = expand_selection(adapter.folder, base.folder, Path(scratch) / str(number))
                 opened = open_adapter(folder)
-            modules = _peft_modules(base, opened)
-            if sampled is None:
-                sampled = _spread_sample(sorted(modules), samples, chooser)
-            for name in sampled:
+            parts.append((opened, weight, _peft_modules(base, opened)))
+        known = {name for _, _, modules in parts for name in modules}
+        for name in _spread_sample(sorted(known), samples, random.Random(seed)):
+            for opened, weight, modules in parts:
                 if name in modules:
-                    for target, delta in _deltas(base, opened, name, modules[name], chooser):
+                    for target, delta in _deltas(base, opened, *modules[name], seed):
                         deltas[target] = deltas.get(target, 0) + weight * delta
     errors = {}
     for name, delta in deltas.items():
@@ -57,8 +57,11 @@ def compare_tensors(
     return errors
 
 
-def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    """PEFT's LoRA modules for ``adapter`` by name, built on the meta device."""
+def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:
+    """PEFT's LoRA modules on the meta device: adapted parameter -> (path in the keys, module).
+
+    A saved module appears with None for the module.
+    """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,11 +71,15 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(base.folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))
-    modules = {}
+    modules: dict[str, tuple[str, Any]] = {}
     for name, module in peft.named_modules():
         path = name.removeprefix(PREFIX)
         if isinstance(module, LoraLayer) and f"{path}.lora_A.weight" in adapter.tensors:
-            modules[path] = module
+            parameter = getattr(module, "parameter_name", "weight")
+            modules[f"{path.replace('.base_layer', '')}.{parameter}"] = (path, module)
+    for key in adapter.tensors:
+        if ".lora_" not in key and ".base_layer." not in key and ".experts." not in key:
+            modules[key] = (key, None)
     return modules
 
 
@@ -84,36 +91,43 @@ def _spread_sample(names: list[str], count: int, chooser: random.Random) -> list
         kinds.setdefault(kind, []).append(name)
     for group in kinds.values():
         chooser.shuffle(group)
-    turns = [group[turn] for turn in range(len(names)) for group in kinds.values()
-             if turn < len(group)]  # fmt: skip
+    rounds = itertools.zip_longest(*kinds.values())
+    turns = [name for turn in rounds for name in turn if name is not None]
     return turns[: max(count, len(kinds))]
 
 
 @torch.no_grad()
 def _deltas(
-    base: Checkpoint, adapter: Adapter, path: str, module: Any, chooser: random.Random
+    base: Checkpoint, adapter: Adapter, path: str, module: Any, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(base tensor name, PEFT's delta) of one module; two random experts of a fused stack."""
+    """(base tensor name, PEFT's delta) of one module; two experts of a fused stack."""
+    family, clean = base.family, path.replace(".base_layer", "")
+    head, _, tail = clean.partition(f".{family.block_path}.")
+    layer = int(head.rpartition(".")[2]) if tail else -1
+    router = f"{family.router_name}."
+    if module is None:
+        name = path
+        if tail.startswith(router):
+            part = "router" if tail == f"{router}weight" else "router_bias"
+            name = family.disk.name(part, layer)
+        saved = read_tensor(adapter.tensors[path]).float()
+        yield name, saved - read_tensor(base.tensors[name]).float()
+        return
     for factor in ("lora_A", "lora_B"):
         weight = read_tensor(adapter.tensors[f"{path}.{factor}.weight"]).float()
         getattr(module, factor)["default"].weight = torch.nn.Parameter(weight)
-    family, parameter = base.family, getattr(module, "parameter_name", None)
-    clean = path.replace(".base_layer", "")
-    head, found, tail = clean.partition(f".{family.block_path}.")
-    if found and tail == family.experts_name:
-        layer = int(head.rpartition(".")[2])
-        lhs, rhs, scaling = module.get_delta_factors("default")
-        for expert in chooser.sample(range(len(lhs)), 2):
-            delta = scaling * (lhs[expert] @ rhs[expert])
-            if parameter == "gate_up_proj":
-                gate, up = delta.chunk(2)
-                yield family.disk.name("gate", layer, expert), gate
-                yield family.disk.name("up", layer, expert), up
-            else:
-                yield family.disk.name("down", layer, expert), delta
+    if tail != family.experts_name:
+        name = family.disk.name("router", layer) if f"{tail}." == router else f"{clean}.weight"
+        lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
+        yield name, module.scaling["default"] * (lora_b @ lora_a)
         return
-    name = f"{clean}.weight"
-    if found and tail == family.router_name:
-        name = family.disk.name("router", int(head.rpartition(".")[2]))
-    lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
-    yield name, module.scaling["default"] * (lora_b @ lora_a)
+    lhs, rhs, scaling = module.get_delta_factors("default")
+    # The same two for every adapter and parameter, so that their changes can be summed.
+    for expert in random.Random(f"{seed} {layer}").sample(range(len(lhs)), 2):
+        delta = scaling * (lhs[expert] @ rhs[expert])
+        if module.parameter_name == "gate_up_proj":
+            gate, up = delta.chunk(2)
+            yield family.disk.name("gate", layer, expert), gate
+            yield family.disk.name("up", layer, expert), up
+        else:
+            yield family.disk.name("down", layer, expert), delta

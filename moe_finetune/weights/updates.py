@@ -180,7 +180,7 @@ class _Resolver:
     ) -> Iterator[tuple[str, Update]]:
         disk, total = self.base.family.disk, self.base.experts.get(layer)
         if total is None:
-            raise self._error(a, f"layer {layer} of the base {self.base.folder} has no experts")
+            raise self._no_experts(a, layer)
         chosen = self._chosen(layer, total, a)
         rule = f"{path}.{parameter}"
         rank = self._rank(rule, a, len(chosen))
@@ -211,7 +211,7 @@ class _Resolver:
     def _saved_experts(self, key: str, layer: int, parameter: str) -> Iterator[tuple[str, Update]]:
         disk, total = self.base.family.disk, self.base.experts.get(layer)
         if total is None:
-            raise self._error(key, f"layer {layer} of the base {self.base.folder} has no experts")
+            raise self._no_experts(key, layer)
         parts = ("gate", "up") if parameter == "gate_up_proj" else ("down",)
         out_size, in_size = self._matrix(disk.name(parts[0], layer, 0))
         self._shape(key, (total, len(parts) * out_size, in_size), parameter)
@@ -283,6 +283,13 @@ class _Resolver:
                 f"shape {list(found)}, but '{target}' of the base {self.base.folder} needs "
                 f"{list(wanted)}; the adapter was trained on another base",
             )
+
+    def _no_experts(self, key: str, layer: int) -> AdapterError:
+        return self._error(
+            key,
+            f"layer {layer} of the base {self.base.folder} has no experts; "
+            "the adapter was trained on another base",
+        )
 
     def _error(self, key: str, problem: str) -> AdapterError:
         return AdapterError(f"{self.adapter.folder}: adapter tensor '{key}': {problem}")
