@@ -65,9 +65,7 @@ def batches(
     import torch
 
     windows = np.random.default_rng(seed)
-    streams = {
-        domain: _stream(documents, domain, tokenizer) for domain in ("code", "prose")
-    }
+    streams = {domain: _stream(documents, domain, tokenizer) for domain in ("code", "prose")}
     problems = _problem_rows(tokenizer, mixture, random.Random(seed))
     counts: dict[Domain, int] = {"code": mixture.code_rows, "prose": mixture.prose_rows}
     while True:

@@ -133,13 +133,12 @@ def draw_cut(documents: list[Document], rng: random.Random, more_lines: int) -> 
         if len(lines) <= CONTEXT_LINES + more_lines:
             continue
         at = rng.randrange(CONTEXT_LINES, len(lines) - more_lines)
-        indent = len(lines[at]) - len(lines[at].lstrip())
-        words = lines[at].split(maxsplit=1)
+        _, _, rest = lines[at].lstrip().partition(" ")
         following = lines[at + 1 : at + 1 + more_lines]
-        if len(words) < 2 or len(words[1]) < 12 or not all(line.strip() for line in following):
+        if len(rest.rstrip()) < 12 or rest[0] == " " or not all(line.strip() for line in following):
             continue
-        word, rest = words
-        context = "\n".join([*lines[at - CONTEXT_LINES : at], " " * indent + word])
+        before = lines[at].removesuffix(f" {rest}")
+        context = "\n".join([*lines[at - CONTEXT_LINES : at], before])
         continuation = "\n".join([" " + rest, *following])
         if len(context) <= 320 and len(continuation) <= 100 * (1 + more_lines):
             return Cut(document.name, context, continuation)
