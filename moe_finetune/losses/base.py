@@ -59,8 +59,8 @@ class TermOptions(BaseModel):
     @field_validator("layers")
     @classmethod
     def _ranges(cls, value: Any) -> Any:
-        if value != "all":
-            expand_layers(value)
+        if value != "all" and not expand_layers(value):
+            raise ValueError("layers: an empty list selects no layer; weight 0 removes a term")
         return value
 
     def selects(self, layer: int) -> bool:

@@ -19,7 +19,7 @@ from moe_finetune.losses.tensors import (
 
 @full_precision
 def variance_loss(
-    scores_TE: Tensor, mask_T: Tensor | None = None, reduction: Reduction = "mean"
+    scores_TE: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
 ) -> Tensor:
     """``-(1/E) Σ_e (s_te - s̄_e)²`` per token, ``s̄_e`` the mean over the tokens that count.
 
@@ -49,4 +49,4 @@ class Variance(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Variance loss of this layer."""
-        return variance_loss(record.scores_TE, record.mask_T, self.options.reduction)
+        return variance_loss(record.scores_TE, record.mask_T, reduction=self.options.reduction)

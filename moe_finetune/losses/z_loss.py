@@ -18,7 +18,7 @@ from moe_finetune.losses.tensors import (
 
 @full_precision
 def router_z_loss(
-    logits_TE: Tensor, mask_T: Tensor | None = None, reduction: Reduction = "mean"
+    logits_TE: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
 ) -> Tensor:
     """``(logsumexp_e logits)²`` per token, in nats squared.
 
@@ -45,4 +45,4 @@ class ZLoss(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Z-loss of this layer."""
-        return router_z_loss(record.logits_TE, record.mask_T, self.options.reduction)
+        return router_z_loss(record.logits_TE, record.mask_T, reduction=self.options.reduction)
