@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 DASH = "–"
-VOID = {"meta", "br", "hr", "input", "img", "link"}
+VOID = {"meta", "br", "hr", "input", "img", "link", "wbr"}
 
 
 class Markup(str):

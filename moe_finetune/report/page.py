@@ -13,7 +13,7 @@ from pathlib import Path
 from moe_finetune.errors import DataError, OutputExistsError
 from moe_finetune.report.colors import css_variables
 from moe_finetune.report.context import Report, Section
-from moe_finetune.report.markup import Markup, join, tag
+from moe_finetune.report.markup import Markup, escape, join, tag
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections import SECTIONS
 
@@ -99,12 +99,10 @@ def _header(report: Report) -> Markup:
     toggle = tag(
         "button", "Theme", type="button", id="theme", aria_label="Switch between light and dark"
     )
-    return tag(
-        "header",
-        tag("div", tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow"),
-            tag("h1", report.title)),
-        toggle,
-    )  # fmt: skip
+    # names such as orthogonal_variance may break after an underscore, not inside a word
+    title = Markup(escape(report.title).replace("_", "_<wbr>"))
+    eyebrow = tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow")
+    return tag("header", eyebrow, toggle, tag("h1", title))
 
 
 def _menu(sections: list[Section]) -> Markup:

@@ -123,19 +123,20 @@ def _dot(label: str, score: Score, color: str, hollow: bool = False) -> Dot:
 
 def _table(report: Report) -> Markup:
     has_base = any(run.base_scores for run in report.runs)
-    columns: list[object] = ["Benchmark", "Items", "Chance"]
+    columns: list[object] = ["Benchmark"]
     if has_base:
         columns.append("Before fine-tuning")
     columns += [report.swatch(run) for run in report.runs]
     compared = report.runs[1:] if report.baseline else (report.runs if has_base else [])
     against = report.baseline.label if report.baseline else "before"
     columns += [join([report.swatch(run), f" − {against}"]) for run in compared]
+    columns += ["Items", "Chance"]
     rows, keys = [], []
     for task in _tasks(report):
         any_score, before = _any_score(report, task), _before(report, task)
         name = join([task, tag("span", any_score.metric.replace("_", " "), class_="note")])
-        row: list[object] = [name, number(any_score.n), any_score.text(any_score.chance)]
-        key: list[float | str | None] = [task, any_score.n, _key(any_score.chance)]
+        row: list[object] = [name]
+        key: list[float | str | None] = [task]
         if has_base:
             row.append(_cell(before))
             key.append(_key(before.value) if before else None)
@@ -147,6 +148,8 @@ def _table(report: Report) -> Markup:
             cell, value = _difference_cell(report, run, task, before)
             row.append(cell)
             key.append(value)
+        row += [number(any_score.n), any_score.text(any_score.chance)]
+        key += [any_score.n, _key(any_score.chance)]
         rows.append(row)
         keys.append(key)
     return table("Scores with standard errors", columns, rows, sortable=True, keys=keys)
