@@ -55,14 +55,14 @@ ATTENTION = {
 }
 
 
-def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(layer: int, experts: int) -> dict[str, tuple[int, ...]]:
     at = f"model.layers.{layer}"
     shapes: dict[str, tuple[int, ...]] = {f"{at}.input_layernorm.weight": (HIDDEN,)}
-    for expert in range(EXPERTS):
+    for expert in range(experts):
         shapes[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (HIDDEN, WIDTH)
         shapes[f"{at}.mlp.experts.{expert}.gate_proj.weight"] = (WIDTH, HIDDEN)
         shapes[f"{at}.mlp.experts.{expert}.up_proj.weight"] = (WIDTH, HIDDEN)
-    shapes[f"{at}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    shapes[f"{at}.mlp.gate.weight"] = (experts, HIDDEN)
     shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
     for name, shape in ATTENTION.items():
         shapes[f"{at}.self_attn.{name}.weight"] = shape
@@ -71,24 +71,30 @@ def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_base(folder: Path, gigabytes: float) -> int:
-    """Write the checkpoint in shards of about 2 GB and return its number of layers."""
+def make_base(
+    folder: Path,
+    gigabytes: float,
+    experts: int = EXPERTS,
+    vocabulary: int = VOCABULARY,
+    shard_bytes: int = SHARD,
+) -> int:
+    """Write the checkpoint in shards of about ``shard_bytes``; its number of layers."""
     ends = {
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (vocabulary, HIDDEN),
+        "model.embed_tokens.weight": (vocabulary, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
-    layer_bytes = 2 * sum(torch.Size(s).numel() for s in layer_shapes(0).values())
+    layer_bytes = 2 * sum(torch.Size(s).numel() for s in layer_shapes(0, experts).values())
     end_bytes = 2 * sum(torch.Size(s).numel() for s in ends.values())
     layers = max(1, round((gigabytes * 1e9 - end_bytes) / layer_bytes))
     shapes = dict(ends)
     for layer in range(layers):
-        shapes |= layer_shapes(layer)
+        shapes |= layer_shapes(layer, experts)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():
         size = 2 * torch.Size(shape).numel()
-        if filled and filled + size > SHARD:
+        if filled and filled + size > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = shape
@@ -101,11 +107,12 @@ def make_base(folder: Path, gigabytes: float) -> int:
         weight_map |= dict.fromkeys(shard, file.name)
     index = {"metadata": {"total_size": layers * layer_bytes + end_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    sizes = {"num_hidden_layers": layers, "num_experts": experts, "vocab_size": vocabulary}
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
     return layers
 
 
-def make_adapter(folder: Path, layers: int) -> None:
+def make_adapter(folder: Path, layers: int, experts: int = EXPERTS) -> None:
     """A rank-32 adapter in PEFT's format on attention, routed experts and router."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -117,9 +124,9 @@ def make_adapter(folder: Path, layers: int) -> None:
         at = f"model.layers.{layer}"
         for name, shape in ATTENTION.items():
             pair(f"{at}.self_attn.{name}", *shape)
-        pair(f"{at}.mlp.gate", EXPERTS, HIDDEN)
-        pair(f"{at}.mlp.experts.base_layer", 2 * WIDTH, HIDDEN, EXPERTS)
-        pair(f"{at}.mlp.experts", HIDDEN, WIDTH, EXPERTS)
+        pair(f"{at}.mlp.gate", experts, HIDDEN)
+        pair(f"{at}.mlp.experts.base_layer", 2 * WIDTH, HIDDEN, experts)
+        pair(f"{at}.mlp.experts", HIDDEN, WIDTH, experts)
     folder.mkdir()
     write_random(folder / "adapter_model.safetensors", shapes, "F32", 0.01, seed=99)
     from peft import LoraConfig

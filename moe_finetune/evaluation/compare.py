@@ -72,7 +72,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        return to_json(asdict(self), 1) + "\n"
+        return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:
         """Return tables for a terminal."""

@@ -163,7 +163,9 @@ class _Run:
                     from moe_finetune.evaluation.code import add_code_score
 
                     add_code_score(self.output, entry.code, result, allow_unsafe_local)
-                    write_atomic(self._task_file(result["key"], entry), to_json(result, 1))
+                    write_atomic(
+                        self._task_file(result["key"], entry), to_json(result, 1, sort=False)
+                    )
                 tasks[entry.label] = result
                 for note in result["notes"]:
                     self._say(f"  {note}")
@@ -210,7 +212,7 @@ class _Run:
                 f"{usage['overflowing']} of {usage['requests']} prompts were longer than the "
                 "context and were cut on the left"
             )
-        write_atomic(file, to_json(result, 1))
+        write_atomic(file, to_json(result, 1, sort=False))
         return result
 
     def _ask(self, entry: SuiteTask, limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -262,7 +264,7 @@ class _Run:
             ),
             "wall_seconds": time.time() - self.started,
         }
-        write_atomic(self.output / "results.json", to_json(results, 1) + "\n")
+        write_atomic(self.output / "results.json", to_json(results, 1, sort=False) + "\n")
         return results
 
 

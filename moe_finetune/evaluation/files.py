@@ -33,9 +33,9 @@ def write_atomic(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return canonical JSON (sorted keys, real characters); unknown objects become text."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, indent=indent, default=_plain)
+def to_json(value: Any, indent: int | None = None, sort: bool = True) -> str:
+    """Return JSON with real characters, canonical when sorted; unknown objects become text."""
+    return json.dumps(value, sort_keys=sort, ensure_ascii=False, indent=indent, default=_plain)
 
 
 def _plain(value: Any) -> Any:

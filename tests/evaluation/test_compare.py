@@ -38,7 +38,7 @@ def write(folder, tasks, prompts="same", complete=True):
             "value": float(np.mean(values)), "samples": f"{name}.jsonl",
         }  # fmt: skip
     results = {"schema": 1, "complete": complete, "unfinished": [], "tasks": entries}
-    write_atomic(folder / "results.json", to_json(results))
+    write_atomic(folder / "results.json", to_json(results, sort=False))
     return folder
 
 

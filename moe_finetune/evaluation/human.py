@@ -1,0 +1,216 @@
+"""People as judges: blinded sheets out, annotations in, agreement between all validations."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import itertools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.evaluation.files import read_rows, sha256_text, to_json, write_atomic
+from moe_finetune.evaluation.judge import item_texts, one_row_per_item
+
+COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")
+_YES = {"correct", "yes", "y", "1", "true", "right"}
+_NO = {"incorrect", "no", "n", "0", "false", "wrong"}
+
+
+@dataclass(frozen=True)
+class Sheets:
+    """The files that :func:`export_sheets` wrote; annotators get ``csv`` or ``html``, not ``key``."""
+
+    csv: Path
+    html: Path
+    key: Path
+    n: int
+
+
+def export_sheets(
+    samples: Mapping[str, str | Path],
+    folder: str | Path,
+    n: int = 100,
+    seed: int = 0,
+    fields: Mapping[str, str] | None = None,
+) -> Sheets:
+    """Write a blinded sheet over the answers of one or more methods.
+
+    The same items are drawn for every method; rows are shuffled and carry a code that tells
+    neither method nor item. The key that undoes this is a file of its own.
+
+    Args:
+        samples: method -> samples.jsonl of the same task.
+        folder: where ``annotate.csv``, ``annotate.html`` and ``key.json`` go.
+        n: items per method.
+        seed: of drawing and shuffling.
+        fields: see :func:`moe_finetune.evaluation.judge.judge_samples`.
+
+    Raises:
+        EvaluationError: no item that all methods answered.
+    """
+    folder = Path(folder)
+    by_method = {
+        method: {(r["task"], r["doc_id"], r["item"]): r
+                 for r in one_row_per_item(read_rows(path, ("doc", "target", "replies", "item")))}
+        for method, path in samples.items()
+    }  # fmt: skip
+    common = sorted(set.intersection(*(set(rows) for rows in by_method.values())))
+    if not common:
+        raise EvaluationError("the methods answered no item in common")
+    draw = random.Random(seed)
+    chosen = draw.sample(common, min(n, len(common)))
+    rows = []
+    key: dict[str, Any] = {}
+    for method, item in itertools.product(sorted(by_method), chosen):
+        # Keyed by a secret of the key file: the code cannot be recomputed from what it hides.
+        code = sha256_text(f"{draw.random()}-{method}-{item}")[:10]
+        question, reference, answer = item_texts(by_method[method][item], fields or {})
+        rows.append({"id": code, "question": question, "reference": reference, "answer": answer})
+        key[code] = {"method": method, "task": item[0], "doc_id": item[1], "item": item[2]}
+    draw.shuffle(rows)
+    sheets = Sheets(folder / "annotate.csv", folder / "annotate.html", folder / "key.json",
+                    len(rows))  # fmt: skip
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: _no_formula(v) for k, v in row.items()} for row in rows)
+    write_atomic(sheets.csv, text.getvalue())
+    write_atomic(sheets.html, _page(rows))
+    write_atomic(sheets.key, to_json(key, 1))
+    return sheets
+
+
+def _no_formula(text: str) -> str:
+    # A spreadsheet runs cells that begin so; model output is not to be run.
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+
+
+def _page(rows: list[dict[str, str]]) -> str:
+    cards = "".join(
+        f"<article data-id='{row['id']}'><h2>{number} / {len(rows)}</h2>"
+        f"<h3>Question</h3><pre>{html.escape(row['question'])}</pre>"
+        f"<h3>Reference</h3><pre>{html.escape(row['reference'])}</pre>"
+        f"<h3>Answer</h3><pre>{html.escape(row['answer'])}</pre>"
+        f"<label><input type='radio' name='{row['id']}' value='correct'> correct</label>"
+        f"<label><input type='radio' name='{row['id']}' value='incorrect'> incorrect</label>"
+        f"<input type='text' placeholder='comment'></article>"
+        for number, row in enumerate(rows, 1)
+    )
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Annotation</title><style>"
+        "body{font:16px system-ui;max-width:50rem;margin:2rem auto;padding:0 1rem 5rem}"
+        "pre{white-space:pre-wrap;background:#f4f4f5;padding:.7rem;border-radius:.4rem}"
+        "article{border-bottom:1px solid #ccc;padding:1rem 0}label{margin-right:1.5rem}"
+        "h2,h3{font-size:1rem;margin:.6rem 0 .2rem}footer{position:fixed;bottom:0;left:0;right:0;"
+        "background:#fff;border-top:1px solid #ccc;padding:.8rem;text-align:center}</style>"
+        f"<h1>Is the answer correct?</h1>{cards}"
+        "<footer><span id='done'>0</span> of "
+        f"{len(rows)} done <button id='save'>Save annotations</button></footer><script>"
+        "const cards=[...document.querySelectorAll('article')];"
+        "const pick=c=>(c.querySelector('input:checked')||{}).value||'';"
+        "const note=c=>c.querySelector('[type=text]').value;"
+        "document.addEventListener('input',()=>{document.getElementById('done').textContent="
+        "cards.filter(pick).length});"
+        "const q=s=>'\"'+s.replaceAll('\"','\"\"')+'\"';"
+        "document.getElementById('save').onclick=()=>{const lines=['id,verdict,comment',"
+        "...cards.map(c=>[c.dataset.id,pick(c),q(note(c))].join(','))];"
+        "const a=document.createElement('a');a.href=URL.createObjectURL(new Blob([lines.join("
+        "'\\n')+'\\n'],{type:'text/csv'}));a.download='annotations.csv';a.click()};"
+        "</script></html>\n"
+    )
+
+
+def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str, str, int], bool]:
+    """Read an annotated sheet back: (method, task, doc_id) -> correct; blank rows are left out.
+
+    Raises:
+        DataError: unknown code or verdict (file and line), or the same code twice.
+    """
+    path = Path(annotated)
+    codes = json.loads(Path(key).read_text(encoding="utf-8"))
+    found: dict[tuple[str, str, int], bool] = {}
+    for line, row in enumerate(read_rows(path, ("id", "verdict")), 2):
+        verdict = (row["verdict"] or "").strip().lower()
+        if row["id"] not in codes:
+            raise DataError(f"{path}, line {line}: id '{row['id']}' is not in {key}")
+        if not verdict:
+            continue
+        if verdict not in _YES | _NO:
+            raise DataError(
+                f"{path}, line {line}: verdict '{row['verdict']}' is neither 'correct' nor "
+                "'incorrect'"
+            )
+        item = codes[row["id"]]
+        where = (item["method"], item["task"], item["doc_id"])
+        if where in found:
+            raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")
+        found[where] = verdict in _YES
+    return found
+
+
+def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
+    """Return Cohen's kappa of two raters over the same items (Cohen 1960).
+
+    1 is full agreement, 0 what chance gives; 1.0 by definition where both give one and the same
+    verdict to all items.
+
+    Raises:
+        ValueError: no items, or different numbers of them.
+    """
+    if len(a) != len(b) or not a:
+        raise ValueError(f"cohens_kappa needs equal numbers of items, got {len(a)} and {len(b)}")
+    n = len(a)
+    observed = sum(x == y for x, y in zip(a, b, strict=True)) / n
+    p, q = sum(a) / n, sum(b) / n
+    chance = p * q + (1 - p) * (1 - q)
+    return 1.0 if chance == 1 else (observed - chance) / (1 - chance)
+
+
+def agreement(
+    validations: Mapping[str, Mapping[Any, bool]],
+) -> dict[str, dict[str, float | int]]:
+    """Return kappa and raw agreement of every pair of validations over the items both judged.
+
+    Args:
+        validations: name ("rules", "judge", "people") -> item -> correct.
+
+    Raises:
+        EvaluationError: a pair without an item in common.
+    """
+    result: dict[str, dict[str, float | int]] = {}
+    for (first, a), (second, b) in itertools.combinations(validations.items(), 2):
+        common = [item for item in a if item in b]
+        if not common:
+            raise EvaluationError(f"{first} and {second} judged no item in common")
+        left, right = [a[i] for i in common], [b[i] for i in common]
+        result[f"{first} ~ {second}"] = {
+            "kappa": cohens_kappa(left, right),
+            "agreement": sum(x == y for x, y in zip(left, right, strict=True)) / len(common),
+            "n": len(common),
+        }
+    return result
+
+
+def rule_verdicts(
+    method: str, samples: str | Path, metric: str, filter: str
+) -> dict[tuple[str, str, int], bool]:
+    """Return the rule-based verdicts of a samples file, keyed as annotations are."""
+    return {
+        (method, row["task"], row["doc_id"]): row["metrics"][metric] == 1
+        for row in read_rows(samples)
+        if row["filter"] == filter
+    }
+
+
+def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int], bool]:
+    """Return the judge's verdicts of a ``.judged.jsonl`` file, keyed as annotations are."""
+    return {
+        (method, row["task"], row["doc_id"]): bool(row["judge"]["correct"])
+        for row in read_rows(judged, ("judge",))
+    }

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.evaluation.human import (
+    agreement,
+    cohens_kappa,
+    export_sheets,
+    import_annotations,
+    judge_verdicts,
+    rule_verdicts,
+)
+from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks the chat-completions protocol; judges by comparing the texts it is sent."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict] = []
+        self.failures: list[int] = []
+        self.fixed: str | None = None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append({**body, "auth": self.headers.get("Authorization")})
+        if self.path != "/v1/chat/completions":
+            return self._send(404, {"error": "no such path"})
+        if self.server.failures:
+            return self._send(self.server.failures.pop(0), {"error": "not now"})
+        content = self.server.fixed
+        if content is None:
+            text = body["messages"][1]["content"]
+            reference = text.split("Reference:\n")[1].split("\n\nAnswer:\n")[0]
+            same = text.split("Answer:\n")[1].strip() == reference
+            content = json.dumps({"verdict": "correct" if same else "incorrect", "reason": "r"})
+        self._send(
+            200,
+            {
+                "choices": [{"message": {"role": "assistant", "content": content}}],
+                "usage": {"prompt_tokens": 1000, "completion_tokens": 10},
+            },
+        )
+
+    def _send(self, status, value):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        if status == 429:
+            self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def write_samples(path, answers):
+    rows = [
+        {
+            "task": "t", "doc_id": i, "item": f"i{i}", "filter": f, "target": str(i),
+            "doc": {"question": f"What is {i}?"}, "replies": [[answer]],
+            "metrics": {"exact_match": float(answer == str(i))},
+        }
+        for i, answer in enumerate(answers)
+        for f in ("flexible-extract", "strict-match")
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_verdicts_are_structured_stored_and_counted(server, tmp_path):
+    file = write_samples(tmp_path / "samples.jsonl", ["0", "1", "7", "3"])
+    with Judge("m", server.url, "key", tmp_path / "cache", requests_per_minute=60000) as judge:
+        result = judge_samples(file, judge)
+        assert (result["accuracy"], result["n"], result["requests"]) == (0.75, 4, 4)
+        assert result["cost"] == pytest.approx(4 * (1000 * 2.5 + 10 * 10) / 1e6)
+    body = server.bodies[0]
+    assert body["model"] == "m" and body["temperature"] == 0 and body["auth"] == "Bearer key"
+    assert body["response_format"]["json_schema"]["strict"]
+    with Judge("m", server.url, "key", tmp_path / "cache") as judge:
+        assert judge_samples(file, judge)["accuracy"] == 0.75
+        assert (judge.requests, judge.cost) == (0, 0)
+    with pytest.raises(EvaluationError, match="another checkpoint or other settings"):
+        Judge("another", server.url, cache=tmp_path / "cache")
+
+
+def test_overload_is_retried_and_refusal_is_not(server):
+    judge = Judge("m", server.url, requests_per_minute=60000, retries=3)
+    server.failures = [429, 429]
+    assert judge.judge("q", "4", "4").correct
+    assert len(server.bodies) == 3
+    server.failures = [401]
+    with pytest.raises(EvaluationError, match="HTTP 401"):
+        judge.judge("q", "4", "4")
+    assert len(server.bodies) == 4
+
+
+def test_requests_are_paced(server):
+    judge = Judge("m", server.url, requests_per_minute=60000)
+    spaced = []
+    judge._interval = 5.0
+    import moe_finetune.evaluation.judge as module
+
+    real = module.time.sleep
+    module.time.sleep = spaced.append
+    try:
+        for i in range(3):
+            judge.judge("q", "4", str(i))
+    finally:
+        module.time.sleep = real
+    assert spaced[0] == 0
+    assert 4 < spaced[1] <= 5 and 8 < spaced[2] <= 10
+
+
+def test_nonsense_is_a_clear_error(server):
+    judge = Judge("m", server.url, requests_per_minute=60000)
+    server.fixed = "I think it is correct!"
+    with pytest.raises(EvaluationError, match="answered no verdict but 'I think it is correct!'"):
+        judge.judge("q", "4", "4")
+    assert len(server.bodies) == 3
+    with pytest.raises(EvaluationError, match="failed"):
+        Judge("m", "http://127.0.0.1:9/v1", retries=0).judge("q", "4", "4")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"verdict": "correct", "reason": "same"}', (True, "same")),
+        ('```json\n{"verdict": "incorrect", "reason": ""}\n```', (False, "")),
+        ('{"verdict": "yes"}', None),
+        ("correct", None),
+        ('The verdict: {"verdict": "correct"}', None),
+        ("[1]", None),
+        ("", None),
+    ],
+)
+def test_parsing_takes_verdicts_only(text, expected):
+    assert parse_verdict(text) == expected
+
+
+def test_sheets_are_blind_and_come_back(tmp_path, server):
+    a = write_samples(tmp_path / "a.jsonl", ["0", "1", "=cmd()", "x", "4", "y"])
+    b = write_samples(tmp_path / "b.jsonl", ["0", "x", "<b>", "3", "x", "5"])
+    sheets = export_sheets({"base": a, "ours": b}, tmp_path / "sheets", n=5)
+    assert sheets.n == 10
+    text = sheets.csv.read_text() + sheets.html.read_text()
+    assert "base" not in text and "ours" not in text
+    assert "'=cmd()" in sheets.csv.read_text() and "&lt;b&gt;" in sheets.html.read_text()
+    codes = json.loads(sheets.key.read_text())
+    assert {c["method"] for c in codes.values()} == {"base", "ours"}
+    # The annotator agrees with the rules, except about one item.
+    rules = rule_verdicts("base", a, "exact_match", "strict-match") | rule_verdicts(
+        "ours", b, "exact_match", "strict-match"
+    )
+    lines = ["id,verdict,comment"]
+    for i, (code, c) in enumerate(codes.items()):
+        truth = rules[(c["method"], c["task"], c["doc_id"])]
+        lines.append(f"{code},{'correct' if truth != (i == 0) else 'no'},")
+    filled = tmp_path / "filled.csv"
+    filled.write_text("\n".join(lines) + "\n")
+    people = import_annotations(filled, sheets.key)
+    assert len(people) == 10
+    with Judge("m", server.url, requests_per_minute=60000) as judge:
+        judge_samples(a, judge)
+        judge_samples(b, judge)
+    judged = judge_verdicts("base", tmp_path / "a.judged.jsonl") | judge_verdicts(
+        "ours", tmp_path / "b.judged.jsonl"
+    )
+    found = agreement({"rules": rules, "judge": judged, "people": people})
+    assert found["rules ~ judge"] == {"kappa": 1.0, "agreement": 1.0, "n": 12}
+    assert found["rules ~ people"]["agreement"] == 0.9 and found["rules ~ people"]["n"] == 10
+    filled.write_text("id,verdict\n" + next(iter(codes)) + ",perhaps\n")
+    with pytest.raises(DataError, match="line 2: verdict 'perhaps'"):
+        import_annotations(filled, sheets.key)
+    filled.write_text("id,verdict\nffff,yes\n")
+    with pytest.raises(DataError, match="line 2: id 'ffff'"):
+        import_annotations(filled, sheets.key)
+
+
+def test_kappa_by_hand():
+    # 20 both yes, 15 both no, 5 and 10 apart: agreement 0.7, chance 0.5, kappa 0.4 (a textbook's).
+    a = [True] * 25 + [False] * 25
+    b = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
+    assert cohens_kappa(a, b) == pytest.approx(0.4)
+    from sklearn.metrics import cohen_kappa_score
+
+    assert cohens_kappa(a, b) == pytest.approx(cohen_kappa_score(a, b))
+    assert cohens_kappa([True, True], [True, True]) == 1.0
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        cohens_kappa([True], [True, False])
