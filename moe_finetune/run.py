@@ -137,7 +137,14 @@ def merge(recipe: Recipe, output: Path) -> None:
         bias=load_bias(output / "adapter"),
         bias_export="drop" if recipe.method.export_bias == "drop" else "keep",
     )
-    log.info("%s", result)
+    log.info(
+        "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",
+        result.changed,
+        result.copied,
+        result.bytes_written / 1e9,
+        result.seconds,
+    )
+    note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 
 def verify(recipe: Recipe, output: Path) -> None:
@@ -147,8 +154,14 @@ def verify(recipe: Recipe, output: Path) -> None:
 
     base = local_folder(recipe.model.path)
     result = verify_merge(base, output / "adapter", output / "merged")
-    log.info("%s", result)
-    note(output, verify=str(result))
+    log.info(
+        "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
+        result.mode,
+        result.max_rel,
+        result.tolerance,
+    )
+    found = {"mode": result.mode, "max_rel": result.max_rel, "tolerance": result.tolerance}
+    note(output, verify=found)
 
 
 def evaluate(recipe: Recipe, output: Path) -> None:

@@ -8,6 +8,7 @@ with the adapter disabled sees the checkpoint's own routing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ class BiasBalancer(Perturbation):
             bias = self.bias[layer].to(load_E.device)
             self.bias[layer] = bias + self.update * torch.sign(load_E.mean() - load_E)
             self._load[layer] = torch.zeros_like(load_E)
+
+    def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
+        """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
+        found = {}
+        for layer in layers:
+            learned = self.bias[layer.index].cpu()
+            own = Rule(layer.family, layer.experts.config, layer.router).own_bias(learned)
+            found[f"bias.{layer.index}"] = own.detach().cpu() + learned
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Biases by ``bias.<decoder layer>``; loads are empty between steps."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
+from moe_finetune.capture.recorder import moe_layers
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.state import load_state, save_state
 
@@ -46,7 +47,7 @@ def save_trained(
             recipe=recipe.hash,
         )
         if balancer is not None:
-            save_state(partial / BIAS_FILE, balancer.state_dict())
+            save_state(partial / BIAS_FILE, balancer.effective(moe_layers(model)))
         # PEFT's own card holds the base's local path; the run's recipe says it better.
         (partial / "README.md").unlink(missing_ok=True)
     else:
