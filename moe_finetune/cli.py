@@ -239,6 +239,71 @@ def report(
 
 
 @app.command()
+def compare(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="eval folders; first: the baseline.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write .html or .json here.")
+    ] = None,
+) -> None:
+    """Compare evaluations item by item with the first one: differences, intervals, tests.
+
+    Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
+    """
+    from moe_finetune.errors import OutputExistsError
+    from moe_finetune.evaluation.compare import compare as compare_results
+
+    if output is not None and output.suffix not in (".html", ".json"):
+        raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
+    if output is not None and output.exists():
+        raise OutputExistsError(f"{output} exists; choose another --output")
+    comparison = compare_results(results)
+    print(comparison.to_text())
+    if output is not None:
+        page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
+        output.write_text(page, encoding="utf-8")
+
+
+@app.command()
+def place(
+    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
+    max_imbalance: Annotated[
+        float, typer.Option("--max-imbalance", min=1.0, help="Largest rank load over the mean.")
+    ] = 1.3,
+) -> None:
+    """Plan which rank holds which expert, so that tokens cross ranks less; for `permute`.
+
+    Plans on the first half of the sequences and shows what that does to the other half.
+
+    Example: moe-finetune place traces/law --ranks 8 --output plan.json
+    """
+    import numpy as np
+
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.metrics import placement_metrics
+    from moe_finetune.placement import plan_placement
+    from moe_finetune.placement.plan import PlacementPlan
+    from moe_finetune.placement.simulate import baseline_placements
+
+    opened = RoutingTrace.open(trace)
+    info, ids, sequence_T = opened.info, opened.load("ids"), opened.load("seq")
+    seen_T = sequence_T <= np.median(sequence_T)
+    if seen_T.all():
+        raise typer.BadParameter("the trace holds one sequence; wanted several, to judge the plan")
+    ranks_LE = plan_placement(ids[seen_T], info.num_experts, ranks, max_imbalance=max_imbalance)
+    plan = PlacementPlan.of(info.model_type, info.layers, ranks, ranks_LE)
+    order_LE = baseline_placements(len(info.layers), info.num_experts, ranks)["index_order"]
+    for name, placement in {"index order": order_LE, "planned": ranks_LE}.items():
+        held_out = placement_metrics(ids[~seen_T], placement)
+        print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in held_out.items()))
+    plan.write(output)
+    print(f"plan: {output}")
+
+
+@app.command()
 def select(
     trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
@@ -271,7 +336,8 @@ def select(
 def permute(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
     permutation: Annotated[
-        Path, typer.Option("--permutation", "-p", help='JSON: {"LAYER": [old expert, ...]}.')
+        Path,
+        typer.Option("--permutation", "-p", help='`place`\'s plan, or {"LAYER": [expert, ...]}.'),
     ],
     output: Output,
 ) -> None:
@@ -280,10 +346,22 @@ def permute(
     Example: moe-finetune permute ./my-moe --permutation order.json --output ./my-moe-placed
     """
     from moe_finetune.families.loading import local_folder
-    from moe_finetune.weights.permute import permute_experts, read_permutation
+    from moe_finetune.weights.permute import permute_experts
 
-    permute_experts(local_folder(checkpoint), read_permutation(permutation), output)
+    permute_experts(local_folder(checkpoint), read_order(permutation), output)
     print(f"checkpoint: {output}")
+
+
+def read_order(file: Path) -> dict[int, list[int]]:
+    """Old expert at each new place by layer, from a plan or a plain permutation."""
+    from moe_finetune.placement.plan import PlacementPlan
+    from moe_finetune.weights.checkpoint import read_json
+    from moe_finetune.weights.permute import read_permutation
+
+    if file.is_file() and "format" not in read_json(file):
+        return read_permutation(file)
+    plan = PlacementPlan.read(file)
+    return dict(zip(plan.layers, plan.permutation_LE().tolist(), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import pytest
 from moe_finetune import cli
 from moe_finetune.doctor import Check, as_json, healthy, text
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.recipe import LoraSection
 from tests import tiny
 
@@ -244,6 +245,51 @@ def test_select_writes_a_selection_file(capsys, tmp_path):
     assert sorted(chosen) == ["1", "2"] and "2 layers" in out
     counts = np.bincount(ids[:, 0].ravel(), minlength=8)
     assert counts[chosen["1"]].min() >= np.delete(counts, chosen["1"]).max()
+
+
+# -- place, compare -------------------------------------------------------------------------
+
+
+def test_place_finds_experts_that_work_together(capsys, tmp_path):
+    generator = np.random.default_rng(1)
+    clique = generator.integers(4, size=(600, 1, 1)) * 16  # each token stays in one of four
+    inside = generator.permuted(np.tile(np.arange(16), (600, 2, 1)), axis=-1)
+    ids = generator.permutation(64)[(clique + inside)[..., :3]].astype(np.int16)
+    trace, weights = tmp_path / "trace.npz", np.full(ids.shape, 1 / 3, np.float32)
+    np.savez(trace, ids=ids, weights=weights, seq=np.arange(600) // 10)
+    code, out, err = run(capsys, "place", trace, "--ranks", "4", "--output", tmp_path / "plan")
+    assert code == 0, err
+    lines = [line.split("cross_rank_share ")[1] for line in out.splitlines()[:2]]
+    index_order, planned = (float(line.partition(",")[0]) for line in lines)
+    assert index_order > 0.7, "index order tears the cliques apart"
+    assert planned < 0.15, "the plan holds them together on sequences it has not seen"
+    code, _, err = run(capsys, "place", trace, "--ranks", "5", "--output", tmp_path / "five")
+    assert code == 2 and "5 ranks" in err and not (tmp_path / "five").exists()
+
+
+def test_permute_takes_a_placement_plan(capsys, tiny_checkpoint, tmp_path):
+    ranks = np.array([[0, 1, 2] * 4, [2, 1, 0] * 4])
+    PlacementPlan.of("olmoe", [0, 2], 3, ranks).write(tmp_path / "plan.json")
+    plain = {
+        "0": [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11],
+        "2": [2, 5, 8, 11, 1, 4, 7, 10, 0, 3, 6, 9],
+    }
+    (tmp_path / "plain.json").write_text(json.dumps(plain))
+    for name in ("plan", "plain"):
+        order, folder = tmp_path / f"{name}.json", tmp_path / name
+        arguments = [tiny_checkpoint("olmoe"), "--permutation", order, "--output", folder]
+        code, _, err = run(capsys, "permute", *arguments)
+        assert code == 0, err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plan", "plain")]
+    assert weights[0] == weights[1]
+    assert weights[0] != (tiny_checkpoint("olmoe") / "model.safetensors").read_bytes()
+
+
+def test_compare_refuses_one_result_and_odd_names(capsys, tmp_path):
+    code, _, err = run(capsys, "compare", tmp_path)
+    assert code == 2 and "at least two" in err
+    code, _, err = run(capsys, "compare", tmp_path, tmp_path, "--output", tmp_path / "c.pdf")
+    assert code == 2 and ".html or .json" in err
 
 
 # -- doctor -----------------------------------------------------------------------------------
