@@ -52,6 +52,31 @@ def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", help="New folder of the demo.")] = Path(
+        "runs/demo"
+    ),
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="vllm or hf; default: vllm where it works.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Steps of each fine-tune; default: the recipe's.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the demo in OUTPUT.")
+    ] = False,
+) -> None:
+    """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
+
+    Example: moe-finetune demo --output runs/demo
+    """
+    from moe_finetune.demo.path import run_demo
+
+    page = run_demo(output, backend, steps, resume)
+    print(f"report: {page}")
+
+
+@app.command()
 def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="Mend vLLM's CPU build.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

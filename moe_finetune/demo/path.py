@@ -1,0 +1,141 @@
+"""``moe-finetune demo``: the whole path on a checkpoint and data made on the spot.
+
+Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints -> one report.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.recipe import Recipe, load_recipe
+
+METHODS = ("aux_loss", "orthogonal_variance")
+
+
+def run_demo(
+    output: str | Path, backend: str | None = None, steps: int | None = None, resume: bool = False
+) -> Path:
+    """Run the demo in the folder ``output`` and return the report's page.
+
+    Args:
+        output: new or empty folder, or that of an interrupted demo with ``resume``.
+        backend: "vllm" or "hf"; None takes vLLM where it is usable and says so where it is not.
+        steps: optimizer steps of each fine-tune; default: the recipe's.
+        resume: go on with the demo in ``output``; what is finished is kept.
+    """
+    from moe_finetune.demo.data import write_demo_data
+    from moe_finetune.demo.pretrain import ensure_demo_checkpoint
+    from moe_finetune.evaluation.engine import evaluate
+    from moe_finetune.report import write_report
+    from moe_finetune.run import run_recipe
+
+    output = Path(output)
+    if output.exists() and any(output.iterdir()) and not resume:
+        raise OutputExistsError(
+            f"{output} is not empty; choose another --output, or add --resume to go on with it"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, float] = {}
+    with _timed("pretraining (or its cache)", seconds):
+        checkpoint = ensure_demo_checkpoint(progress=_bar("pretraining"))
+    with _timed("data", seconds):
+        data = write_demo_data(output / "data")
+    backend = backend or _usable_backend()
+    runs = []
+    for method in METHODS:
+        recipe = demo_recipe(method, checkpoint, data, backend, steps)
+        run = output / method
+        with _timed(f"{method}: train, merge, verify, evaluate", seconds):
+            run_recipe(recipe, run, resume=(run / "recipe.yaml").exists())
+        runs.append(run)
+    assert recipe.evaluation is not None
+    with _timed("evaluation of the base", seconds):
+        evaluate(
+            checkpoint,
+            recipe.evaluation.suite,
+            backend=backend,
+            output=output / "base",
+            data_dir=data,
+            vllm=recipe.evaluation.vllm,
+        )
+    for run in runs:
+        (run / "eval_base").mkdir(exist_ok=True)
+        shutil.copy2(output / "base" / "results.json", run / "eval_base" / "results.json")
+    page = write_report(runs, output / "report" / "index.html", title="moe-finetune demo")
+    (output / "seconds.json").write_text(json.dumps(seconds, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(f"{value:7.1f} s  {name}" for name, value in seconds.items()))
+    return page
+
+
+def demo_recipe(
+    method: str, checkpoint: Path, data: Path, backend: str, steps: int | None = None
+) -> Recipe:
+    """The recipe of one fine-tune of the demo, on files that were made here."""
+    overrides = [
+        f"model.path={checkpoint}",
+        f"data.train={data / 'train.jsonl'}",
+        f"data.validation={data / 'validation.jsonl'}",
+        f"evaluation.data_dir={data}",
+        f"evaluation.backend={backend}",
+    ]
+    if steps is not None:
+        overrides.append(f"trainer.max_steps={steps}")
+    return load_recipe(recipes_folder() / "demo" / f"{method}.yaml", overrides)
+
+
+def recipes_folder() -> Path:
+    """``recipes/`` of a checkout, or the copy that was installed with the package."""
+    candidates = [
+        Path(__file__).resolve().parents[2] / "recipes",
+        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
+    ]
+    for folder in candidates:
+        if (folder / "demo").is_dir():
+            return folder
+    raise CheckpointError(
+        f"the demo's recipes are in none of {', '.join(map(str, candidates))}; reinstall the package"
+    )
+
+
+def _usable_backend() -> str:
+    from moe_finetune.evaluation.environment import vllm_status
+
+    status = vllm_status()
+    if not status.problems:
+        return "vllm"
+    print(
+        f"vLLM cannot be used here ({'; '.join(status.problems)}); transformers evaluates instead"
+    )
+    return "hf"
+
+
+@contextmanager
+def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    print(f"\n== {name}", flush=True)
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 1)
+
+
+def _bar(name: str) -> Any:
+    from tqdm import tqdm
+
+    bar: list[tqdm] = []
+
+    def update(done: int, total: int, values: dict[str, float]) -> None:
+        if not bar:
+            bar.append(tqdm(total=total, desc=name, unit="step"))
+        bar[0].n = done
+        bar[0].set_postfix({key: f"{value:.3f}" for key, value in values.items()}, refresh=True)
+        if done == total:
+            bar[0].close()
+
+    return update
