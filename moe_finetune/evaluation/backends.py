@@ -188,8 +188,8 @@ def _open_hf(
     return Backend("hf", lm, identity, str(folder), settings, chunk)
 
 
-def server_models(base_url: str, timeout: float = 10) -> list[str]:
-    """Return the model names that an OpenAI-compatible server offers.
+def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
+    """Return the models that an OpenAI-compatible server offers: name -> folder, where it tells.
 
     Raises:
         EvaluationError: it does not answer, or not as such a server does.
@@ -199,12 +199,13 @@ def server_models(base_url: str, timeout: float = 10) -> list[str]:
         raise EvaluationError(f"base_url '{base_url}' is no http address")
     try:
         with urllib.request.urlopen(url, timeout=timeout) as response:
-            return [entry["id"] for entry in json.load(response)["data"]]
+            models = json.load(response)["data"]
+            return {entry["id"]: str(entry.get("root") or "") for entry in models}
     except (OSError, urllib.error.URLError) as error:
         raise EvaluationError(
             f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvaluationError(
             f"{url} does not answer like an OpenAI-compatible server ({error!r})"
         ) from None
@@ -221,7 +222,7 @@ def _open_server(
         )
     offered = server_models(base_url)
     if model is None and len(offered) == 1:
-        model = offered[0]
+        model = next(iter(offered))
     if model not in offered:
         raise EvaluationError(
             f"the server at {base_url} has no model '{model}'{did_you_mean(str(model), offered)}"
@@ -243,10 +244,15 @@ def _open_server(
         seed=seed,
         trust_remote_code=False,
     )
-    # A server may hold other weights than the folder; both are part of what a reply depends on.
-    identity = sha256_json(
-        ["server", base_url, model, checkpoint_hash(folder) if has_folder else str(checkpoint)]
-    )
+    content = checkpoint_hash(folder) if has_folder else str(checkpoint)
+    served = Path(offered[model])
+    if has_folder and (served / "config.json").is_file() and checkpoint_hash(served) != content:
+        raise EvaluationError(
+            f"the server at {base_url} serves {served} as '{model}', which is another checkpoint "
+            f"than {folder}"
+        )
+    # Where the server does not tell its folder, nobody can know that its weights are these.
+    identity = sha256_json(["server", base_url, model, content])
     settings = {
         "backend": "server",
         "base_url": base_url,

@@ -116,7 +116,8 @@ class Catalog:
             for member in members if isinstance(members, list) else [members]:
                 if isinstance(member, dict):
                     inner = member.get("task") if "group" in member else None
-                    for child in inner if isinstance(inner, list) else [member.get("task")]:
+                    children: list[Any] = inner if isinstance(inner, list) else [member["task"]]
+                    for child in children:
                         yield from self._names(child if isinstance(child, str) else child["task"])
                 else:
                     yield from self._names(member)

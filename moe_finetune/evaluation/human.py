@@ -24,7 +24,7 @@ _NO = {"incorrect", "no", "n", "0", "false", "wrong"}
 
 @dataclass(frozen=True)
 class Sheets:
-    """The files that :func:`export_sheets` wrote; annotators get ``csv`` or ``html``, not ``key``."""
+    """What :func:`export_sheets` wrote; annotators get ``csv`` or ``html`` and never ``key``."""
 
     csv: Path
     html: Path

@@ -44,6 +44,8 @@ from moe_finetune.evaluation.files import read_rows
         ("10-5", 5),
         ("10 - 5 = 5", 5),
         ("(-4)", -4),
+        ("that leaves -5", -5),
+        ("x = - 5", -5),
         ("4 - (-3)", -3),
         ("3/0", None),
         ("no number", None),
