@@ -37,6 +37,14 @@ def test_scale_covers_the_values_with_round_ticks(values):
     assert len({tick_text(t, scale.ticks) for t in scale.ticks}) == len(scale.ticks)
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, 2), (1, 17), (5, 3000), (3, 3), (0, 26)])
+def test_ticks_of_steps_and_layers_are_whole(low, high):
+    scale = Scale.exact(low, high)
+    assert (scale.low, scale.high) == (low, max(high, low + 1))
+    assert 2 <= len(scale.ticks) <= 6
+    assert all(tick == int(tick) and scale.low <= tick <= scale.high for tick in scale.ticks)
+
+
 def test_moving_mean_equals_a_slow_loop():
     rng = np.random.default_rng(0)
     values = rng.normal(size=83).tolist()

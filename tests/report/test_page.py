@@ -206,6 +206,7 @@ def test_missing_parts_are_named(tmp_path: Path):
     for what in ("Scores", "Routing pictures", "Settings", "Environment"):
         assert f"{what}: " in page.text
     assert "Training loss: 2.50" in page.text
+    assert "bare: training loss 2.50 → 2.50 by step 1" in page.text
 
 
 def test_nan_and_null_are_dashes(tmp_path: Path):

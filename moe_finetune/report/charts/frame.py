@@ -40,10 +40,10 @@ class Scale:
 
     @classmethod
     def exact(cls, low: float, high: float, count: int = 4) -> Scale:
-        """Return a scale of exactly these ends, with round ticks inside."""
+        """Return a scale of exactly these ends, with whole ticks inside: steps, layers, ranks."""
         if high <= low:
             high = low + 1.0
-        step = _round_step((high - low) / count)
+        step = _round_step(max(1.0, (high - low) / count), (1, 2, 5, 10))
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
@@ -52,9 +52,9 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def _round_step(rough: float) -> float:
+def _round_step(rough: float, round_numbers: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
+    return next(m * power for m in round_numbers if m * power >= rough * (1 - 1e-9))
 
 
 def percent(share: float) -> str:

@@ -149,7 +149,7 @@ def frequencies(shots: list[Snapshot]) -> Markup:
     heads = listed(shots, [_top_share(shot) for shot in shots])
     return figure(
         f"Load of the busiest eighth of the experts, times an even share: {heads}",
-        panels(parts, 0),
+        panels(parts),
         tag(
             "div",
             tag("span", "first layer"),

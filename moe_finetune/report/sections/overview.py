@@ -8,6 +8,7 @@ from moe_finetune.report.charts.intervals import forest
 from moe_finetune.report.compare import Difference, difference
 from moe_finetune.report.context import Report, Section, group, listed
 from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
+from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Run
 from moe_finetune.report.words import word
 
@@ -62,10 +63,21 @@ def _lede(report: Report) -> Markup:
             join([tag("strong", run.label), f" against {against}, {total}: {', '.join(words)}. "])
         )
     if not sentences:
-        names = ", ".join(run.label for run in report.runs)
-        sentences.append(join([f"Results of {names}. "]))
+        sentences += [_training(run) for run in report.runs]
     sentences.append(_evenness(report))
     return join(sentences)
+
+
+def _training(run: Run) -> Markup:
+    """Say how far the loss came, for runs that nothing is compared with."""
+    curve = run.curves.get("loss")
+    if curve is None:
+        return join([tag("strong", run.label), ": no training was logged. "])
+    start, end = ends(curve)
+    told = (
+        f": training loss {number(start)} → {number(end)} by step {number(int(curve.steps[-1]))}. "
+    )
+    return join([tag("strong", run.label), told])
 
 
 def _violations(report: Report) -> list[float]:

@@ -15,9 +15,10 @@ def panel(shot: Snapshot, picture: Markup, note: str | None = None) -> Markup:
     return tag("div", head, picture, class_="panel")
 
 
-def panels(parts: list[Markup], columns: int) -> Markup:
-    """Return pictures side by side; those with many columns get wider panels."""
-    return tag("div", parts, class_="panels broad" if columns > 48 else "panels")
+def panels(parts: list[Markup], columns: int = 0, *, square: bool = False) -> Markup:
+    """Return pictures side by side; many columns get wider panels, ``square`` keeps the shape."""
+    kind = "square" if square else "broad" if columns > 48 else ""
+    return tag("div", parts, class_=f"panels {kind}".strip())
 
 
 def _layer_names(shot: Snapshot) -> list[str]:

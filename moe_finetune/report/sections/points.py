@@ -57,7 +57,9 @@ def points(
         heading = f"Gate projection rows of single experts{where}, separation {told}"
         note = "t-SNE. Clusters of one colour are experts whose rows resemble no other expert's."
     note += " Separation: the share of the spread that lies between experts, 0 to 1."
-    content = figure(heading, panels(parts, 0), key(named, others=others), note=note, wide=True)
+    content = figure(
+        heading, panels(parts, square=True), key(named, others=others), note=note, wide=True
+    )
     return group(title, content)
 
 

@@ -144,7 +144,7 @@ def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
         figure(
             f"Knowing the expert in layer {layers[0]}, the likeliest one in layer {layers[1]} has "
             f"probability {listed([shot for shot, _ in known], tops)}",
-            panels(parts, 0),
+            panels(parts, square=True),
             legend(limits, "P(expert in the next layer | expert in this layer)", clipped=clipped),
             note="Bright cells are habitual paths; rows sum to the number of experts a token uses.",
             wide=True,

@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from moe_finetune.report.context import Report, Section, group, table
-from moe_finetune.report.markup import DASH, Markup, join, number, tag
+from moe_finetune.report.markup import DASH, Markup, is_number, join, number, tag
 
+MANY = 8  # a longer list of numbers is told by its ends
 SECRET = re.compile(
     r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
 )
@@ -46,6 +47,8 @@ def value_text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}".replace("-", "−") if math.isfinite(value) else number(value)
+    if isinstance(value, list) and len(value) > MANY and all(map(is_number, value)):
+        return f"{len(value)} numbers from {number(min(value))} to {number(max(value))}"
     if isinstance(value, (list, dict)):
         return ", ".join(map(value_text, value)) if value else DASH
     return str(value)
