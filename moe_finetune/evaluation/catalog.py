@@ -114,15 +114,19 @@ class Catalog:
         elif entry.kind is Kind.GROUP:
             members: Any = (entry.cfg or {}).get("task") or []
             for member in members if isinstance(members, list) else [members]:
-                if isinstance(member, dict):
-                    inner = member.get("task") if "group" in member else None
-                    children: list[Any] = inner if isinstance(inner, list) else [member["task"]]
-                    for child in children:
-                        yield from self._names(child if isinstance(child, str) else child["task"])
-                else:
-                    yield from self._names(member)
+                yield from self._members(member)
         else:
             yield name
+
+    def _members(self, member: str | dict[str, Any]) -> Iterator[str]:
+        """A group's member is a name, a task with overrides, or a group written in place."""
+        if isinstance(member, str):
+            yield from self._names(member)
+        elif isinstance(member.get("task"), list):
+            for child in member["task"]:
+                yield from self._members(child)
+        else:
+            yield from self._names(member.get("task") or member["group"])
 
     def _leaf(self, entry: SuiteTask, name: str) -> Leaf:
         from lm_eval.tasks._yaml_loader import load_yaml
