@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -83,7 +84,7 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
 
 def clean_stale(target: Path) -> None:
     """Remove hidden folders of ``target`` whose writer is dead."""
-    for left in target.parent.glob(f".{target.name}.partial-*"):
+    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         with suppress(OSError):
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
             try:
