@@ -7,6 +7,7 @@ suites. Prompts, stop rules and few-shot examples are lm-eval's, the same for al
 from __future__ import annotations
 
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -78,7 +79,7 @@ def open_backend(
     """Open a checkpoint for evaluation.
 
     Args:
-        checkpoint: folder of an ordinary checkpoint.
+        checkpoint: folder of an ordinary checkpoint, or its hub id.
         backend: ``"vllm"``, ``"hf"``, ``"server"``; None takes vLLM where it can be used and
             transformers, with a visible line, where it cannot.
         vllm: engine arguments passed through (``tensor_parallel_size``, ``max_model_len``,
@@ -120,7 +121,7 @@ def open_backend(
     if backend == "server":
         opened = _open_server(checkpoint, base_url, model, seed)
     else:
-        folder = Path(checkpoint)
+        folder = local_folder(checkpoint)
         identity = checkpoint_hash(folder)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -137,6 +138,27 @@ def open_backend(
             opened = _open_hf(folder, identity, adapter, batch_size, dtype, seed)
     opened.notes = notes
     return opened
+
+
+def local_folder(checkpoint: str | Path) -> Path:
+    """Return the folder of a checkpoint, fetched from the hub when it is a hub id.
+
+    Raises:
+        CheckpointError: neither a folder nor a repository that can be reached.
+    """
+    folder = Path(checkpoint)
+    if folder.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(checkpoint), allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint}' is not a folder, and the hub gave none: {error}"
+        ) from None
 
 
 def package_versions(*names: str) -> dict[str, str]:

@@ -255,9 +255,12 @@ def test_malformed_rows_name_file_and_line(backend, suite, tmp_path):
         evaluate("x", tmp_path / "local.yaml", "hf", tmp_path / "o", opened=backend)
 
 
-def test_bad_checkpoints_and_backends(suite, tmp_path):
+def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="is not a folder"):
         evaluate(tmp_path / "nowhere", suite, "hf", tmp_path / "o")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="'nobody/nothing' is not a folder, and the hub"):
+        evaluate("nobody/nothing", suite, "hf", tmp_path / "o")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         evaluate(tmp_path / "empty", suite, "hf", tmp_path / "o")
