@@ -68,11 +68,11 @@ def _term_values(model: nn.Module, objective: Objective, device: torch.device) -
     totals: dict[str, Tensor] = {}
     below: list[PreviousLayer] = []
     # Running tables of a term must not learn from random tokens.
-    terms = [copy.copy(term) for term in objective.terms]
+    terms = copy.deepcopy(objective.terms)
 
     def observer(record: RoutingRecord, _: LayerLoss) -> None:
         previous = below[-1] if below else None
-        context = LayerContext(previous=previous, first_visit=False)
+        context = LayerContext(previous=previous)
         with torch.enable_grad():
             for term in terms:
                 if not term.options.selects(record.layer):
