@@ -40,14 +40,9 @@ def expert_overlap(
     if count < 2:
         raise ValueError(f"embeddings_NH: got {count} embedding, wanted at least 2 to compare")
     neighbours = min(k, count - 1)
-    squares_N = (embeddings**2).sum(-1)
     other = 0
     for part in chunks(count, count):
-        distances = squares_N - 2 * embeddings[part] @ embeddings.T  # + |x|^2, the same for a row
-        rows = np.arange(part.stop - part.start)
-        distances[rows, rows + part.start] = np.inf
-        nearest = np.argsort(distances, axis=-1, kind="stable")[:, :neighbours]
-        other += int((labels[nearest] != labels[part][:, None]).sum())
+        other += _foreign(_squared_distances(embeddings, part), labels, part.start, neighbours)
     return other / (count * neighbours)
 
 
@@ -60,15 +55,30 @@ def silhouette(
     experts). Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels. Source:
     P0 eq. 38.
     """
-    from sklearn.metrics import silhouette_score
-
     embeddings, labels = _sampled(embeddings_NH, labels_N, sample, seed)
     kinds = len(np.unique(labels))
     if not 2 <= kinds <= len(labels) - 1:
         raise ValueError(
             f"labels_N: got {kinds} different labels on {len(labels)} embeddings, wanted 2 to N - 1"
         )
-    return float(silhouette_score(embeddings, labels))
+    return _silhouette(_squared_distances(embeddings, slice(0, len(labels))), labels)
+
+
+def separation(
+    embeddings_NH: Array, labels_N: Array, k: int = 10
+) -> tuple[float | None, float | None]:
+    """:func:`expert_overlap` and :func:`silhouette` of a sample from one matrix of distances.
+
+    None where one is not defined: below 2 embeddings, or for 1 or N different labels.
+    """
+    embeddings, labels = _sampled(embeddings_NH, labels_N, None, 0)
+    count, kinds = len(labels), len(np.unique(labels))
+    if count < 2:
+        return None, None
+    distances = _squared_distances(embeddings, slice(0, count))
+    neighbours = min(k, count - 1)
+    overlap = _foreign(distances.copy(), labels, 0, neighbours) / (count * neighbours)
+    return overlap, _silhouette(distances, labels) if 2 <= kinds <= count - 1 else None
 
 
 def activation_cosine(activations_TKD: Array, mask_T: Array | None = None) -> float:
@@ -123,6 +133,37 @@ def _mean_off_diagonal(total_KK: np.ndarray, tokens: int) -> float:
     return float((total_KK.sum() - np.trace(total_KK)) / (tokens * width * (width - 1)))
 
 
+def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbours: int) -> int:
+    """Nearest neighbours with another label, summed over the embeddings from ``start`` on."""
+    rows = np.arange(len(distances_RN))
+    distances_RN[rows, rows + start] = np.inf
+    nearest = _smallest(distances_RN, neighbours)
+    return int((nearest & (labels_N != labels_N[rows + start, None])).sum())
+
+
+def _silhouette(squared_NN: np.ndarray, labels_N: np.ndarray) -> float:
+    from sklearn.metrics import silhouette_score
+
+    distances = np.sqrt(squared_NN)
+    np.fill_diagonal(distances, 0)
+    return float(silhouette_score(distances, labels_N, metric="precomputed"))
+
+
+def _squared_distances(embeddings_NH: np.ndarray, part: slice) -> np.ndarray:
+    """Squared Euclidean distances of the embeddings in ``part`` to all, in their dtype."""
+    squares_N = np.einsum("nh,nh->n", embeddings_NH, embeddings_NH)
+    products = embeddings_NH[part] @ embeddings_NH.T
+    return np.maximum(squares_N[part, None] + squares_N - 2 * products, 0)
+
+
+def _smallest(values_RN: np.ndarray, count: int) -> np.ndarray:
+    """Where the ``count`` smallest values of each row are, ties to the lower index; bool."""
+    last = np.partition(values_RN, count - 1, axis=-1)[:, count - 1 : count]
+    below, equal = values_RN < last, values_RN == last
+    room = count - below.sum(-1, keepdims=True)
+    return below | (equal & (np.cumsum(equal, axis=-1) <= room))
+
+
 def _sampled(
     embeddings_NH: Array, labels_N: Array, sample: int | None, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +171,11 @@ def _sampled(
     check_shape("embeddings_NH", embeddings, ("N", "H"))
     labels = integers("labels_N", labels_N, (len(embeddings),))
     if sample is not None and sample < len(labels):
-        # Drawn before the conversion to float64, so that a large trace costs only its sample.
+        # Drawn before any conversion, so that a large trace costs only its sample.
         chosen = np.sort(np.random.default_rng(seed).choice(len(labels), sample, replace=False))
         embeddings, labels = embeddings[chosen], labels[chosen]
-    return floats("embeddings_NH", embeddings, ("N", "H")), labels
+    embeddings = floats("embeddings_NH", embeddings, ("N", "H"), as_given=True)
+    if embeddings.dtype in (np.float16, np.float32):
+        # Distances do not see a shift, and float32 keeps more of them without it.
+        return (embeddings - embeddings.mean(0, dtype=np.float64)).astype(np.float32), labels
+    return embeddings.astype(np.float64, copy=False), labels

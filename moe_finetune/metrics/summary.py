@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.metrics.domains import domain_information
-from moe_finetune.metrics.experts import expert_overlap, silhouette
+from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import pair_counts
 from moe_finetune.metrics.sums import RoutingSums, gather, routing_metrics
 
 if TYPE_CHECKING:
-    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.capture.trace import RoutingTrace, TraceChunk
 
 
 def summarize_trace(
@@ -22,10 +22,10 @@ def summarize_trace(
 
     Args:
         trace: an open trace.
-        sample: embeddings per layer that :func:`expert_overlap` and :func:`silhouette` use; their
+        sample: embeddings per layer that ``expert_overlap`` and ``silhouette`` use; their
             cost grows with its square.
         seed: which ones.
-        neighbours: k of :func:`expert_overlap`.
+        neighbours: k of ``expert_overlap``.
 
     Returns a dictionary with
 
@@ -39,7 +39,10 @@ def summarize_trace(
     All but ``arrays`` can go to JSON as it is. TraceError for a domain without tokens.
     """
     info = trace.info
-    by_domain = gather(trace, lambda chunk: chunk["domain"], len(info.domains), "domain")
+    transitions = _Transitions(len(info.layers), info.num_experts)
+    by_domain = gather(
+        trace, lambda chunk: chunk["domain"], len(info.domains), "domain", transitions
+    )
     _check_domains(trace, by_domain)
     whole = by_domain.total()
     per_layer: dict[str, list[float | None]] = {
@@ -52,7 +55,7 @@ def summarize_trace(
         per_layer |= _embedding_metrics(trace, sample, seed, neighbours)
     arrays = {
         "load_LE": whole.load_LE,
-        "conditional_activation_LEE": _transitions(trace, whole.load_LE),
+        "conditional_activation_LEE": transitions.conditional(whole.load_LE),
         "domain_shares_GLE": np.stack([found["shares_GE"] for found in domains], axis=1),
     }
     if whole.score_LE is not None:
@@ -90,31 +93,33 @@ def _check_domains(trace: RoutingTrace, by_domain: RoutingSums) -> None:
         raise TraceError(f"{trace.path}: domain '{name}' has no tokens; record it again")
 
 
-def _transitions(trace: RoutingTrace, load_LE: np.ndarray) -> np.ndarray:
-    """``P(n in A^{l+1} given e in A^l)`` of every pair of adjacent MoE layers."""
-    layers, experts = load_LE.shape
-    counts = np.zeros((layers - 1, experts, experts), np.int64)
-    for chunk in trace.chunks("ids"):
-        ids = chunk["ids"]
-        for layer in range(layers - 1):
-            counts[layer] += pair_counts(ids[:, layer], ids[:, layer + 1], experts)
-    used = load_LE[:-1, :, None]
-    return np.divide(counts, used, out=np.zeros(counts.shape), where=used > 0)
+class _Transitions:
+    """Counts of expert pairs in adjacent MoE layers."""
+
+    def __init__(self, layers: int, experts: int):
+        self.counts = np.zeros((layers - 1, experts, experts), np.int64)
+
+    def __call__(self, chunk: TraceChunk) -> None:
+        ids, experts = chunk["ids"], self.counts.shape[-1]
+        for layer in range(len(self.counts)):
+            self.counts[layer] += pair_counts(ids[:, layer], ids[:, layer + 1], experts)
+
+    def conditional(self, load_LE: np.ndarray) -> np.ndarray:
+        """``P(n in A^{l+1} given e in A^l)`` of every pair of adjacent layers."""
+        used = load_LE[:-1, :, None]
+        return np.divide(self.counts, used, out=np.zeros(self.counts.shape), where=used > 0)
 
 
 def _embedding_metrics(
     trace: RoutingTrace, sample: int, seed: int, neighbours: int
 ) -> dict[str, list[float | None]]:
     embeddings_NLH, labels_NL = _sampled_embeddings(trace, sample, seed)
-    overlaps: list[float | None] = []
-    silhouettes: list[float | None] = []
-    for layer in range(len(trace.info.layers)):
-        embeddings, labels = embeddings_NLH[:, layer], labels_NL[:, layer]
-        overlaps.append(expert_overlap(embeddings, labels, neighbours))
-        kinds = len(np.unique(labels))
-        defined = 2 <= kinds <= len(labels) - 1
-        silhouettes.append(silhouette(embeddings, labels) if defined else None)
-    return {"expert_overlap": overlaps, "silhouette": silhouettes}
+    found = [
+        separation(embeddings_NLH[:, layer], labels_NL[:, layer], neighbours)
+        for layer in range(len(trace.info.layers))
+    ]
+    overlaps, silhouettes = zip(*found, strict=True)
+    return {"expert_overlap": list(overlaps), "silhouette": list(silhouettes)}
 
 
 def _sampled_embeddings(

@@ -65,9 +65,15 @@ class RoutingSums:
 
 
 def gather(
-    trace: RoutingTrace, groups: Callable[[TraceChunk], np.ndarray], num_groups: int, field: str
+    trace: RoutingTrace,
+    groups: Callable[[TraceChunk], np.ndarray],
+    num_groups: int,
+    field: str,
+    visit: Callable[[TraceChunk], None] = lambda chunk: None,
 ) -> RoutingSums:
     """Sum a trace per group; ``groups`` maps a chunk (that has ``field``) to ``(T,)`` numbers.
+
+    ``visit`` meets every chunk (with ``ids``) on the way, to spare it a pass of its own.
 
     One pass, a few hundred MB at most: chunks are worked through in slices.
     """
@@ -82,6 +88,7 @@ def gather(
     )
     wanted = [name for name in ("ids", "weights", "probs") if trace.has(name)]
     for chunk in trace.chunks(*wanted, field):
+        visit(chunk)
         for part in _slices(
             chunk, len(info.layers) * (info.num_experts if trace.has("probs") else info.top_k)
         ):
