@@ -7,6 +7,7 @@ suites. Prompts, stop rules and few-shot examples are lm-eval's, the same for al
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import urllib.error
@@ -255,17 +256,22 @@ def _open_server(
     if has_folder:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         max_length = int(config.get("max_position_embeddings") or max_length)
-    lm = LocalCompletionsAPI(
-        base_url=base_url.rstrip("/") + "/completions",
-        model=model,
-        tokenizer=str(folder) if has_folder else str(checkpoint),
-        tokenizer_backend="huggingface",
-        tokenized_requests=True,
-        max_length=max_length,
-        num_concurrent=8,
-        seed=seed,
-        trust_remote_code=False,
-    )
+    try:
+        lm = LocalCompletionsAPI(
+            base_url=base_url.rstrip("/") + "/completions",
+            model=model,
+            tokenizer=str(folder) if has_folder else str(checkpoint),
+            tokenizer_backend="huggingface",
+            tokenized_requests=True,
+            max_length=max_length,
+            num_concurrent=8,
+            seed=seed,
+            trust_remote_code=False,
+        )
+    except ModuleNotFoundError as error:
+        raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
+    # When one request fails, the client drops the others and asyncio logs each with a traceback.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     content = checkpoint_hash(folder) if has_folder else str(checkpoint)
     served = Path(offered[model])
     if has_folder and (served / "config.json").is_file() and checkpoint_hash(served) != content:

@@ -91,7 +91,7 @@ class CachedLM(LM):
             def ask(indices: list[int]) -> list[Any]:
                 started = time.perf_counter()
                 chunk = [requests[i] for i in indices]
-                replies = getattr(self._inner, kind)(chunk, disable_tqdm=True)
+                replies = self._call(kind, chunk)
                 self.usage.seconds += time.perf_counter() - started
                 self.usage.tokens += sum(lengths[i] for i in indices)
                 if kind == "generate_until":
@@ -105,6 +105,19 @@ class CachedLM(LM):
             return answer_all(
                 kind, [r.args for r in requests], ask, self._store, self._backend.chunk, progress
             )
+
+    def _call(self, kind: str, chunk: list[Instance]) -> list[Any]:
+        try:
+            return getattr(self._inner, kind)(chunk, disable_tqdm=True)
+        except Exception as error:
+            if self._backend.kind != "server":
+                raise
+            # The client library raises whatever its transport raised, after its own retries.
+            raise EvaluationError(
+                f"the server at {self._backend.settings['base_url']} stopped answering "
+                f"({type(error).__name__}: {error}); what it answered is kept, run the same "
+                "command again to go on"
+            ) from error
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         tokenizer = getattr(self._inner, "tokenizer", None)
