@@ -1,0 +1,214 @@
+"""The same method under DPO, GRPO and a plain loop: policy forwards alone are trained on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.base import LayerContext, PreviousLayer
+from moe_finetune.losses.objective import Objective
+from moe_finetune.recipe import LoraSection
+from moe_finetune.training.specialization import Specialization
+from tests import tiny
+
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "orthogonality": {"weight": 0.5},
+    "variance": {"weight": 0.7},
+    "coupling": {"weight": 0.2},
+    "specialization": {"weight": 0.4},
+}
+
+
+def adapted(name="qwen3_moe"):
+    torch.manual_seed(1)
+    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), "full")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def explicit(model, inputs, terms, scale):
+    """Gradients of the objective alone, from one recorded forward."""
+    objective, totals, below = Objective.from_options(terms, model_facts(model)), [], []
+
+    def observer(record, _):
+        with torch.enable_grad():
+            context = LayerContext(previous=below[-1] if below else None)
+            totals.append(objective(record, context).total)
+        below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
+
+    with Recorder(model, observers=[observer], needs=objective.needs):
+        model(**inputs)
+    (scale * sum(totals)).backward()
+
+
+def gradients(model):
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+class Policy:
+    """Counts forwards that train and keeps their inputs."""
+
+    def __init__(self, model):
+        self.inputs = []
+        backbone = model.get_base_model().model
+        backbone.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module, args, kwargs):
+        if module.training and torch.is_grad_enabled():
+            self.inputs.append(
+                {k: kwargs[k].detach().clone() for k in ("input_ids", "attention_mask")}
+            )
+
+
+def difference(make):
+    """Gradients with the method minus without it, and what the objective says they should be."""
+    found = []
+    for method in ({"terms": {}}, {"terms": TERMS}):
+        torch.manual_seed(3)
+        model = adapted()
+        trainer, _ = make(model, SpecializationCallback(method))
+        policy = Policy(model)
+        kept = []
+        original = trainer.accelerator.clip_grad_norm_
+        trainer.accelerator.clip_grad_norm_ = lambda *a, o=original, m=model, k=kept, **kw: (
+            k.append({n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}),
+            o(*a, **kw),
+        )[1]
+        trainer.train()
+        found.append((kept[0], policy.inputs))
+    # The run without terms has no probing forward before training.
+    (plain, inputs), (with_terms, _) = found
+    model = adapted().train()
+    for batch in inputs:
+        explicit(model, batch, TERMS, 1.0 / len(inputs))
+    wanted = gradients(model)
+    return {n: with_terms[n] - plain[n] for n in wanted}, wanted
+
+
+def assert_close(got, wanted, tolerance):
+    for name, value in wanted.items():
+        error = (got[name] - value).abs().max()
+        assert error <= tolerance * value.abs().max().clamp_min(1e-3), (name, error)
+
+
+COMMON = {
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "router_aux_loss_coef": 0.0,
+}
+
+
+def test_dpo(tmp_path):
+    rows = Dataset.from_list(
+        [
+            {"prompt": f"Say {i}.", "chosen": f" It is {i}.", "rejected": f" No, {i + 7}!"}
+            for i in range(4)
+        ]
+    )
+
+    def make(model, callback):
+        trainer = DPOTrainer(
+            model=model,
+            args=DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **COMMON),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            callbacks=[callback],
+        )
+        return trainer, callback.attach(trainer)
+
+    got, wanted = difference(make)
+    assert_close(got, wanted, 2e-4)
+
+
+@pytest.mark.slow
+def test_grpo(tmp_path):
+    rows = Dataset.from_list([{"prompt": f"Count {i}"} for i in range(4)])
+
+    def make(model, callback):
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [float(len(c) % 5) for c in completions],
+            args=GRPOConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                num_generations=2,
+                max_completion_length=9,
+                beta=0.1,
+                **COMMON,
+            ),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            callbacks=[callback],
+        )
+        return trainer, callback.attach(trainer)
+
+    got, wanted = difference(make)
+    assert_close(got, wanted, 2e-4)
+
+
+@pytest.mark.parametrize("name", ["moonlight", "olmoe"])
+def test_a_plain_loop(name):
+    model, batch = adapted(name).train(), tiny.batch()
+    halves = [{k: v[:2] for k, v in batch.items()}, {k: v[2:] for k, v in batch.items()}]
+    with Specialization(model, {"terms": TERMS}, accumulation=2, total_steps=3) as method:
+        for half in halves:
+            (model(**half).loss / 2).backward()
+        got = gradients(model)
+        method.step()
+        assert method.read()["losses/coupling"] < 0
+    for half in halves:
+        (model(**half).loss / 2).backward()
+        explicit(model, {k: v for k, v in half.items() if k != "labels"}, TERMS, 0.5)
+    wanted = gradients(model)
+    assert got.keys() == wanted.keys()
+    assert_close(got, wanted, 2e-5)
+
+
+def test_schedules_move_the_weights():
+    model = adapted().train()
+    terms = {
+        "variance": {"weight": 0.8, "schedule": {"kind": "linear", "warmup_steps": 4}},
+        "z_loss": {"weight": 0.5, "schedule": {"kind": "cosine"}},
+    }
+    with Specialization(model, {"terms": terms}, total_steps=10) as method:
+        seen = []
+        for _ in range(10):
+            method.begin_step(method.steps, 10)
+            seen.append(dict(method.objective.weights))
+            method.step()
+    assert [round(s["variance"], 3) for s in seen[:5]] == [0.2, 0.4, 0.6, 0.8, 0.8]
+    assert seen[0]["z_loss"] == 0.5
+    assert seen[5]["z_loss"] == pytest.approx(0.25)
+    assert seen[9]["z_loss"] < 0.02
+
+
+def test_tensors_that_do_not_move_are_named(caplog):
+    model = adapted().train()
+    optimizer = torch.optim.SGD(
+        [p for n, p in model.named_parameters() if p.requires_grad and "layers.2" not in n], lr=0.1
+    )
+    with Specialization(model, "aux_loss", total_steps=12) as method:
+        for _ in range(10):
+            model(**tiny.batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            method.step()
+    assert method.unmoved and all("layers.2" in name for name in method.unmoved)
+    assert "did not move" in caplog.text
