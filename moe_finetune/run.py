@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,13 @@ def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path
         RecipeError: ``resume`` with another recipe than the run's.
     """
     output = Path(output)
-    prepare_output(recipe, output, resume)
+    check_output(recipe, output, resume)
+    trained = (output / "adapter").exists() or (output / "merged").exists()
+    inputs = None if trained else check_inputs(recipe)
+    begin(recipe, output)
     started = time.perf_counter()
-    if not (output / "adapter").exists() and not (output / "merged").exists():
-        train(recipe, output, resume)
+    if inputs is not None:
+        train(recipe, output, inputs, resume)
     if recipe.export.merge:
         merge(recipe, output)
     if recipe.export.verify and (output / "adapter").exists():
@@ -48,9 +52,8 @@ def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path
     return output
 
 
-def prepare_output(recipe: Recipe, output: Path, resume: bool) -> None:
-    """Make the run's folder and write the resolved recipe and environment into it."""
-    from moe_finetune.environment import describe_environment
+def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, or another recipe's run."""
     from moe_finetune.recipe import load_recipe
 
     saved = output / RECIPE_FILE
@@ -62,47 +65,89 @@ def prepare_output(recipe: Recipe, output: Path, resume: bool) -> None:
                 f"--resume: the recipe differs from {saved}, with which this run was started; "
                 "resume with that file, or choose another --output"
             )
-        return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         what = "another run" if saved.exists() else "other files"
         raise OutputExistsError(
             f"{output} holds {what}; choose another --output"
             + (", or add --resume to go on with it" if saved.exists() else "")
         )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What training starts from, read before anything is written."""
+
+    tokenizer: Any
+    train: Any
+    validation: Any
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """Find whatever is wrong with checkpoint, method, data or suite before the run begins."""
+    from moe_finetune.capture.recorder import config_facts
+    from moe_finetune.evaluation.suites import load_suite
+    from moe_finetune.families import family_of
+    from moe_finetune.families.checkpoint import tensor_files
+    from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+    from moe_finetune.losses.objective import Objective
+    from moe_finetune.training.data import load_dataset_for
+
+    config = load_config(recipe.model.path)
+    tensor_files(local_folder(recipe.model.path))
+    options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
+    Objective.from_options(options, config_facts(config))
+    family = family_of(config)
+    exported = recipe.export.merge and recipe.method.export_bias == "write"
+    if recipe.method.bias_update is not None and exported and family.bias_export == "none":
+        raise RecipeError(
+            f"method.bias_update: {family.title} has no place for a routing bias in its "
+            "checkpoint; set method.export_bias: drop (served routing then differs from training) "
+            "or export.merge: false"
+        )
+    if recipe.evaluation is not None:
+        load_suite(recipe.evaluation.suite)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+    return Inputs(tokenizer, *load_dataset_for(recipe.data, tokenizer, recipe.seed))
+
+
+def begin(recipe: Recipe, output: Path) -> None:
+    """Make the run's folder, with the resolved recipe and the environment in it."""
+    from moe_finetune.environment import describe_environment
+
     output.mkdir(parents=True, exist_ok=True)
-    saved.write_text(recipe.to_yaml(), encoding="utf-8")
     (output / "environment.json").write_text(
         json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8"
     )
+    (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
 
 
-def train(recipe: Recipe, output: Path, resume: bool) -> None:
+def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) -> None:
     """Fine-tune and leave the adapter (or, without LoRA, the model) in the run's folder."""
-    from moe_finetune.families.loading import load_model, load_tokenizer
+    from transformers import set_seed
+
+    from moe_finetune.families.loading import load_model
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.sft import build_trainer
     from moe_finetune.training.snapshot import take_snapshot
 
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
-    training, validation = load_dataset_for(recipe.data, tokenizer, recipe.seed)
     model = load_model(
         recipe.model.path,
         dtype=recipe.model.dtype,
         attn_implementation=recipe.model.attn_implementation,
     )
-    from transformers import set_seed
-
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
     log.info("LoRA coverage\n%s", lora_coverage(model).table())
-    trainer, callback = build_trainer(recipe, output, model, tokenizer, training, validation)
-    sample = validation if validation is not None else training
+    trainer, callback = build_trainer(
+        recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
+    )
+    sample = inputs.validation if inputs.validation is not None else inputs.train
     if not (output / "routing" / "before.json").exists():
         take_snapshot(model, sample, output / "routing" / "before.json")
-    checkpoint = last_checkpoint(output) if resume else None
+    checkpoint = find_checkpoint(output / "checkpoints") if resume else None
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
@@ -110,15 +155,7 @@ def train(recipe: Recipe, output: Path, resume: bool) -> None:
     method = callback.specialization
     assert method is not None
     take_snapshot(model, sample, output / "routing" / "after.json", method.perturbation)
-    save_trained(model, tokenizer, recipe, output, method.balancer)
-
-
-def last_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint of the run, or None."""
-    found = sorted(
-        (output / "checkpoints").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1])
-    )
-    return found[-1] if found else None
+    save_trained(model, inputs.tokenizer, recipe, output, method.balancer)
 
 
 def merge(recipe: Recipe, output: Path) -> None:

@@ -121,7 +121,11 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 def model_facts(model: nn.Module) -> ModelFacts:
     """Sizes that loss terms are checked against."""
-    config = backbone_of(model).config
+    return config_facts(backbone_of(model).config)
+
+
+def config_facts(config: Any) -> ModelFacts:
+    """The same from a transformers config, before any weight is loaded."""
     family = family_of(config)
     return ModelFacts(
         moe_layers=tuple(family.moe_layers(config)),
