@@ -89,7 +89,9 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.families import family_of
     from moe_finetune.families.checkpoint import tensor_files
     from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+    from moe_finetune.inspection import meta_model
     from moe_finetune.losses.objective import Objective
+    from moe_finetune.lora.targets import lora_config
     from moe_finetune.training.data import load_dataset_for
 
     config = load_config(recipe.model.path)
@@ -104,6 +106,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
             "checkpoint; set method.export_bias: drop (served routing then differs from training) "
             "or export.merge: false"
         )
+    if recipe.lora is not None and recipe.lora.targets:
+        lora_config(meta_model(config), recipe.lora, recipe.router.train)
     if recipe.evaluation is not None:
         load_suite(recipe.evaluation.suite)
     tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)

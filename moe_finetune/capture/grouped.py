@@ -1,4 +1,4 @@
-"""Matrix products of rows grouped by expert: one kernel call on GPUs, one product an expert on CPUs.
+"""Products of rows grouped by expert: one kernel call on GPUs, one product an expert on CPUs.
 
 Shape legend: S rows sorted by expert (tokens x selected), E experts, I inputs, O outputs.
 """

@@ -491,12 +491,12 @@ def _check_experts(layer: MoeLayer) -> None:
 def _refuse_reentrant(backbone: nn.Module) -> None:
     for layer in backbone.layers[:1]:
         function = getattr(layer, "_gradient_checkpointing_func", None)
-        if getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial):
-            if function.keywords.get("use_reentrant") is not False:
-                raise CaptureError(
-                    "reentrant gradient checkpointing gives wrong gradients of losses between "
-                    "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"
-                )
+        active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
+        if active and function.keywords.get("use_reentrant") is not False:
+            raise CaptureError(
+                "reentrant gradient checkpointing gives wrong gradients of losses between "
+                "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
 
 def _sequence_lengths(shaped: Tensor, kwargs: dict) -> Tensor | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,16 @@ class TrainingStatistics:
             self._losses[name] = value.double() if held is None else held + value
         if record.layer == self.layers[0]:
             self._forwards += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums of this rank since the last read, as tensors and numbers."""
+        return {"sums": self._sums, "losses": dict(self._losses), "forwards": self._forwards}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._sums = state["sums"]
+        self._losses = dict(state["losses"])
+        self._forwards = state["forwards"]
 
     def read(self) -> dict[str, float]:
         """Values since the last read, over all ranks, and start again.
