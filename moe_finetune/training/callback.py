@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from moe_finetune.capture.recorder import backbone_of
@@ -100,8 +101,9 @@ class SpecializationCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):  # noqa: D102
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            save_state(folder / STATE_FILE, self._at_work().state_dict())
+        # A ResumableTrainer has written it already, as part of its verified checkpoint.
+        if state.is_world_process_zero and folder.is_dir() and not (folder / STATE_FILE).exists():
+            save_state(folder / STATE_FILE, self.table_state())
 
     def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
         self.close()
@@ -110,6 +112,20 @@ class SpecializationCallback(TrainerCallback):
         """Take the method off the model; also right after an exception in the trainer."""
         if self.specialization is not None:
             self.specialization.restore()
+
+    # -- what a ResumableTrainer saves and restores -------------------------------------------
+
+    def table_state(self) -> dict[str, torch.Tensor]:
+        """Tables and biases, equal on all ranks; loaded again when training begins."""
+        return self._at_work().state_dict()
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank has counted since the last log."""
+        return self._at_work().statistics.state_dict()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`rank_state` returned."""
+        self._at_work().statistics.load_state_dict(state)
 
     def _at_work(self) -> Specialization:
         assert self.specialization is not None, "training has not begun"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune.errors import NumericsError
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.resumable import ResumableTrainer
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -48,17 +48,22 @@ def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
     return SFTConfig(**{**defaults, **recipe.trainer, **ours})
 
 
+class RunTrainer(ResumableTrainer, SFTTrainer):
+    """TRL's trainer with checkpoints that resume exactly."""
+
+
 class RunLog(TrainerCallback):
     """Appends every log of the trainer to ``metrics.jsonl`` and shows tokens/s on the bar."""
 
     def __init__(self, output: Path):
         self.path = output / METRICS_FILE
-        self._tokens = 0.0
+        self._tokens: float | None = 0.0
         self._time = 0.0
         self.tokens_per_second: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
         self._time = time.perf_counter()
+        self._tokens = None if state.global_step else 0.0
         if state.is_world_process_zero:
             drop_after(self.path, state.global_step)
 
@@ -68,7 +73,7 @@ class RunLog(TrainerCallback):
         now = time.perf_counter()
         tokens = logs.get("num_tokens")
         if "loss" in logs and tokens is not None and now > self._time:
-            if tokens > self._tokens:
+            if self._tokens is not None and tokens > self._tokens:
                 self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
                 logs["tokens_per_second"] = round(self.tokens_per_second, 1)
             self._tokens, self._time = tokens, now
@@ -104,7 +109,7 @@ def drop_after(path: Path, step: int) -> None:
 def build_trainer(
     recipe: Recipe,
     output: Path,
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     train: Any,
     validation: Any,
@@ -113,7 +118,7 @@ def build_trainer(
     callback = SpecializationCallback(
         recipe.method, dropout=recipe.lora.dropout if recipe.lora else 0.0
     )
-    trainer = SFTTrainer(
+    trainer = RunTrainer(
         model=model,
         args=training_arguments(recipe, output),
         train_dataset=train,

@@ -1,0 +1,215 @@
+"""A training checkpoint on disk: appears whole or not at all, and says whether it still is.
+
+A checkpoint is written as ``.checkpoint-N.partial``; every file is synced, ``manifest.json`` with
+the size and SHA-256 of each comes last, and a rename makes it ``checkpoint-N``. A folder is used
+only when its manifest verifies, so what a killed, full or faulty disk left is passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from moe_finetune.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_PREFIX = "checkpoint-"
+
+Writer = Callable[[Path], None]
+
+
+def write_checkpoint(target: Path, parts: Mapping[str, Writer]) -> None:
+    """Make ``target`` out of ``parts``, each a function that writes files into the folder it gets.
+
+    Raises ``sys.audit("moe_finetune.checkpoint", place)`` before each part and step, so that tests
+    can stop a save anywhere.
+
+    Raises:
+        OSError: the disk is full or fails; ``target`` is what it was.
+    """
+    staged = target.parent / f".{target.name}.partial"
+    try:
+        _audit("clear", target)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        for name, write in parts.items():
+            _audit(name, target)
+            write(staged)
+        entries = {}
+        for path in sorted(p for p in staged.rglob("*") if p.is_file()):
+            sync(path)
+            entries[path.relative_to(staged).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": file_hash(path),
+            }
+        _audit("manifest", target)
+        manifest = {"format": FORMAT, "step": step_of(target), "files": entries}
+        write_json(staged / MANIFEST, manifest)
+        sync(staged)
+        _audit("rename", target)
+        remove_checkpoint(target)  # a damaged one of the same step
+        staged.rename(target)
+        _audit("sync", target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def verify_checkpoint(folder: Path, hashes: bool = True) -> None:
+    """Check ``folder`` against its manifest.
+
+    Args:
+        folder: the checkpoint.
+        hashes: read every byte; otherwise names and sizes alone.
+
+    Raises:
+        CheckpointError: what is missing or damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: has no {MANIFEST}; its save did not finish")
+    try:
+        manifest = json.loads(path.read_bytes())
+        entries = {
+            str(k): (int(v["bytes"]), str(v["sha256"])) for k, v in manifest["files"].items()
+        }
+        number, step = int(manifest["format"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path}: is damaged ({type(problem).__name__})") from None
+    if number != FORMAT:
+        raise CheckpointError(f"{path}: has format {number}, and this version reads {FORMAT}")
+    if step != step_of(folder) or not entries:
+        raise CheckpointError(f"{path}: is of another checkpoint, or damaged")
+    for name, (size, digest) in entries.items():
+        file = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path}: names a file outside its folder: {name}")
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, wanted {size}")
+        if hashes and file_hash(file) != digest:
+            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the manifest's)")
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Checkpoint folders under ``root``, newest first, whole or not."""
+    if not root.is_dir():
+        return []
+    found = [p for p in root.iterdir() if p.is_dir() and step_of(p) is not None]
+    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+
+
+def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and why each newer one was passed over."""
+    problems = []
+    for folder in checkpoints(root):
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as problem:
+            problems.append(str(problem))
+        except OSError as problem:
+            problems.append(f"{folder}: cannot be read ({problem.strerror})")
+        else:
+            return folder, problems
+    return None, problems
+
+
+def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]:
+    """Remove all but the ``keep`` newest whole checkpoints and ``best``; return what was removed.
+
+    Nothing is removed unless the newest one verifies, byte for byte. Damaged folders count for
+    nothing and go with the others.
+    """
+    if keep is None or keep <= 0:
+        return []
+    found = checkpoints(root)
+    if not found:
+        return []
+    newest, older = found[0], found[1:]
+    try:
+        verify_checkpoint(newest)
+    except (CheckpointError, OSError):
+        return []
+    kept, removed = 1, []
+    if best is not None and best.resolve() != newest.resolve() and keep > 1 and best.is_dir():
+        kept += 1
+    for folder in older:
+        if best is not None and folder.resolve() == best.resolve():
+            continue
+        if kept < keep and _has_its_size(folder):
+            kept += 1
+            continue
+        remove_checkpoint(folder)
+        removed.append(folder)
+    return removed
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove it so that no half of it can be taken for a checkpoint."""
+    if not folder.exists():
+        return
+    hidden = folder.parent / f".{folder.name}.removed"
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove what killed saves and removals left under ``root``."""
+    for pattern in (f".{_PREFIX}*.partial", f".{_PREFIX}*.removed"):
+        for left in root.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def step_of(folder: Path) -> int | None:
+    """The optimizer step in a checkpoint's name, or None for another folder."""
+    number = folder.name.removeprefix(_PREFIX)
+    return int(number) if number != folder.name and number.isdecimal() else None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write and sync ``value``. Floats come back bit for bit."""
+    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write and sync one file."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make the file's content, or the folder's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _has_its_size(folder: Path) -> bool:
+    try:
+        verify_checkpoint(folder, hashes=False)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _audit(place: str, target: Path) -> None:
+    sys.audit("moe_finetune.checkpoint", place, str(target))

@@ -1,0 +1,74 @@
+"""An optimizer's state by parameter name, whole, as plain values and tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.training.whole import like, plain_name, whole
+
+
+def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    """``{"groups": [...], "state": {parameter: {...}}}``; all ranks call it (it gathers)."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    names = _names(model)
+    groups = []
+    for group in inner.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[p] for p in group["params"]]})
+    state = {
+        names[p]: {
+            key: whole(value, f"optimizer state {names[p]}.{key}")
+            if isinstance(value, Tensor)
+            else value
+            for key, value in inner.state[p].items()
+        }
+        for group in inner.param_groups
+        for p in group["params"]
+        if p in inner.state
+    }
+    return {"groups": groups, "state": state}
+
+
+def load_optimizer_state(
+    optimizer: Any, model: nn.Module, saved: dict[str, Any], where: str
+) -> None:
+    """Restore what :func:`optimizer_state` returned.
+
+    Raises:
+        CheckpointError: the saved groups hold other parameters than this optimizer's.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    names = _names(model)
+    wanted = [[names[p] for p in group["params"]] for group in inner.param_groups]
+    if [group["params"] for group in saved["groups"]] != wanted:
+        raise CheckpointError(
+            f"{where}: its optimizer trained other parameters than this run's; it belongs to "
+            "another recipe"
+        )
+    order = [p for group in inner.param_groups for p in group["params"]]
+    index = {p: i for i, p in enumerate(order)}
+    state = {
+        index[p]: {
+            key: _placed(p, value) if isinstance(value, Tensor) else value
+            for key, value in saved["state"][names[p]].items()
+        }
+        for p in order
+        if names[p] in saved["state"]
+    }
+    groups = [
+        {**group, "params": [index[p] for p in own["params"]]}
+        for group, own in zip(saved["groups"], inner.param_groups, strict=True)
+    ]
+    inner.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _placed(parameter: Tensor, value: Tensor) -> Tensor:
+    """A moment is sharded as its parameter; a step counter is one number everywhere."""
+    return like(parameter, value) if value.shape == parameter.shape else value
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {p: plain_name(name) for name, p in model.named_parameters()}

@@ -1,0 +1,72 @@
+"""What the processes of one run tell each other. With one process everything here is a no-op."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import distributed
+
+
+def distributed_run() -> bool:
+    """Whether a process group is up."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def join_group() -> None:
+    """Bring the process group up when a launcher started several processes (accelerate's state)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed_run():
+        from accelerate import PartialState
+
+        PartialState(cpu=not torch.cuda.is_available())
+
+
+def rank() -> int:
+    """This process's number; 0 alone writes files."""
+    return distributed.get_rank() if distributed_run() else 0
+
+
+def world_size() -> int:
+    """Processes of this run."""
+    return distributed.get_world_size() if distributed_run() else 1
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    if distributed_run():
+        distributed.barrier()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on some rank; every rank must ask."""
+    if world_size() == 1:
+        return flag
+    votes = torch.tensor([int(flag)], device=_device())
+    distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def gather_bytes(blob: bytes) -> list[bytes]:
+    """``blob`` of every rank, by rank, on every rank; every rank must call. Nothing is pickled."""
+    if world_size() == 1:
+        return [blob]
+    device = _device()
+    size = torch.tensor([len(blob)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(world_size())]
+    distributed.all_gather(sizes, size)
+    longest = int(max(sizes))
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(device)
+    gathered = [torch.zeros_like(mine) for _ in range(world_size())]
+    distributed.all_gather(gathered, mine)
+    return [
+        bytes(part[: int(length)].cpu().numpy())
+        for part, length in zip(gathered, sizes, strict=True)
+    ]
+
+
+def _device() -> torch.device:
+    """Where the group's collectives work."""
+    if "nccl" in distributed.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
