@@ -161,6 +161,22 @@ class LoggingSection(Section):
     every: int | None = Field(default=None, ge=1, description="steps; default: trainer's")
 
 
+class NumericsSection(Section):
+    """What happens when numbers go wrong, and whether every operation must repeat exactly.
+
+    ``max_violation`` and ``dead_experts`` are limits of a router that has not collapsed, see
+    :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
+    """
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    max_violation: float | None = Field(
+        default=None, gt=0, description="default: 0.75 x (experts / selected - 1)"
+    )
+    dead_experts: float = Field(default=0.5, gt=0, le=1, description="share of the experts")
+    patience: int = Field(default=5, ge=1)
+    deterministic: bool = False
+
+
 class Recipe(Section):
     """A run, completely described."""
 
@@ -173,6 +189,7 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     evaluation: EvaluationSection | None = None
     logging: LoggingSection = LoggingSection()
+    numerics: NumericsSection = NumericsSection()
 
     @field_validator("method", mode="before")
     @classmethod
