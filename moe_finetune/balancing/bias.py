@@ -77,6 +77,10 @@ class BiasBalancer(Perturbation):
             self.bias[layer] = bias + self.update * torch.sign(load_E.mean() - load_E)
             self._load[layer] = torch.zeros_like(load_E)
 
+    def forget_loads(self) -> None:
+        """Leave the loads since the last step out of the coming move."""
+        self._load = {layer: torch.zeros_like(load_E) for layer, load_E in self._load.items()}
+
     def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
         """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
         found = {}

@@ -66,6 +66,10 @@ class TrainingStatistics:
         """Sums of this rank since the last read, as tensors and numbers."""
         return {"sums": self._sums, "losses": dict(self._losses), "forwards": self._forwards}
 
+    def snapshot(self) -> dict[str, Any]:
+        """:meth:`state_dict` as a copy that later forwards do not change."""
+        return {**self.state_dict(), "sums": None if self._sums is None else self._sums.clone()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self._sums = state["sums"]

@@ -11,9 +11,9 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from moe_finetune.errors import NumericsError
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 
 METRICS_FILE = "metrics.jsonl"
@@ -49,7 +49,20 @@ def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
 
 
 class RunTrainer(ResumableTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that resume exactly."""
+    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients."""
+
+    guard: NumericsGuard | None = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        return self.guard.batch(inputs, loss) if self.guard else loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        if self.guard and self.guard.leaves_out(model, step, float(norm)):
+            return 0.0
+        return norm
 
 
 class RunLog(TrainerCallback):
@@ -81,12 +94,6 @@ class RunLog(TrainerCallback):
         row = {"kind": kind, "step": state.global_step, **logs}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=float) + "\n")
-        loss = logs.get("loss")
-        if loss is not None and loss != loss:
-            raise NumericsError(
-                f"the loss is not a number at step {state.global_step}; lower the learning rate or "
-                "the terms' weights, and resume from the last checkpoint"
-            )
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -113,8 +120,8 @@ def build_trainer(
     tokenizer: Any,
     train: Any,
     validation: Any,
-) -> tuple[SFTTrainer, SpecializationCallback]:
-    """TRL's trainer with the method's callback attached and the run's log."""
+) -> tuple[RunTrainer, SpecializationCallback]:
+    """TRL's trainer with the method's callback attached, the run's log and its guards."""
     callback = SpecializationCallback(
         recipe.method, dropout=recipe.lora.dropout if recipe.lora else 0.0
     )
@@ -126,5 +133,9 @@ def build_trainer(
         processing_class=tokenizer,
     )
     callback.attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, RunLog(output))
+    numbers = recipe.numerics
+    trainer.guard = NumericsGuard(output, numbers.on_nan, callback)
+    watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
+    for place, own in enumerate((RunLog(output), trainer.guard, watch), start=1):
+        trainer.callback_handler.callbacks.insert(place, own)
     return trainer, callback

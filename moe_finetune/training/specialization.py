@@ -22,6 +22,7 @@ from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.perturb import TrainingNoise
 from moe_finetune.capture.recorder import Observer, Perturbation, Recorder, model_facts
 from moe_finetune.capture.statistics import TrainingStatistics
+from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
 from moe_finetune.recipe import Method, resolve_method
 from moe_finetune.training.reach import check_reach
@@ -121,6 +122,9 @@ class Specialization:
         """To be called after every optimizer step, on all ranks."""
         if self.balancer is not None:
             self.balancer.step()
+        for term in self.objective.terms:
+            if isinstance(term, Coupling):
+                term.reduce_over_ranks()
         self.begin_step(self.steps + 1, self.total_steps)
         if self._start and self.steps >= STEPS_BEFORE_STILL_IS_SUSPICIOUS:
             self._look_for_unmoved()
@@ -141,6 +145,17 @@ class Specialization:
         self.objective.load_state_dict(state)
         if self.balancer is not None:
             self.balancer.load_state_dict(state)
+
+    def snapshot(self) -> dict[str, Any]:
+        """State to return to with :meth:`go_back`; cheap: tables are replaced, never changed."""
+        return {"tables": self.state_dict(), "statistics": self.statistics.snapshot()}
+
+    def go_back(self, held: dict[str, Any]) -> None:
+        """Undo what the forwards since :meth:`snapshot` left: tables, loads, sums."""
+        self.objective.load_state_dict(held["tables"])
+        self.statistics.load_state_dict(held["statistics"])
+        if self.balancer is not None:
+            self.balancer.forget_loads()
 
     def _look_for_unmoved(self) -> None:
         self.unmoved = [

@@ -1,0 +1,203 @@
+"""Losses and gradients that are not finite, and routers that collapse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.errors import NumericsError
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.training import ranks
+from moe_finetune.training.checkpoint import newest_checkpoint
+
+if TYPE_CHECKING:
+    from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.specialization import Specialization
+
+log = logging.getLogger(__name__)
+
+BAD_BATCHES = "bad_batches.jsonl"
+ROUTED_PER_EXPERT = 20
+"""Selections per expert below which a router is not judged: an expert may just have had no turn."""
+
+
+def make_deterministic() -> None:
+    """Refuse every operation that does not repeat bit for bit. Call it before the model is built.
+
+    The toolkit's own operations repeat without it; attention kernels and others may not. Slower.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+class NumericsGuard(TrainerCallback):
+    """Looks at loss and gradient of every step; stops the run or leaves the step out.
+
+    A step that is left out changes nothing: no weight, moment, running table or routing bias. What
+    was seen goes to ``bad_batches.jsonl``: token ids, loss, gradient norm, and each term's value
+    by layer.
+
+    Args:
+        output: the run's folder.
+        on_nan: "stop" or "skip".
+        callback: where the method's values come from.
+    """
+
+    def __init__(
+        self, output: Path, on_nan: Literal["stop", "skip"], callback: SpecializationCallback
+    ):
+        self.output = output
+        self.on_nan = on_nan
+        self.callback = callback
+        self.skipped = 0
+        self._batches: list[dict[str, Any]] = []
+        self._terms: list[tuple[int, dict[str, Tensor]]] = []
+        self._bad = False
+        self._held: dict[str, Any] | None = None
+        self._watched: Specialization | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
+        self._batches, self._terms, self._bad = [], [], False
+        work = self.callback.specialization
+        if work is not None and work is not self._watched:
+            work.recorder.observers.append(self._observe)
+            self._watched = work
+        if work is not None and self.on_nan == "skip":
+            self._held = work.snapshot()
+
+    def _observe(self, record: RoutingRecord, loss: LayerLoss) -> None:
+        self._terms.append((record.layer, loss.values))
+
+    def batch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
+        """Note one micro-batch; return the loss to log (0 for a bad one that is left out)."""
+        ids = inputs.get("input_ids")
+        self._batches.append({"input_ids": ids, "loss": loss.detach()})
+        if bool(torch.isfinite(loss)):
+            return loss
+        self._bad = True
+        return torch.zeros_like(loss) if self.on_nan == "skip" else loss
+
+    def leaves_out(self, model: torch.nn.Module, step: int, norm: float) -> bool:
+        """Judge the whole window before its update, given the gradients' norm on this rank.
+
+        Raises:
+            NumericsError: something is not finite and ``on_nan`` is "stop".
+        """
+        bad = ranks.any_rank(self._bad or not math.isfinite(norm))
+        if bad:
+            self._write(step, norm)
+            if self.on_nan == "stop":
+                raise NumericsError(self._message(step))
+            log.warning(
+                "step %d is left out: its loss or gradient is not finite; see %s",
+                step,
+                self.output / BAD_BATCHES,
+            )
+            self.skipped += 1
+            # Without a gradient the optimizer passes a parameter over, its moments included.
+            for parameter in model.parameters():
+                parameter.grad = None
+            if self._watched is not None and self._held is not None:
+                self._watched.go_back(self._held)
+        self._batches, self._terms, self._held = [], [], None
+        return bad
+
+    def _message(self, step: int) -> str:
+        last, _ = newest_checkpoint(self.output / "checkpoints")
+        return (
+            f"step {step}: the loss or its gradient is not a finite number; the batch and the "
+            f"terms' values are in {self.output / BAD_BATCHES}. Lower trainer.learning_rate or the "
+            f"weights under method.terms, or leave such steps out (numerics.on_nan: skip); last "
+            f"good checkpoint: {last or 'none'}"
+        )
+
+    def _write(self, step: int, norm: float) -> None:
+        values: dict[str, dict[str, float]] = {}
+        for layer, terms in self._terms:
+            for name, value in terms.items():
+                values.setdefault(name, {})[str(layer)] = float(value)
+        row = {
+            "step": step,
+            "rank": ranks.rank(),
+            "gradient_norm": norm,
+            "terms": values,
+            "batches": [
+                {
+                    "loss": float(batch["loss"]),
+                    "input_ids": None
+                    if batch["input_ids"] is None
+                    else batch["input_ids"].tolist(),
+                }
+                for batch in self._batches
+            ],
+        }
+        with (self.output / BAD_BATCHES).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+class CollapseWatch(TrainerCallback):
+    """Warns when routing stays collapsed over several logs.
+
+    Args:
+        callback: put it after this one, whose values it reads.
+        max_violation: limit of the worst layer's (max load / mean load) - 1; None takes three
+            quarters of the largest possible, E / K - 1.
+        dead_share: limit of the share of experts without any token.
+        patience: logs in a row.
+    """
+
+    def __init__(
+        self,
+        callback: SpecializationCallback,
+        max_violation: float | None = None,
+        dead_share: float = 0.5,
+        patience: int = 5,
+    ):
+        self.callback = callback
+        self.max_violation = max_violation
+        self.dead_share = dead_share
+        self.patience = patience
+        self._in_a_row = 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+        work = self.callback.specialization
+        if work is None or logs is None or "routing/max_violation_worst_layer" not in logs:
+            return
+        facts = work.objective.facts
+        routed = int(work.statistics.last_load_LE.sum(1).min())
+        if routed < ROUTED_PER_EXPERT * facts.num_experts:
+            return
+        limit = self.max_violation
+        if limit is None:
+            limit = 0.75 * (facts.num_experts / facts.top_k - 1)
+        violation = logs["routing/max_violation_worst_layer"]
+        dead = logs["routing/dead_experts"] / facts.num_experts
+        if violation <= limit and dead <= self.dead_share:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row == self.patience and state.is_world_process_zero:
+            log.warning(
+                "WARNING: routing has collapsed for %d logs up to step %d: worst layer's MaxVio "
+                "%.2f (limit %.2f), experts without a token %.0f %% (limit %.0f %%). Raise "
+                "method.terms.load_balance.weight, set method.bias_update: 1.0e-3, lower "
+                "trainer.learning_rate, or freeze the router (router.train: frozen)",
+                self.patience,
+                state.global_step,
+                violation,
+                limit,
+                100 * dead,
+                100 * self.dead_share,
+            )

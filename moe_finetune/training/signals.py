@@ -1,0 +1,96 @@
+"""SIGTERM and SIGINT: finish the step, save, end with code 130. A second one ends at once.
+
+Batch systems send SIGTERM some seconds before they take the machine away.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+
+from moe_finetune.training import ranks
+from moe_finetune.training.checkpoint import newest_checkpoint
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that a signal ended; its message names the checkpoint and how to go on."""
+
+
+class StopOnSignal(TrainerCallback):
+    """Turns the first signal into "save after this step and stop".
+
+    Use it as a context manager around the whole training stage and as a callback of the trainer:
+    before the first step and after the last one a signal ends the run right away.
+
+    Args:
+        output: the run's folder, for the message.
+    """
+
+    def __init__(self, output: Path):
+        self.output = output
+        self._asked: signal.Signals | None = None
+        self._in_steps = False
+        self._stopping = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopOnSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is not None:
+            os._exit(130)
+        self._asked = signal.Signals(number)
+        if not self._in_steps:
+            raise Interrupted(self._message())
+        print(
+            f"{self._asked.name}: finishing this step and saving; once more ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _message(self) -> str:
+        name = self._asked.name if self._asked else "a signal on another rank"
+        last, _ = newest_checkpoint(self.output / "checkpoints")
+        held = f"last checkpoint: {last}" if last else "no checkpoint was saved"
+        return (
+            f"interrupted by {name}; {held}. To go on: repeat the command with --resume "
+            f"(moe-finetune train {self.output / 'recipe.yaml'} --output {self.output} --resume)"
+        )
+
+    # -- the trainer's events -----------------------------------------------------------------
+
+    def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
+        self._in_steps = True
+
+    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+        # Ranks get the signal at different times, and have to stop at the same step.
+        if ranks.any_rank(self._asked is not None):
+            self._stopping = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_save(self, args, state, control, **kwargs):  # noqa: D102
+        # Leave from here: what the trainer does at the end of an epoch or of training would be
+        # logged now and again after the resume.
+        if self._stopping:
+            raise Interrupted(self._message())
+
+    def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
+        self._in_steps = False
