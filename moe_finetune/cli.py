@@ -402,8 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort) as reason:
+        print(str(reason) or "interrupted", file=sys.stderr)
         return 130
     except MoeFinetuneError as error:
         if debug:

@@ -33,14 +33,21 @@ def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path
         OutputExistsError: ``output`` holds something already (without ``resume``).
         RecipeError: ``resume`` with another recipe than the run's.
     """
+    from moe_finetune.training import ranks
+
     output = Path(output)
+    ranks.join_group()
     check_output(recipe, output, resume)
     trained = (output / "adapter").exists() or (output / "merged").exists()
     inputs = None if trained else check_inputs(recipe)
-    begin(recipe, output)
+    ranks.barrier()  # rank 0 writes into the folder that the others look at above
+    if ranks.rank() == 0:
+        begin(recipe, output)
     started = time.perf_counter()
     if inputs is not None:
         train(recipe, output, inputs, resume)
+    if ranks.rank() > 0:
+        return output
     if recipe.export.merge:
         merge(recipe, output)
     if recipe.export.verify and (output / "adapter").exists():
@@ -90,8 +97,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.families.checkpoint import tensor_files
     from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
     from moe_finetune.inspection import meta_model
-    from moe_finetune.losses.objective import Objective
     from moe_finetune.lora.targets import lora_config
+    from moe_finetune.losses.objective import Objective
     from moe_finetune.training.data import load_dataset_for
 
     config = load_config(recipe.model.path)
@@ -132,11 +139,16 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.families.loading import load_model
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
+    from moe_finetune.training import ranks
+    from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.sft import build_trainer
+    from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.snapshot import take_snapshot
 
+    if recipe.numerics.deterministic:
+        make_deterministic()
     model = load_model(
         recipe.model.path,
         dtype=recipe.model.dtype,
@@ -149,13 +161,15 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
     sample = inputs.validation if inputs.validation is not None else inputs.train
-    if not (output / "routing" / "before.json").exists():
+    if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
         take_snapshot(model, sample, output / "routing" / "before.json")
     checkpoint = find_checkpoint(output / "checkpoints") if resume else None
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        callback.close()
+    with StopOnSignal(output) as stop:
+        trainer.add_callback(stop)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            callback.close()
     method = callback.specialization
     assert method is not None
     take_snapshot(model, sample, output / "routing" / "after.json", method.perturbation)

@@ -34,6 +34,7 @@ from moe_finetune.training.checkpoint import (
 from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
 from moe_finetune.training.packing import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
+from moe_finetune.training.save import ADAPTER_FILE, write_adapter
 from moe_finetune.training.state import STATE_FILE, load_state, save_state
 from moe_finetune.training.whole import set_weights, whole_weights
 
@@ -42,7 +43,6 @@ _Trainer: Any = object
 
 log = logging.getLogger(__name__)
 
-ADAPTER_FILE = "adapter_model.safetensors"
 WEIGHTS_FILE = "trained_weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_FILE = "trainer_state.json"
@@ -83,18 +83,10 @@ class ResumableTrainer(_Trainer):
         tables = self._tables()
 
         def write_weights(folder: Path) -> None:
-            config = getattr(self.model, "peft_config", None)
-            if config is None:
+            if getattr(self.model, "peft_config", None) is None:
                 save_file(weights, folder / WEIGHTS_FILE)
-                return
-            # PEFT's own save_pretrained would gather again and write a card with local paths.
-            save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
-            held = config[self.model.active_adapter]
-            mode, held.inference_mode = held.inference_mode, True
-            try:
-                held.save_pretrained(str(folder))
-            finally:
-                held.inference_mode = mode
+            else:
+                write_adapter(self.model, weights, folder)
 
         def write_optimizer(folder: Path) -> None:
             meta = {"state": json.dumps(packed), "resumable": str(not self.is_deepspeed_enabled)}

@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.capture.recorder import moe_layers
 from moe_finetune.recipe import Recipe
+from moe_finetune.training import ranks
+from moe_finetune.training.checkpoint import sync
 from moe_finetune.training.state import load_state, save_state
+from moe_finetune.training.whole import plain_name, whole, whole_weights
 
+ADAPTER_FILE = "adapter_model.safetensors"
 BIAS_FILE = "router_bias.safetensors"
 
 
 def save_trained(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     recipe: Recipe,
     output: Path,
@@ -27,7 +32,8 @@ def save_trained(
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
     A loss-free bias lies beside the adapter in ``router_bias.safetensors``; the merge puts it where
-    the family keeps one. The folder appears complete or not at all.
+    the family keeps one. The folder appears complete or not at all. All ranks call this, because
+    sharded tensors are gathered; rank 0 writes.
     """
     from peft import PeftModel
 
@@ -35,10 +41,15 @@ def save_trained(
 
     adapted = isinstance(model, PeftModel)
     target = output / ("adapter" if adapted else "merged")
+    weights = whole_weights(model) if adapted else _whole_model(model, recipe.model.dtype)
+    if ranks.rank() > 0:
+        ranks.barrier()
+        return target
     partial = output / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     if adapted:
-        model.save_pretrained(str(partial))
+        write_adapter(model, weights, partial)
         assert recipe.lora is not None
         write_metadata(
             partial,
@@ -48,14 +59,38 @@ def save_trained(
         )
         if balancer is not None:
             save_state(partial / BIAS_FILE, balancer.effective(moe_layers(model)))
-        # PEFT's own card holds the base's local path; the run's recipe says it better.
-        (partial / "README.md").unlink(missing_ok=True)
     else:
-        dtype = getattr(torch, recipe.model.dtype)
-        model.to(dtype).save_pretrained(partial)  # type: ignore[operator]
+        model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
+    for path in partial.rglob("*"):
+        sync(path)
+    sync(partial)
     partial.rename(target)
+    sync(output)
+    ranks.barrier()
     return target
+
+
+def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write PEFT's two files. Its own ``save_pretrained`` cannot gather sharded tensors, and adds
+    a card that holds the base's local path.
+    """
+    save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config = model.peft_config[model.active_adapter]
+    mode, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(folder))
+    finally:
+        config.inference_mode = mode
+
+
+def _whole_model(model: nn.Module, dtype: str) -> dict[str, torch.Tensor]:
+    wanted = getattr(torch, dtype)
+    return {
+        plain_name(name): (full.to(wanted) if full.is_floating_point() else full)
+        for name, tensor in model.state_dict().items()
+        for full in [whole(tensor, name)]
+    }
 
 
 def load_bias(adapter: Path) -> dict[int, list[float]] | None:

@@ -26,6 +26,7 @@ from moe_finetune.metrics import (
     routing_variance,
     score_variance,
 )
+from moe_finetune.training import ranks
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
@@ -93,7 +94,10 @@ def take_snapshot(
                     break
     finally:
         model.train(was_training)
+    # Every rank took part, because the model may be sharded; rank 0 writes.
     snapshot = _summarize(collector, list(facts.moe_layers), facts.num_experts, facts.top_k)
+    if ranks.rank() > 0:
+        return snapshot
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(snapshot), encoding="utf-8")
