@@ -103,8 +103,9 @@ def chunks(rows: int, row_elements: int, limit: int = 4_000_000) -> Iterator[sli
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:
     """``-sum p ln p`` over the last axis in nats, with 0 ln 0 = 0."""
-    logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
-    return -(probabilities * logs).sum(-1)
+    logs = np.log(np.maximum(probabilities, np.finfo(probabilities.dtype).tiny))
+    logs *= probabilities
+    return 0.0 - logs.sum(-1)
 
 
 def unit_rows(array: np.ndarray) -> np.ndarray:

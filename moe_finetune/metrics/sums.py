@@ -149,7 +149,7 @@ def _add(sums: RoutingSums, group_T: np.ndarray, part: TraceChunk) -> None:
     if near.score_LE is not None and near.square_L is not None and near.entropy_L is not None:
         weights = part["weights"].astype(np.float32)
         totals = weights.sum(-1, keepdims=True)
-        scores = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
+        scores = weights / np.where(totals > 0, totals, 1)
         _count(near.score_LE, bins_TLK, scores)
         _count(near.square_L, rows_TL, np.einsum("tlk,tlk->tl", scores, scores))
         _count(near.entropy_L, rows_TL, entropy(scores))
