@@ -108,7 +108,11 @@ class CachedLM(LM):
 
     def _call(self, kind: str, chunk: list[Instance]) -> list[Any]:
         try:
-            return getattr(self._inner, kind)(chunk, disable_tqdm=True)
+            replies = getattr(self._inner, kind)(chunk, disable_tqdm=True)
+            if kind == "generate_until":
+                # A reply cut inside a character: transformers ends it with U+FFFD, vLLM does not.
+                replies = [reply.rstrip("\ufffd") for reply in replies]
+            return replies
         except Exception as error:
             if self._backend.kind != "server":
                 raise
