@@ -402,9 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
-    except (KeyboardInterrupt, typer.Abort) as reason:
-        # typer turns the interrupt, whose message says how to go on, into its Abort
-        print(str(reason) or str(reason.__cause__ or "") or "interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
         return 130
     except MoeFinetuneError as error:
         if debug:

@@ -58,12 +58,18 @@ class StopOnSignal(TrainerCallback):
             os._exit(130)
         self._asked = signal.Signals(number)
         if not self._in_steps:
-            raise Interrupted(self._message())
+            raise self._interrupted()
         print(
             f"{self._asked.name}: finishing this step and saving; once more ends at once",
             file=sys.stderr,
             flush=True,
         )
+
+    def _interrupted(self) -> Interrupted:
+        message = self._message()
+        if ranks.rank() == 0:  # command-line frameworks swallow an interrupt's message
+            print(message, file=sys.stderr, flush=True)
+        return Interrupted(message)
 
     def _message(self) -> str:
         name = self._asked.name if self._asked else "a signal on another rank"
@@ -90,7 +96,7 @@ class StopOnSignal(TrainerCallback):
         # Leave from here: what the trainer does at the end of an epoch or of training would be
         # logged now and again after the resume.
         if self._stopping:
-            raise Interrupted(self._message())
+            raise self._interrupted()
 
     def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
         self._in_steps = False
