@@ -178,13 +178,14 @@ def _open_hf(
     seed: int,
 ) -> Backend:
     import torch
-    from lm_eval.models.huggingface import HFLM
     from transformers import GenerationConfig
+
+    from moe_finetune.evaluation.hf_backend import SpecialsKeptHFLM
 
     cuda = torch.cuda.is_available()
     if batch_size == "auto" and not cuda:
         batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
-    lm = HFLM(
+    lm = SpecialsKeptHFLM(
         pretrained=str(folder),
         peft=str(adapter) if adapter is not None else None,
         dtype=dtype,
