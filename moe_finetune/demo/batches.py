@@ -1,8 +1,9 @@
 """Batches of the demo's pretraining: rows of code, of prose and of arithmetic.
 
-Text rows are random windows of the domain's documents. Arithmetic rows are problems laid end to
-end, of which only the answers are learned: operands are random, and predicting them would drown
-the few tokens that depend on the rest.
+Text rows are random windows of the domain's documents. Arithmetic rows are whole problems laid end
+to end, of which only the answers are learned: operands are random, and predicting them would drown
+the few tokens that depend on the rest. Positions start anew at each document, which keeps documents
+from attending to each other; without that, arithmetic is learned many times more slowly.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Mixture:
     prose_rows: int = 3
     arithmetic_rows: int = 17
     length: int = 128
-    equations: float = 0.3
+    equations: float = 0.6
     task_wordings: float = 0.1
     small: float = 0.2
 
@@ -60,8 +61,11 @@ def batches(
     tokenizer: PreTrainedTokenizerFast,
     mixture: Mixture,
     seed: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless ``(input_ids_BS, labels_BS)``, int64; a label belongs to its own position."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Endless ``(input_ids_BS, labels_BS, positions_BS)``, int64.
+
+    A label belongs to its own position; :data:`IGNORED` ones are not learned.
+    """
     import torch
 
     windows = np.random.default_rng(seed)
@@ -79,7 +83,12 @@ def batches(
             row, answers = next(problems)
             ids.append(row)
             labels.append(answers)
-        yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(labels))
+        ids_BS = np.stack(ids)
+        yield (
+            torch.from_numpy(ids_BS),
+            torch.from_numpy(np.stack(labels)),
+            torch.from_numpy(positions_of(ids_BS, tokenizer.eos_token_id)),
+        )
 
 
 def draw_problem(rng: random.Random, mixture: Mixture) -> tuple[str, str]:
@@ -114,9 +123,18 @@ def _stream(
     return np.array([token for part in parts for token in (*part.ids, end)], dtype=np.int64)
 
 
+def positions_of(ids_BS: np.ndarray, end: int) -> np.ndarray:
+    """Positions that start at 0 in every row and after every ``end`` token."""
+    place_BS = np.broadcast_to(np.arange(ids_BS.shape[1]), ids_BS.shape)
+    starts_BS = np.zeros_like(ids_BS)
+    starts_BS[:, 1:] = np.where(ids_BS[:, :-1] == end, place_BS[:, 1:], 0)
+    return place_BS - np.maximum.accumulate(starts_BS, axis=1)
+
+
 def _problem_rows(
     tokenizer: PreTrainedTokenizerFast, mixture: Mixture, rng: random.Random
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of whole problems; what is left at the end of a row is padding."""
     encode = tokenizer.backend_tokenizer.encode_batch_fast
     ids: list[int] = []
     labels: list[int] = []
@@ -126,12 +144,15 @@ def _problem_rows(
         answers = encode([answer for _, answer in drawn])
         for prompt, answer in zip(prompts, answers, strict=True):
             reply = [*answer.ids, tokenizer.eos_token_id]
+            size = len(prompt.ids) + len(reply)
+            if size > mixture.length:
+                raise ValueError(f"length={mixture.length} is too short for a problem of {size}")
+            if len(ids) + size > mixture.length:
+                rest = mixture.length - len(ids)
+                yield (
+                    np.array(ids + [tokenizer.pad_token_id] * rest),
+                    np.array(labels + [IGNORED] * rest),
+                )
+                ids, labels = [], []
             ids += [*prompt.ids, *reply]
             labels += [*[IGNORED] * len(prompt.ids), *reply]
-        whole = len(ids) // mixture.length * mixture.length
-        yield from zip(
-            np.array(ids[:whole]).reshape(-1, mixture.length),
-            np.array(labels[:whole]).reshape(-1, mixture.length),
-            strict=True,
-        )
-        ids, labels = ids[whole:], labels[whole:]

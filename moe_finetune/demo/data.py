@@ -77,9 +77,9 @@ def _finetuning_rows(
     rows: list[dict[str, Any]] = []
     by_domain = {domain: _documents(corpus, domain, "finetune") for domain in CLOZE_FILES}
     for i in range(number):
-        domain: str = ("arithmetic", "code", "arithmetic", "prose")[i % 4]
+        domain: Domain | None = (None, "code", None, "prose")[i % 4]
         while True:
-            if domain == "arithmetic":
+            if domain is None:
                 problem = task_problem(rng, held_out=False)
                 prompt, completion = problem.prompt, f" {problem.answer}"
             else:
@@ -88,7 +88,7 @@ def _finetuning_rows(
             if prompt not in used:
                 break
         used.add(prompt)
-        rows.append({"prompt": prompt, "completion": completion, "domain": domain})
+        rows.append({"prompt": prompt, "completion": completion, "domain": domain or "arithmetic"})
     rng.shuffle(rows)
     return rows
 

@@ -2,7 +2,7 @@
 
 The cache is ``$MOE_FINETUNE_CACHE`` or ``~/.cache/moe-finetune``. A checkpoint's folder is named
 after a hash of everything that it follows from: configuration, seed, the standard library's text,
-this package's code and the versions of torch, transformers and tokenizers.
+the demo's code and the versions of torch, transformers and tokenizers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from moe_finetune.demo.corpus import Document, library_folder, read_corpus, sour
 from moe_finetune.demo.data import task_problem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 Progress = Callable[[int, int, dict[str, float]], None]
 """Called after each step with the steps done, all steps, and values to show."""
+
+OWN_CODE = ("arithmetic", "batches", "corpus", "data", "muon", "pretrain", "tokenizer")
+"""Modules of this package that decide what the checkpoint becomes."""
 
 PROBLEMS_FOR_TOKENIZER = 4000
 CHARACTERS_FOR_TOKENIZER = 8000
@@ -50,7 +54,8 @@ class PretrainConfig:
     steps: int = 600
     warmup_steps: int = 40
     learning_rate: float = 3e-3
-    final_learning_rate: float = 1e-4
+    matrix_learning_rate: float = 5e-2
+    final_share: float = 0.03
     weight_decay: float = 0.1
     gradient_norm: float = 1.0
     balance_weight: float = 1e-2
@@ -113,7 +118,8 @@ def fingerprint(config: PretrainConfig, seed: int) -> str:
     digest = hashlib.sha256()
     facts = [dataclasses.asdict(config), seed, platform.python_version(), *versions]
     digest.update(json.dumps(facts, sort_keys=True).encode())
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), *source_files(library_folder())):
+    own = [Path(__file__).with_name(f"{name}.py") for name in OWN_CODE]
+    for path in (*own, *source_files(library_folder())):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -124,8 +130,9 @@ def pretrain(
     """Train from random weights and write checkpoint and tokenizer into ``folder``.
 
     1. learn the tokenizer from the pretraining split;
-    2. AdamW, cosine schedule; loss = mean over text tokens and mean over answer tokens, weighted,
-       and the balance loss of every layer, injected as in fine-tuning;
+    2. Muon for matrices and AdamW for the rest, cosine schedule; loss = mean over text tokens and
+       mean over answer tokens, weighted, and the balance loss of every layer, injected as in
+       fine-tuning;
     3. save.
     """
     import torch
@@ -138,27 +145,23 @@ def pretrain(
     model = make_model(config, tokenizer, seed)
     balance = {"weight": config.balance_weight, "layers_reduction": "sum"}
     objective = Objective.from_options({"load_balance": balance}, model_facts(model))
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=config.weight_decay,
-        foreach=True,
-    )
+    optimizers = make_optimizers(model, config)
     source = batches(documents, tokenizer, config.mixture, seed)
     text_rows = config.mixture.code_rows + config.mixture.prose_rows
     model.train()
     with _Bar(config.steps, progress) as show, Recorder(model, objective):
         for step in range(config.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step)
-            ids_BS, labels_BS = next(source)
-            text, answers = losses(model, ids_BS, labels_BS, text_rows)
+            share = schedule(config, step)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * share
+            text, answers = losses(model, *next(source), text_rows)
             weight = config.answer_weight
             ((1 - weight) * text + weight * answers).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             show(step + 1, {"text": text.item(), "answers": answers.item()})
     model.eval()
     model.save_pretrained(folder)
@@ -192,7 +195,7 @@ def make_model(
         num_hidden_layers=config.layers,
         num_attention_heads=config.hidden_size // 32,
         num_key_value_heads=config.hidden_size // 64,
-        head_dim=32,
+        head_dim=32,  # type: ignore[call-arg]
         intermediate_size=2 * config.hidden_size,
         moe_intermediate_size=config.expert_width,
         num_experts=config.experts,
@@ -220,7 +223,11 @@ def make_model(
 
 
 def losses(
-    model: Qwen3MoeForCausalLM, ids_BS: Tensor, labels_BS: Tensor, text_rows: int
+    model: Qwen3MoeForCausalLM,
+    ids_BS: Tensor,
+    labels_BS: Tensor,
+    positions_BS: Tensor,
+    text_rows: int,
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy (nats per token) of the first ``text_rows`` rows, and of the others.
 
@@ -228,7 +235,8 @@ def losses(
     """
     from torch.nn.functional import cross_entropy
 
-    hidden_BSH = model.model(input_ids=ids_BS, use_cache=False).last_hidden_state
+    output = model.model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)
+    hidden_BSH = output.last_hidden_state
     means = []
     for rows in (slice(None, text_rows), slice(text_rows, None)):
         targets = labels_BS[rows, 1:].reshape(-1)
@@ -238,13 +246,36 @@ def losses(
     return means[0], means[1]
 
 
-def learning_rate(config: PretrainConfig, step: int) -> float:
-    """Linear warm-up, then cosine down to ``final_learning_rate``; ``step`` counts from 0."""
+def make_optimizers(
+    model: Qwen3MoeForCausalLM, config: PretrainConfig
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices of attention and experts, AdamW for embeddings, routers and norms."""
+    import torch
+
+    from moe_finetune.demo.muon import Muon
+
+    other_parts = ("embed_tokens", "lm_head", "mlp.gate.weight")
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        plain = parameter.dim() < 2 or any(part in name for part in other_parts)
+        (others if plain else matrices).append(parameter)
+    optimizers = (
+        Muon(matrices, lr=config.matrix_learning_rate, weight_decay=config.weight_decay),
+        torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
+
+
+def schedule(config: PretrainConfig, step: int) -> float:
+    """Share of the learning rate at ``step`` (from 0): linear warm-up, then cosine."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    share = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    low, high = config.final_learning_rate, config.learning_rate
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * share))
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class _Bar:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_finetune.demo import pretrain as module
-from moe_finetune.demo.batches import IGNORED, Mixture, batches
+from moe_finetune.demo.batches import IGNORED, Mixture, batches, positions_of
 from moe_finetune.demo.corpus import Document
+from moe_finetune.demo.muon import Muon
 from moe_finetune.demo.pretrain import (
     PretrainConfig,
     ensure_demo_checkpoint,
     fingerprint,
-    learning_rate,
     losses,
     make_model,
+    make_optimizers,
     make_tokenizer,
+    schedule,
 )
 
 CONFIG = PretrainConfig(
@@ -30,7 +34,7 @@ CONFIG = PretrainConfig(
     expert_width=32,
     steps=12,
     warmup_steps=4,
-    mixture=Mixture(code_rows=2, prose_rows=1, arithmetic_rows=3, length=48),
+    mixture=Mixture(code_rows=2, prose_rows=1, arithmetic_rows=3, length=96),
 )
 SOURCE = "def area(width, height):\n    return width * height\n" * 40
 PROSE = "The area of a field is its width times its height, in square metres.\n" * 40
@@ -127,8 +131,8 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 
 def test_batches_teach_answers_alone_and_text_in_full(small_corpus):
     tokenizer = make_tokenizer(small_corpus, 320, 5)
-    ids_BS, labels_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
-    assert ids_BS.shape == labels_BS.shape == (6, 48)
+    ids_BS, labels_BS, positions_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
+    assert ids_BS.shape == labels_BS.shape == positions_BS.shape == (6, 96)
     assert torch.equal(ids_BS[:3], labels_BS[:3])
     learned = zip(ids_BS[3:].flatten().tolist(), labels_BS[3:].flatten().tolist(), strict=True)
     text = ""
@@ -142,25 +146,64 @@ def test_batches_teach_answers_alone_and_text_in_full(small_corpus):
         assert body.removesuffix("<|endoftext|>").strip().isdigit()
 
 
-def test_losses_are_means_over_learned_tokens(small_corpus):
+def test_positions_start_anew_after_every_end():
+    ids = np.array([[7, 0, 8, 9, 0, 0, 6], [0, 5, 5, 5, 5, 5, 5]])
+    wanted = [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert positions_of(ids, end=0).tolist() == wanted
+
+
+def test_losses_are_means_over_learned_tokens_of_documents_by_themselves(small_corpus):
     tokenizer = make_tokenizer(small_corpus, 320, 5)
     model = make_model(CONFIG, tokenizer, 5)
-    ids_BS, labels_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
-    text, answers = losses(model, ids_BS, labels_BS, text_rows=3)
-    log_probs = model(input_ids=ids_BS).logits.log_softmax(-1)
+    ids_BS, labels_BS, positions_BS = next(batches(small_corpus, tokenizer, CONFIG.mixture, 5))
+    text, answers = losses(model, ids_BS, labels_BS, positions_BS, text_rows=3)
     for value, rows in ((text, range(3)), (answers, range(3, 6))):
-        terms = [
-            -log_probs[b, s - 1, labels_BS[b, s]]
-            for b in rows
-            for s in range(1, 48)
-            if labels_BS[b, s] != IGNORED
-        ]
-        torch.testing.assert_close(value, torch.stack(terms).mean())
+        terms = []
+        for b in rows:
+            starts = [s for s in range(96) if positions_BS[b, s] == 0] + [96]
+            for start, end in itertools.pairwise(starts):
+                log_probs = model(input_ids=ids_BS[b : b + 1, start:end]).logits.log_softmax(-1)[0]
+                # The head also predicts the first token of the next document, from the end's state.
+                terms += [
+                    -log_probs[s - 1 - start, labels_BS[b, s]]
+                    for s in range(start + 1, min(end + 1, 96))
+                    if labels_BS[b, s] != IGNORED
+                ]
+        torch.testing.assert_close(value, torch.stack(terms).mean(), atol=1e-5, rtol=1e-5)
 
 
-def test_learning_rate_warms_up_and_comes_down():
-    config = PretrainConfig(steps=100, warmup_steps=10, learning_rate=0.2, final_learning_rate=0.01)
-    assert learning_rate(config, 0) == pytest.approx(0.02)
-    assert learning_rate(config, 9) == learning_rate(config, 10) == pytest.approx(0.2)
-    assert learning_rate(config, 55) == pytest.approx(0.105)
-    assert learning_rate(config, 100) == pytest.approx(0.01)
+def test_the_schedule_warms_up_and_comes_down():
+    config = PretrainConfig(steps=100, warmup_steps=10, final_share=0.05)
+    assert schedule(config, 0) == pytest.approx(0.1)
+    assert schedule(config, 9) == schedule(config, 10) == pytest.approx(1.0)
+    assert schedule(config, 55) == pytest.approx(0.525)
+    assert schedule(config, 100) == pytest.approx(0.05)
+
+
+def test_every_parameter_has_one_optimizer(small_corpus):
+    model = make_model(CONFIG, make_tokenizer(small_corpus, 320, 5), 5)
+    matrices, others = make_optimizers(model, CONFIG)
+    counts = [
+        sum(p.numel() for g in o.param_groups for p in g["params"]) for o in (matrices, others)
+    ]
+    experts = 2 * 6 * 3 * 64 * 32
+    attention = 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert counts == [experts + attention, model.num_parameters() - experts - attention]
+
+
+def test_muon_moves_every_expert_by_an_orthogonal_update():
+    torch.manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(3, 24, 10))
+    before = stack.detach().clone()
+    gradient = torch.randn_like(stack)
+    stack.grad = gradient * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+    Muon([stack], lr=0.01, weight_decay=0.5).step()
+    update = (before * (1 - 0.01 * 0.5) - stack.detach()) / (0.01 * 2.4**0.5)
+    values = torch.linalg.svdvals(update)
+    assert values.min() > 0.5 and values.max() < 1.35
+    # Singular vectors are the gradient's: U^T G V stays diagonal and positive.
+    for moved, wanted in zip(update, gradient, strict=True):
+        u, _, v = torch.linalg.svd(wanted, full_matrices=False)
+        inside = u.T @ moved @ v.T
+        off = inside - torch.diag(inside.diagonal())
+        assert off.abs().max() < 1e-3 and inside.diagonal().min() > 0.5
