@@ -1,0 +1,33 @@
+"""One server of forked runs, and an uninterrupted run to compare with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import Server, adapter_hash, logged, write_inputs
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    running = Server(tmp_path_factory.mktemp("server") / "log")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def straight(server, tmp_path_factory):
+    """``straight(family)`` -> recipe file, hash and log of the run that nothing disturbed."""
+    made: dict[str, tuple[Path, str, list[dict]]] = {}
+
+    def get(family: str) -> tuple[Path, str, list[dict]]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            recipe = write_inputs(family, folder)
+            child = server.train(recipe, folder / "straight")
+            assert child.code == 0, child.text[-3000:]
+            made[family] = (recipe, adapter_hash(folder / "straight"), logged(folder / "straight"))
+        return made[family]
+
+    return get

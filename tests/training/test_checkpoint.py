@@ -1,0 +1,159 @@
+"""The checkpoint folder: appears whole, says when it is damaged, and is never the last to go."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+
+import pytest
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.training import checkpoint as module
+from moe_finetune.training.checkpoint import (
+    MANIFEST,
+    checkpoints,
+    clear_leftovers,
+    newest_checkpoint,
+    rotate,
+    verify_checkpoint,
+    write_bytes,
+    write_checkpoint,
+)
+
+PARTS = {
+    "one": lambda folder: write_bytes(folder / "one.bin", b"first" * 11),
+    "two": lambda folder: write_bytes(folder / "two.json", b'{"second": 2}'),
+}
+
+
+def made(root, step):
+    write_checkpoint(root / f"checkpoint-{step}", PARTS)
+    return root / f"checkpoint-{step}"
+
+
+def test_what_is_written_verifies(tmp_path):
+    folder = made(tmp_path, 3)
+    verify_checkpoint(folder)
+    assert sorted(p.name for p in folder.iterdir()) == [MANIFEST, "one.bin", "two.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+FILES = ("one.bin", "two.json", MANIFEST)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty", "bit flipped"])
+@pytest.mark.parametrize("name", FILES)
+def test_every_damage_is_seen_and_the_older_one_taken(tmp_path, name, damage):
+    older, newer = made(tmp_path, 9), made(tmp_path, 10)
+    file = newer / name
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "bit flipped":
+        for place in range(len(content)):  # anywhere in the file, spaces of the manifest apart
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << (place % 8)
+            file.write_bytes(flipped)
+            try:
+                same = json.loads(flipped) == json.loads(content) if name == MANIFEST else False
+            except ValueError:
+                same = False
+            if not same:
+                with pytest.raises(CheckpointError, match="checkpoint-10"):
+                    verify_checkpoint(newer)
+    else:
+        file.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+    found, problems = newest_checkpoint(tmp_path)
+    assert found == older
+    assert len(problems) == 1 and "checkpoint-10" in problems[0]
+
+
+def test_a_manifest_cannot_name_files_outside(tmp_path):
+    folder = made(tmp_path, 3)
+    (tmp_path / "outside").write_bytes(b"x")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["../outside"] = {"bytes": 1, "sha256": module.file_hash(tmp_path / "outside")}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        verify_checkpoint(folder)
+
+
+def test_order_is_by_number_and_other_folders_do_not_count(tmp_path):
+    for step in (9, 10, 100):
+        made(tmp_path, step)
+    for name in ("checkpoint-x", "checkpoint-", ".checkpoint-200.partial", "other"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (100, 10, 9)]
+    clear_leftovers(tmp_path)
+    assert not (tmp_path / ".checkpoint-200.partial").exists()
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    good = made(tmp_path, 1)
+
+    def full(folder):
+        (folder / "half").write_bytes(b"...")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(tmp_path / "checkpoint-2", {**PARTS, "full": full})
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    verify_checkpoint(good)
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    for step in (1, 2, 3, 4):
+        made(tmp_path, step)
+    assert rotate(tmp_path, None) == []
+    rotate(tmp_path, 2, best=tmp_path / "checkpoint-1")
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-1"]
+    rotate(tmp_path, 1, best=tmp_path / "checkpoint-1")
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-1"]
+
+
+def test_rotation_never_removes_the_only_whole_one(tmp_path):
+    for step in (1, 2, 3):
+        made(tmp_path, step)
+    for step in (2, 3):
+        (tmp_path / f"checkpoint-{step}" / "one.bin").write_bytes(b"damaged" * 7 + b"......")
+    assert rotate(tmp_path, 1) == []
+    made(tmp_path, 4)
+    (tmp_path / "checkpoint-4" / "one.bin").unlink()
+    assert rotate(tmp_path, 1) == []
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-1"
+
+
+def test_a_damaged_one_takes_no_place_of_a_good_one(tmp_path):
+    for step in (1, 2, 3):
+        made(tmp_path, step)
+    (tmp_path / "checkpoint-2" / "one.bin").unlink()
+    rotate(tmp_path, 2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    folder = made(tmp_path, 5)
+    (folder / "one.bin").unlink()
+    made(tmp_path, 5)
+    verify_checkpoint(folder)
+
+
+def test_the_manifest_is_last_and_everything_is_announced(tmp_path):
+    seen = []
+
+    def hook(event, arguments):
+        if event == "moe_finetune.checkpoint" and arguments[1].startswith(str(tmp_path)):
+            staged = tmp_path / ".checkpoint-7.partial"
+            seen.append((arguments[0], sorted(p.name for p in staged.glob("*"))))
+
+    sys.addaudithook(hook)
+    made(tmp_path, 7)
+    assert seen == [
+        ("clear", []),
+        ("one", []),
+        ("two", ["one.bin"]),
+        ("manifest", ["one.bin", "two.json"]),
+        ("rename", [MANIFEST, "one.bin", "two.json"]),
+        ("sync", []),
+    ]
