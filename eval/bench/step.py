@@ -32,9 +32,9 @@ from transformers import (
 from moe_finetune.capture.recorder import Recorder, backbone_of, model_facts
 from moe_finetune.environment import describe_environment
 from moe_finetune.families import family_of
+from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe import LoraSection
 
 RESULTS = Path(__file__).parent / "results"
@@ -200,7 +200,9 @@ class Variant:
 def batch_of(arguments, vocab):
     generator = torch.Generator().manual_seed(1)
     rows = max(arguments.tokens // arguments.length, 1)
-    ids = torch.randint(0, vocab, (rows, min(arguments.length, arguments.tokens)), generator=generator)
+    ids = torch.randint(
+        0, vocab, (rows, min(arguments.length, arguments.tokens)), generator=generator
+    )
     ids = ids.to(arguments.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 

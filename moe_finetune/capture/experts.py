@@ -32,6 +32,8 @@ from moe_finetune.capture.grouped import (
     usable_on_device,
 )
 
+CACHED_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class LoraFactors:
@@ -143,7 +145,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down
     ):
         tokens, selected = call.index_TK.shape
-        hidden, width = hidden_TH.shape[1], down.shape[2]
+        width = down.shape[2]
         with torch.autocast(hidden_TH.device.type, enabled=False):
             factors = [m for m in (a_up, b_up, a_down, b_down) if m is not None]
             groups = Groups.of(
@@ -174,11 +176,9 @@ class _Experts(torch.autograd.Function):
                 p_down = rows_times_transposed(z_SD, a_down, groups)
                 y_SH.add_(rows_times_transposed(p_down, b_down, groups), alpha=call.scaling_down)
             del z_SD
-            y_TKH = y_SH.index_select(0, groups.inverse_S).view(tokens, selected, hidden)
+            y_TKH, out_TH, y_gram = _by_token(y_SH, weights_TK, groups, call.outputs_gram)
             del y_SH
-            out_TH = _combine(weights_TK, y_TKH)
             z_gram = _gram(z_TKD) if call.activations_gram else None
-            y_gram = _gram(y_TKH) if call.outputs_gram else None
         ctx.call, ctx.groups = call, groups
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[2] or call.outputs_gram
@@ -309,6 +309,38 @@ def _dropped(values: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     return values if mask is None else values * mask * (1.0 / (1.0 - dropout))
 
 
+def _by_token(
+    y_SH: Tensor, weights_TK: Tensor, groups: Groups, want_gram: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs in the tokens' order, their weighted sums and Gram matrices.
+
+    A few tokens at a time on a CPU, so that what was just gathered is still in its cache.
+    """
+    (tokens, selected), hidden = weights_TK.shape, y_SH.shape[1]
+    y_TKH = y_SH.new_empty(tokens, selected, hidden)
+    out_TH = y_SH.new_empty(tokens, hidden)
+    gram = y_SH.new_empty(tokens, selected, selected, dtype=_gram_dtype(y_SH))
+    for span in _token_spans(y_SH, tokens, selected):
+        rows = slice(span.start * selected, span.stop * selected)
+        torch.index_select(y_SH, 0, groups.inverse_S[rows], out=y_TKH[span].view(-1, hidden))
+        out_TH[span] = _combine(weights_TK[span], y_TKH[span])
+        if want_gram:
+            gram[span] = _gram(y_TKH[span])
+    return y_TKH, out_TH, gram if want_gram else None
+
+
+def _token_spans(like: Tensor, tokens: int, selected: int) -> list[slice]:
+    """Tokens to take at a time: 1 MiB of vectors on a CPU, all on an accelerator."""
+    step = tokens
+    if like.device.type == "cpu":
+        step = max(1, CACHED_BYTES // (selected * like.shape[1] * like.element_size()))
+    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, max(step, 1))]
+
+
+def _gram_dtype(vectors: Tensor) -> torch.dtype:
+    return torch.promote_types(vectors.dtype, torch.float32)
+
+
 def _combine(weights_TK: Tensor, y_TKH: Tensor) -> Tensor:
     if weights_TK.dtype == y_TKH.dtype == torch.float32:
         return torch.bmm(weights_TK.unsqueeze(1), y_TKH).squeeze(1)
@@ -352,19 +384,22 @@ def _output_gradient(
         weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S)
         rows_SH = grad_out.to(like_TH.dtype).index_select(0, groups.tokens_S)
         return rows_SH.mul_(weights_S.to(like_TH.dtype).unsqueeze(1))
-    if grad_gram is not None:
-        assert y_TKH is not None
-        dy_TKH = _gram_gradient(grad_gram, y_TKH)
-        if grad_y is not None:
-            dy_TKH.add_(grad_y)
-    else:
-        assert grad_y is not None
-        dy_TKH = grad_y.clone()
-    if grad_out is not None:
-        dy_TKH.addcmul_(
-            weights_TK.to(dy_TKH.dtype).unsqueeze(2), grad_out.to(dy_TKH.dtype).unsqueeze(1)
-        )
-    return dy_TKH.view(tokens * selected, -1).index_select(0, groups.slots_S)
+    dy_SH = like_TH.new_empty(tokens * selected, like_TH.shape[1])
+    for span in _token_spans(like_TH, tokens, selected):
+        if grad_gram is not None:
+            assert y_TKH is not None
+            dy_TKH = _gram_gradient(grad_gram[span], y_TKH[span])
+            if grad_y is not None:
+                dy_TKH.add_(grad_y[span])
+        else:
+            assert grad_y is not None
+            dy_TKH = grad_y[span].clone()
+        if grad_out is not None:
+            weights_TK1 = weights_TK[span].to(dy_TKH.dtype).unsqueeze(2)
+            dy_TKH.addcmul_(weights_TK1, grad_out[span].to(dy_TKH.dtype).unsqueeze(1))
+        rows = slice(span.start * selected, span.stop * selected)
+        dy_SH.index_copy_(0, groups.inverse_S[rows], dy_TKH.flatten(0, 1))
+    return dy_SH
 
 
 def _vectors_gradient(

@@ -23,9 +23,6 @@ from moe_finetune.losses.tensors import at_least_float32, check_shapes, full_pre
 
 Activation = Literal["gate", "up", "silu_gate", "swiglu", "output"]
 
-# Weights that are widened to float32 at a time: 128 MiB.
-CHUNK_ELEMENTS = 2**25
-
 
 @full_precision
 def erc_loss(
@@ -142,24 +139,26 @@ def _project(inputs: Tensor, factors: ProjectionFactors) -> Tensor:
     if factors.a_ErI is None or factors.b_EOr is None:
         return made_EPO
     low_EPr = inputs @ factors.a_ErI.to(inputs.dtype).mT
-    return made_EPO + factors.scaling * (low_EPr @ factors.b_EOr.to(inputs.dtype).mT)
+    b_ErO = factors.b_EOr.to(inputs.dtype).mT
+    return torch.baddbmm(made_EPO, low_EPr, b_ErO, alpha=factors.scaling)
 
 
 class _Product(torch.autograd.Function):
     """``x W_e^T`` for all experts e, with x ``(P, I)`` or ``(E, P, I)``.
 
-    A plain product of float32 proxies with bfloat16 weights would widen the whole stack and keep
-    the copy until backward; this widens a few experts at a time and keeps only the weights.
+    Expert by expert, because the gate projection is a strided half of a fused stack: one product
+    for all would copy the stack first, in forward and again in backward, and bfloat16 weights
+    would be widened all at once.
     """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_EOI: Tensor) -> Tensor:
         ctx.save_for_backward(inputs, weight_EOI)
-        parts = [
-            _part(inputs, span) @ weight_EOI[span].to(inputs.dtype).mT
-            for span in _spans(weight_EOI, inputs.dtype)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        experts, outputs, _ = weight_EOI.shape
+        made_EPO = inputs.new_empty(experts, inputs.shape[-2], outputs)
+        for e in range(experts):
+            torch.mm(_rows(inputs, e), weight_EOI[e].to(inputs.dtype).t(), out=made_EPO[e])
+        return made_EPO
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -168,30 +167,16 @@ class _Product(torch.autograd.Function):
         needs_inputs, needs_weight = ctx.needs_input_grad
         grad_inputs = torch.zeros_like(inputs) if needs_inputs else None
         grad_weight = torch.empty_like(weight_EOI) if needs_weight else None
-        for span in _spans(weight_EOI, inputs.dtype):
-            grad = grad_EPO[span]
+        for e in range(weight_EOI.shape[0]):
             if grad_inputs is not None:
-                weight = weight_EOI[span].to(inputs.dtype)
-                if inputs.dim() == 2:
-                    grad_inputs += torch.einsum("epo,eoi->pi", grad, weight)
-                else:
-                    grad_inputs[span] = grad @ weight
+                _rows(grad_inputs, e).addmm_(grad_EPO[e], weight_EOI[e].to(inputs.dtype))
             if grad_weight is not None:
-                grad_weight[span] = grad.mT @ _part(inputs, span)
+                grad_weight[e] = grad_EPO[e].t() @ _rows(inputs, e)
         return grad_inputs, grad_weight
 
 
-def _part(inputs: Tensor, span: slice) -> Tensor:
-    return inputs if inputs.dim() == 2 else inputs[span]
-
-
-def _spans(weight_EOI: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Experts to take at a time: all, unless their weights must be widened."""
-    experts = weight_EOI.shape[0]
-    step = experts
-    if weight_EOI.dtype != dtype:
-        step = max(1, CHUNK_ELEMENTS // weight_EOI[0].numel())
-    return [slice(start, start + step) for start in range(0, experts, step)]
+def _rows(inputs: Tensor, expert: int) -> Tensor:
+    return inputs if inputs.dim() == 2 else inputs[expert]
 
 
 class ErcOptions(TermOptions):
