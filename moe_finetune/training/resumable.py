@@ -181,6 +181,9 @@ class ResumableTrainer(_Trainer):
         if self.args.should_save:
             clear_leftovers(root)
         path = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        if path:
+            # The order of the data comes from the generator's seed, which the state holds.
+            set_random_state(self._rank_state(path)["random"])
         return super().train(path, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -219,6 +222,25 @@ class ResumableTrainer(_Trainer):
         """Restore this rank's state. The Trainer calls it last, right before the first batch."""
         if checkpoint is None:
             return
+        state = self._rank_state(checkpoint)
+        set_random_state(state["random"])
+        self._tr_loss += state["loss"].to(self._tr_loss.device)
+        # The mean loss of this session must not count what an earlier one had summed.
+        self._total_loss_scalar -= float(state["loss"])
+        self._globalstep_last_logged = state["last_logged"]
+        for mode, held in state["metrics"].items():
+            self._metrics[mode].update(held)
+        if state["tokens"] is not None:
+            self._total_train_tokens = state["tokens"]
+        for callback, own in zip(self._stateful("rank_state"), state["statistics"], strict=True):
+            callback.load_rank_state(own)
+
+    def _rank_state(self, checkpoint: str) -> dict[str, Any]:
+        """What this rank saved.
+
+        Raises:
+            CheckpointError: it was written by another number of processes.
+        """
         file = Path(checkpoint) / _rank_file(self.args.process_index)
         if not file.is_file():
             raise CheckpointError(
@@ -232,17 +254,7 @@ class ResumableTrainer(_Trainer):
                 f"{checkpoint}: was written by {state['world_size']} processes and this run has "
                 f"{self.args.world_size}; resume with as many"
             )
-        set_random_state(state["random"])
-        self._tr_loss += state["loss"].to(self._tr_loss.device)
-        # The mean loss of this session must not count what an earlier one had summed.
-        self._total_loss_scalar -= float(state["loss"])
-        self._globalstep_last_logged = state["last_logged"]
-        for mode, held in state["metrics"].items():
-            self._metrics[mode].update(held)
-        if state["tokens"] is not None:
-            self._total_train_tokens = state["tokens"]
-        for callback, own in zip(self._stateful("rank_state"), state["statistics"], strict=True):
-            callback.load_rank_state(own)
+        return state
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run that was stopped between its last save and its end has nothing left to train, but

@@ -16,6 +16,7 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 
+_Trainer: Any = object
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -48,8 +49,8 @@ def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
     return SFTConfig(**{**defaults, **recipe.trainer, **ours})
 
 
-class RunTrainer(ResumableTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients."""
+class GuardedTrainer(_Trainer):
+    """Lets a :class:`NumericsGuard` see every loss and gradient of any Trainer; a mixin."""
 
     guard: NumericsGuard | None = None
 
@@ -63,6 +64,10 @@ class RunTrainer(ResumableTrainer, SFTTrainer):
         if self.guard and self.guard.leaves_out(model, step, float(norm)):
             return 0.0
         return norm
+
+
+class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
+    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients."""
 
 
 class RunLog(TrainerCallback):

@@ -6,6 +6,7 @@ tests.faults.harness`` is that server: one JSON line in, the child's pid and its
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -153,10 +154,8 @@ class Server:
 
 
 def _send(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _serve() -> None:
