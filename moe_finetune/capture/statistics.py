@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.training import ranks
 
 
 class TrainingStatistics:
@@ -24,13 +25,16 @@ class TrainingStatistics:
     Args:
         layers: decoder indices of the MoE layers.
         num_experts: E.
+        names: terms whose values are summed. With several ranks every rank must name them all, so
+            that one without a forward since the last read takes part in the same sums.
     """
 
-    def __init__(self, layers: Sequence[int], num_experts: int):
+    def __init__(self, layers: Sequence[int], num_experts: int, names: Sequence[str] = ()):
         self.layers = list(layers)
         self.num_experts = num_experts
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._sums: Tensor | None = None  # (L, 2E + 3): load, score sums, tokens, squares, entropy
+        self.names = list(names)
         self._losses: dict[str, Tensor] = {}
         self._forwards = 0
 
@@ -38,12 +42,7 @@ class TrainingStatistics:
         """Add one layer of one forward."""
         experts = self.num_experts
         if self._sums is None or self._sums.device != record.index_TK.device:
-            self._sums = torch.zeros(
-                len(self.layers),
-                2 * experts + 3,
-                dtype=torch.float64,
-                device=record.index_TK.device,
-            )
+            self._sums = self._zeros(record.index_TK.device)
         row = self._sums[self._row[record.layer]]
         mask_T1 = record.mask_T.unsqueeze(1)
         counted_TK = mask_T1.to(torch.float64).expand(record.index_TK.shape)
@@ -61,6 +60,10 @@ class TrainingStatistics:
             self._losses[name] = value.double() if held is None else held + value
         if record.layer == self.layers[0]:
             self._forwards += 1
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        rows, columns = len(self.layers), 2 * self.num_experts + 3
+        return torch.zeros(rows, columns, dtype=torch.float64, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """Sums of this rank since the last read, as tensors and numbers."""
@@ -83,16 +86,23 @@ class TrainingStatistics:
         no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
         counts of all tokens since the last read.
         """
-        if self._sums is None or not self._forwards:
+        together = ranks.world_size() > 1
+        if not together and not self._forwards:
             return {}
-        names = sorted(self._losses)
-        values = torch.stack(
-            [self._losses[name] for name in names] + [self._sums.new_tensor(float(self._forwards))]
-        )
+        names = sorted(set(self._losses) | set(self.names))
         sums = self._sums
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if sums is None:
+            sums = self._zeros(ranks.device())
+        zero = sums.new_zeros(())
+        values = torch.stack(
+            [self._losses.get(name, zero) for name in names]
+            + [sums.new_tensor(float(self._forwards))]
+        )
+        if together:
             torch.distributed.all_reduce(values)
             torch.distributed.all_reduce(sums)
+            if not values[-1]:
+                return {}
         numbers = (values[:-1] / values[-1]).tolist()
         load, score, rest = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
         self._sums, self._losses, self._forwards = None, {}, 0

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from moe_finetune.capture.recorder import backbone_of
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe import Method, resolve_method
+from moe_finetune.training import ranks
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.state import STATE_FILE, load_state, save_state
 from moe_finetune.training.window import AccumulationWindow
@@ -30,6 +31,19 @@ _OWN_BALANCE_LOSS = (
     "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
     "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
 )
+
+
+def _check_equal_steps(dataloader: Any) -> None:
+    """Refuse ranks with different numbers of batches: the one that goes on would wait for ever."""
+    try:
+        batches = len(dataloader)
+    except TypeError:
+        batches = -1  # unsized: max_steps ends all ranks alike
+    if not ranks.equal_on_ranks(batches):
+        raise ObjectiveError(
+            f"the ranks have different numbers of batches (this one {batches}); give every rank "
+            "as many, or let accelerate shard one dataset (even_batches: true)"
+        )
 
 
 class SpecializationCallback(TrainerCallback):
@@ -78,6 +92,7 @@ class SpecializationCallback(TrainerCallback):
         if getattr(backbone_of(model).config, "output_router_logits", False):
             raise ObjectiveError(_OWN_BALANCE_LOSS)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
+        _check_equal_steps(kwargs.get("train_dataloader"))
         self.specialization = Specialization(model, self.method, dropout=self.dropout)
         self.specialization.recorder.scale = self._window.scale
         self.specialization.install()

@@ -41,7 +41,7 @@ def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on some rank; every rank must ask."""
     if world_size() == 1:
         return flag
-    votes = torch.tensor([int(flag)], device=_device())
+    votes = torch.tensor([int(flag)], device=device())
     distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
     return bool(votes.item())
 
@@ -50,13 +50,14 @@ def gather_bytes(blob: bytes) -> list[bytes]:
     """``blob`` of every rank, by rank, on every rank; every rank must call. Nothing is pickled."""
     if world_size() == 1:
         return [blob]
-    device = _device()
-    size = torch.tensor([len(blob)], device=device)
+    place = device()
+    size = torch.tensor([len(blob)], device=place)
     sizes = [torch.zeros_like(size) for _ in range(world_size())]
     distributed.all_gather(sizes, size)
     longest = int(max(sizes))
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(device)
+    mine = torch.zeros(longest, dtype=torch.uint8, device=place)
+    if blob:
+        mine[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(place)
     gathered = [torch.zeros_like(mine) for _ in range(world_size())]
     distributed.all_gather(gathered, mine)
     return [
@@ -65,8 +66,17 @@ def gather_bytes(blob: bytes) -> list[bytes]:
     ]
 
 
-def _device() -> torch.device:
+def equal_on_ranks(number: int) -> bool:
+    """Whether every rank gives the same number; every rank must ask."""
+    if world_size() == 1:
+        return True
+    ends = torch.tensor([number, -number], device=device())
+    distributed.all_reduce(ends, op=distributed.ReduceOp.MAX)
+    return int(ends[0]) == -int(ends[1])
+
+
+def device() -> torch.device:
     """Where the group's collectives work."""
     if "nccl" in distributed.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.currentdevice())
     return torch.device("cpu")

@@ -70,7 +70,9 @@ class Specialization:
         self.objective = Objective.from_options(
             {name: options.model_dump() for name, options in self.method.terms.items()}, facts
         )
-        self.statistics = TrainingStatistics(facts.moe_layers, facts.num_experts)
+        self.statistics = TrainingStatistics(
+            facts.moe_layers, facts.num_experts, [term.name for term in self.objective.terms]
+        )
         noise = TrainingNoise(self.method.perturbations)
         self.balancer: BiasBalancer | None = None
         self.perturbation: Perturbation | None = noise if noise.active else None

@@ -1,0 +1,216 @@
+"""What each rank of ``test_ranks.py`` runs: every preset through the run's own trainer, then FSDP2.
+
+``python -m tests.training.ranks_worker OUT`` under RANK and WORLD_SIZE; rank 0 writes OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.recipe import LoraSection, Recipe
+from moe_finetune.training import ranks
+from moe_finetune.training.sft import build_trainer
+from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.whole import whole_weights
+from tests import tiny
+
+STEPS, GLOBAL_BATCH, LENGTH = 5, 4, 13
+NEEDS_A_FILE = {"supervised_routing", "supervised_routing_baseline"}
+# A sum over a forward's tokens halves with its batch, by definition.
+SUMMED = {"orthogonal_variance_sum"}
+COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE - SUMMED)
+WRONG = "aux_loss, each rank for itself"
+TRANSITION = "coupling, transition"
+
+
+def model():
+    torch.manual_seed(1)
+    built = add_lora(
+        tiny.model("qwen3_moe", num_hidden_layers=2), LoraSection(rank=4, alpha=8.0), "full"
+    )
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return built
+
+
+def rows():
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, 260, (GLOBAL_BATCH * STEPS, LENGTH), generator=generator).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def method(preset):
+    if preset == WRONG:
+        return {"terms": {"load_balance": {"weight": 0.3, "scope": "micro_batch"}}}
+    if preset == TRANSITION:
+        return {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}}
+    chosen = {"preset": preset}
+    if "load_balance" in PRESETS[preset].terms:
+        chosen["terms"] = {"load_balance": {"scope": "global_batch", "weight": 0.3}}
+    if PRESETS[preset].perturbations:  # noise is drawn by token, and tokens lie elsewhere
+        chosen["perturbations"] = {
+            "jitter": None,
+            "expert_dropout": None,
+            "random_second_choice": False,
+        }
+    return chosen
+
+
+def train(preset, folder):
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": "unused", "dtype": "float32"},
+            "method": method(preset),
+            "lora": {"rank": 4, "alpha": 8.0},
+            "data": {"train": "unused", "max_length": LENGTH},
+            "trainer": {
+                "per_device_train_batch_size": GLOBAL_BATCH // ranks.world_size(),
+                "max_steps": STEPS,
+                "logging_steps": 1,
+                "save_steps": STEPS,
+                "learning_rate": 1e-3,
+                "report_to": [],
+                "disable_tqdm": True,
+            },
+        }
+    )
+    trainer, callback = build_trainer(recipe, folder, model(), tiny.tokenizer(), rows(), None)
+    trainer.train()
+    logged = [
+        {k: v for k, v in row.items() if k == "loss" or k.startswith(("losses/", "routing/"))}
+        for row in trainer.state.log_history
+        if "loss" in row
+    ]
+    tables = callback.table_state()
+    blobs = ranks.gather_bytes(
+        b"".join(tables[name].cpu().numpy().tobytes() for name in sorted(tables))
+    )
+    assert all(blob == blobs[0] for blob in blobs), f"{preset}: tables differ between ranks"
+    assert (len(blobs[0]) > 0) == (preset in ("loss_free", TRANSITION)), preset
+    return logged, {**whole_weights(trainer.model), **tables}
+
+
+def batch():
+    """This rank's share of one global batch."""
+    rows_here = GLOBAL_BATCH // ranks.world_size()
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(4, 260, (STEPS, GLOBAL_BATCH, LENGTH), generator=generator)
+    first = ranks.rank() * rows_here
+    return ids[:, first : first + rows_here]
+
+
+def shard(built, how):
+    if ranks.world_size() == 1:
+        return built
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks.world_size(),))
+    layers = built.get_base_model().model.layers
+    if how == "fully_shard":
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(built, mesh=mesh)
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(layers[0]).__name__],
+        cpu_ram_efficient_loading=False,
+    )
+    plugin.set_auto_wrap_policy(built)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=None,
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=ranks.rank() == 0,
+        parallelism_config=None,
+    )
+    return fsdp2_prepare_model(accelerator, built)
+
+
+def sharded(how, stop=None, resume=None):
+    """The model and optimizer after the steps; ``stop`` earlier, ``resume`` from saved state."""
+    from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
+    from moe_finetune.training.whole import set_weights
+
+    built = shard(model(), how)
+    built.train()
+    optimizer = torch.optim.AdamW(
+        [p for p in built.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0
+    )
+    first = 0
+    terms = {
+        "orthogonality": {"weight": 0.3},
+        "load_balance": {"weight": 0.3},
+        "erc": {"weight": 0.1},
+    }
+    terms["load_balance"]["scope"] = "global_batch"
+    terms["erc"]["noise"] = False
+    with Specialization(built, {"terms": terms}) as work:
+        if resume is not None:
+            first, weights, state, tables = resume
+            set_weights(built, weights, "memory")
+            load_optimizer_state(optimizer, built, state, "memory")
+            work.load_state_dict(tables)
+        for step in range(first, STEPS if stop is None else stop):
+            ids = batch()[step]
+            built(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            work.step()
+        tables = work.state_dict()
+    return built, optimizer_state(optimizer, built), tables
+
+
+def main(out: Path) -> None:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    ranks.join_group()
+    results, tensors = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, preset in enumerate([*COMPARED, WRONG, TRANSITION]):
+            results[preset], weights = train(preset, Path(folder) / str(number))
+            tensors |= {f"{preset}/{name}": value for name, value in weights.items()}
+    for how in ("fully_shard", "fsdp2_prepare_model"):
+        built, state, _ = sharded(how)
+        weights = whole_weights(built)
+        tensors |= {f"{how}/{name}": value for name, value in weights.items()}
+        moments = {
+            k: v for name in state["state"] for k, v in [(name, state["state"][name]["exp_avg"])]
+        }
+        tensors |= {f"{how}/moment/{name}": value for name, value in moments.items()}
+        built, state, tables = sharded(how, stop=2)
+        half = (2, whole_weights(built), state, tables)
+        built, _, _ = sharded(how, resume=half)
+        again = whole_weights(built)
+        results[f"{how}, resumed"] = all(torch.equal(weights[n], again[n]) for n in weights)
+    if ranks.rank() == 0:
+        out.mkdir()
+        (out / "logged.json").write_text(json.dumps(results))
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, out / "w.safetensors"
+        )
+    ranks.barrier()
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    main(Path(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""One process with batch 4 equals two processes with batch 2 (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.ranks_worker import COMPARED, STEPS, TRANSITION, WRONG
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 1e-5
+
+
+def start(out, rank, world, port):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.ranks_worker", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = []
+    for world in (1, 2):
+        out = folder / str(world)
+        running = [start(out, rank, world, port) for rank in range(world)]
+        for process in running:
+            _, text = process.communicate(timeout=600)
+            assert process.returncode == 0, text[-4000:]
+        found.append(
+            (json.loads((out / "logged.json").read_text()), load_file(out / "w.safetensors"))
+        )
+    return found
+
+
+def weights(tensors, preset):
+    chosen = {
+        k.removeprefix(f"{preset}/"): v for k, v in tensors.items() if k.startswith(f"{preset}/")
+    }
+    assert len(chosen) >= 20
+    return chosen
+
+
+def furthest(one, two):
+    assert one.keys() == two.keys()
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("preset", COMPARED)
+def test_two_ranks_equal_one(both, preset):
+    (logged_1, tensors_1), (logged_2, tensors_2) = both
+    assert len(logged_1[preset]) == STEPS
+    for one, two in zip(logged_1[preset], logged_2[preset], strict=True):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            # Statistics count choices; ties apart they are equal to the last digits.
+            assert two[name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name
+    assert furthest(weights(tensors_1, preset), weights(tensors_2, preset)) < LIMIT
+
+
+def test_the_comparison_can_fail(both):
+    (_, one), (_, two) = both
+    assert furthest(weights(one, WRONG), weights(two, WRONG)) > 10 * LIMIT
+
+
+def test_transition_tables_are_averaged(both):
+    (_, one), (_, two) = both
+    tables = {k: v for k, v in weights(two, TRANSITION).items() if "transitions" in k}
+    assert tables and all(float(table.sum()) > 0 for table in tables.values())
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
+def test_sharded_ranks_equal_one(both, how):
+    (_, one), (logged, two) = both
+    assert furthest(weights(one, how), weights(two, how)) < LIMIT
+    moving = [v for k, v in weights(two, how).items() if k.startswith("moment/")]
+    assert all(float(moment.abs().max()) > 0 for moment in moving)
+    assert logged[f"{how}, resumed"], "resuming a sharded run is not exact"
+    assert not any(isinstance(v, torch.distributed.tensor.DTensor) for v in two.values())
