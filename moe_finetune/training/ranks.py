@@ -78,5 +78,5 @@ def equal_on_ranks(number: int) -> bool:
 def device() -> torch.device:
     """Where the group's collectives work."""
     if "nccl" in distributed.get_backend():
-        return torch.device("cuda", torch.cuda.currentdevice())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
