@@ -47,9 +47,9 @@ class Mixture:
         small: share of problems with one-digit addends.
     """
 
-    code_rows: int = 4
+    code_rows: int = 5
     prose_rows: int = 3
-    arithmetic_rows: int = 17
+    arithmetic_rows: int = 16
     length: int = 128
     equations: float = 0.6
     task_wordings: float = 0.1

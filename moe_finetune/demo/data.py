@@ -5,14 +5,16 @@
 * ``train.jsonl``, ``validation.jsonl``: ``prompt``, ``completion``, ``domain`` (arithmetic, code,
   prose), from the fine-tuning split and training facts;
 * ``arithmetic_test.jsonl``: ``question``, ``answer``: held-out facts, answered by generating;
-* ``code_test.jsonl``, ``prose_test.jsonl``: ``question``, ``choices``, ``answer`` (index of the
-  true continuation among those of other documents), from held-out documents.
+* ``code_test.jsonl``, ``prose_test.jsonl``: ``question``, ``choices``, ``answer``: how a held-out
+  document goes on, among three copies in which two words have changed places, and its index. All
+  choices have the same words and length, so that only their order can tell them apart.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ class DataSizes:
     train: int = 4000
     validation: int = 120
     arithmetic_test: int = 200
-    cloze_test: int = 150
+    cloze_test: int = 100
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,25 @@ def _cloze_rows(
     seen: set[str] = set()
     while len(seen) < number:
         cut = draw_cut(documents, rng, more_lines=1)
-        if cut.context in seen:
+        truth = cut.continuation.removeprefix(" ")  # the task joins question and choice by a space
+        if cut.context in seen or len(set(truth.split())) < NUM_CHOICES:
             continue
         seen.add(cut.context)
-        # The template joins question and choice by one space.
-        choices = [cut.continuation.removeprefix(" ")]
+        choices = [truth]
         while len(choices) < NUM_CHOICES:
-            other = draw_cut(documents, rng, more_lines=1)
-            text = other.continuation.removeprefix(" ")
-            longer = len(text) / len(choices[0])
-            if other.document != cut.document and text not in choices and 0.8 < longer < 1.25:
-                choices.append(text)
-        truth = choices[0]
+            changed = exchange_two_words(truth, rng)
+            if changed not in choices:
+                choices.append(changed)
         rng.shuffle(choices)
         yield {"question": cut.context, "choices": choices, "answer": choices.index(truth)}
+
+
+def exchange_two_words(text: str, rng: random.Random) -> str:
+    """``text`` with two of its words in each other's place; white space stays where it is."""
+    parts = re.split(r"(\s+)", text)
+    first, second = rng.sample(range(0, len(parts), 2), 2)
+    parts[first], parts[second] = parts[second], parts[first]
+    return "".join(parts)
 
 
 def draw_cut(documents: list[Document], rng: random.Random, more_lines: int) -> Cut:

@@ -79,6 +79,8 @@ def test_the_marked_choice_is_how_a_held_out_document_goes_on(folder, corpus, do
     answers = set()
     for row in rows(folder / f"{domain}_test.jsonl"):
         assert len(set(row["choices"])) == 4
+        assert len({tuple(sorted(choice.split())) for choice in row["choices"]}) == 1
+        assert len({len(choice) for choice in row["choices"]}) == 1
         goes_on = [
             any(f"{row['question']} {choice}" in text for text in texts)
             for choice in row["choices"]
