@@ -38,6 +38,13 @@ class Backend(enum.StrEnum):
     server = "server"
 
 
+class Format(enum.StrEnum):
+    """Forms of a report."""
+
+    html = "html"
+    json = "json"
+
+
 class Score(enum.StrEnum):
     """Measures of an expert's relevance."""
 
@@ -247,47 +254,156 @@ def evaluate(
 
 
 @app.command()
+def analyze(
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT|TRACE", help="Folder, hub id or .npz trace.")
+    ],
+    output: Output,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="Text to record; a domain by its name.")
+    ] = None,
+    domain: Annotated[
+        list[str] | None, typer.Option("--domain", metavar="NAME=FILE", help="Text of a domain.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="PEFT adapter over the checkpoint.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of a domain.")] = None,
+    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens of a row.")] = 2048,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Store all experts' probabilities.")
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+) -> None:
+    """Record which experts the tokens go to, measure it, and draw a page.
+
+    Of a checkpoint: a trace (for select, place and compare), numbers and a page; of a trace:
+    numbers and a page.
+
+    Example: moe-finetune analyze ./my-moe --domain law=law.jsonl --domain math=math.jsonl
+    --limit 200 --output analysis/my-moe
+    """
+    from moe_finetune.analysis import analyze as run_analysis
+
+    page = run_analysis(
+        source,
+        output,
+        split_domains(data or [], domain or []),
+        adapter=adapter,
+        limit=limit,
+        max_length=max_length,
+        probabilities=probabilities,
+        dtype=dtype,
+    )
+    print(f"report: {page}")
+
+
+def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list[str]]:
+    """Files by domain, from ``--data FILE`` (named by the file) and ``--domain NAME=FILE``."""
+    found: dict[str, list[str]] = {}
+    for file in data:
+        found.setdefault(Path(file).name.partition(".")[0], []).append(file)
+    for item in domains:
+        name, equals, file = item.partition("=")
+        if not (name and equals and file):
+            raise typer.BadParameter(f"--domain {item}: wanted NAME=FILE")
+        found.setdefault(name, []).append(file)
+    return found
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file or folder.")] = Path(
-        "report"
-    ),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File or folder; default: report.")
+    ] = None,
     title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
+    labels: Annotated[
+        str | None, typer.Option("--labels", metavar="A,B,...", help="A name for each run.")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="Page or numbers.")] = Format.html,
 ) -> None:
-    """Draw runs side by side on one HTML page that opens offline.
+    """Draw runs side by side on one HTML page that opens offline, or print their numbers.
 
-    Example: moe-finetune report runs/aux_loss runs/erc --output report
+    Example: moe-finetune report runs/aux_loss runs/erc --labels aux,ERC --output report
     """
-    from moe_finetune.report import write_report
+    from moe_finetune.report import report_numbers, write_report
 
-    print(f"report: {write_report(runs, output, title)}")
+    names = [name.strip() for name in labels.split(",")] if labels is not None else None
+    if format is Format.html:
+        print(f"report: {write_report(runs, output or Path('report'), title, names)}")
+        return
+    write_json(report_numbers(runs, names), output)
 
 
 @app.command()
 def compare(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="eval folders; first: the baseline.")
+        list[Path], typer.Argument(metavar="RESULTS...", help="eval folders, or two traces.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write .html or .json here.")
     ] = None,
 ) -> None:
-    """Compare evaluations item by item with the first one: differences, intervals, tests.
+    """Compare evaluations, or two routing traces, with the first: differences, intervals, tests.
+
+    Evaluations are compared item by item; traces (folders of `analyze`, or .npz) by their metrics
+    and by the share of tokens that keep their expert.
 
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
-    from moe_finetune.errors import OutputExistsError
-    from moe_finetune.evaluation.compare import compare as compare_results
+    from moe_finetune.analysis import find_trace
+    from moe_finetune.errors import DataError, OutputExistsError
 
     if output is not None and output.suffix not in (".html", ".json"):
         raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
     if output is not None and output.exists():
         raise OutputExistsError(f"{output} exists; choose another --output")
+    traces = [found for found in map(find_trace, results) if found is not None]
+    if not traces:
+        compare_evaluations(results, output)
+    elif len(traces) != 2 or len(results) != 2:
+        raise DataError(
+            f"{len(traces)} of {len(results)} paths are traces; give two traces, or evaluations"
+        )
+    elif output is not None and output.suffix == ".html":
+        raise typer.BadParameter(f"{output}: traces are compared as text or .json")
+    else:
+        compare_two_traces(traces[0], traces[1], output)
+
+
+def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
+    """Print, and write where asked, the comparison of evaluations."""
+    from moe_finetune.evaluation.compare import compare as compare_results
+
     comparison = compare_results(results)
     print(comparison.to_text())
     if output is not None:
         page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
         output.write_text(page, encoding="utf-8")
+
+
+def compare_two_traces(first: Path, second: Path, output: Path | None) -> None:
+    """Print, and write where asked, the comparison of two traces."""
+    from moe_finetune.analysis import comparison_text
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.metrics.compare import compare_traces
+
+    found = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
+    print(comparison_text(first, second, found))
+    if output is not None:
+        write_json({"a": str(first), "b": str(second), **found}, output)
+
+
+def write_json(document: object, output: Path | None) -> None:
+    """Write ``document`` to a file, or print it."""
+    from json import dumps
+
+    text = dumps(document, indent=2, allow_nan=False)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -373,19 +489,27 @@ def permute(
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.permute import permute_experts
 
-    permute_experts(local_folder(checkpoint), read_order(permutation), output)
+    folder = local_folder(checkpoint)
+    permute_experts(folder, read_order(permutation, folder), output)
     print(f"checkpoint: {output}")
 
 
-def read_order(file: Path) -> dict[int, list[int]]:
-    """Old expert at each new place by layer, from a plan or a plain permutation."""
+def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
+    """Old expert at each new place by layer, from a plan for this model or a plain permutation."""
+    from moe_finetune.errors import CheckpointError
     from moe_finetune.placement.plan import PlacementPlan
-    from moe_finetune.weights.checkpoint import read_json
+    from moe_finetune.weights.checkpoint import read_config, read_json
     from moe_finetune.weights.permute import read_permutation
 
     if file.is_file() and "format" not in read_json(file):
         return read_permutation(file)
     plan = PlacementPlan.read(file)
+    model_type = read_config(checkpoint).get("model_type")
+    if plan.model_type != model_type:
+        raise CheckpointError(
+            f"{file}: is a plan for {plan.model_type}, and {checkpoint} is a {model_type}; "
+            "make one from this model's trace with 'moe-finetune place'"
+        )
     return dict(zip(plan.layers, plan.permutation_LE().tolist(), strict=True))
 
 

@@ -31,6 +31,19 @@ def token_coherence(outputs_TKH: Array) -> np.ndarray:
     return coherence_T
 
 
+def gram_coherence(gram_TKK: Array) -> np.ndarray:
+    """:func:`token_coherence` from the Gram matrices of the outputs, ``(T, K, K)`` -> ``(T,)``."""
+    gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
+    width = gram.shape[1]
+    if gram.shape[2] != width:
+        raise ValueError(f"gram_TKK: got shape {gram.shape}, wanted (T, {width}, {width})")
+    norms_TK = np.sqrt(np.maximum(np.einsum("tkk->tk", gram), 0))
+    scale = norms_TK[:, :, None] * norms_TK[:, None, :]
+    cosines = np.divide(np.abs(gram), scale, out=np.zeros_like(gram), where=scale > 0)
+    cosines[:, np.arange(width), np.arange(width)] = 0
+    return np.minimum(cosines.max((1, 2)), 1.0)
+
+
 def coherence_barrier(k: int) -> float:
     """``1 / (2k - 1)``: below it, k experts of equal weight are recovered by greedy selection.
 

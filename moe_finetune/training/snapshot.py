@@ -143,7 +143,12 @@ def _summarize(seen: _Collector, layers: list[int], experts: int, top_k: int) ->
         "metrics": {
             name: {"per_layer": row, "mean": float(np.mean(row))} for name, row in values.items()
         },
-        "embeddings": _embeddings(layers[middle], inputs, probabilities, load),
+        "embeddings": principal_points(
+            layers[middle],
+            inputs[layers[middle]],
+            probabilities[layers[middle]].argmax(1),
+            load[layers[middle]],
+        ),
     }
     if middle + 1 < len(layers):
         low, high = layers[middle], layers[middle + 1]
@@ -155,19 +160,20 @@ def _summarize(seen: _Collector, layers: list[int], experts: int, top_k: int) ->
     return snapshot
 
 
-def _embeddings(layer: int, inputs: dict, probabilities: dict, load: dict) -> dict[str, Any]:
+def principal_points(
+    layer: int, inputs_NH: np.ndarray, top_N: np.ndarray, load_E: np.ndarray
+) -> dict[str, Any]:
     """First two principal components of tokens whose top expert is one of the three busiest."""
-    top = probabilities[layer].argmax(1)
-    busiest = np.argsort(-load[layer], kind="stable")[:3]
-    chosen = np.flatnonzero(np.isin(top, busiest))[:MAX_POINTS]
+    busiest = np.argsort(-load_E, kind="stable")[:3]
+    chosen = np.flatnonzero(np.isin(top_N, busiest))[:MAX_POINTS]
     if len(chosen) < 3:
         return {"layer": layer, "points": []}
-    rows = inputs[layer][chosen]
+    rows = inputs_NH[chosen].astype(np.float32)
     centered = rows - rows.mean(0)
     _, _, axes = np.linalg.svd(centered, full_matrices=False)
     flat = centered @ axes[:2].T
     points = [
         [round(float(x), 4), round(float(y), 4), int(expert)]
-        for (x, y), expert in zip(flat, top[chosen], strict=True)
+        for (x, y), expert in zip(flat, top_N[chosen], strict=True)
     ]
     return {"layer": layer, "points": points}

@@ -1,0 +1,317 @@
+"""``analyze``: a checkpoint's or a trace's routing -> trace, numbers, snapshot and page.
+
+The folder holds ``trace/`` (of a checkpoint), ``summary.json``, ``routing/after.json`` (what the
+report draws) and ``report/index.html``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.metrics import top_choice
+from moe_finetune.metrics.summary import summarize_trace
+
+if TYPE_CHECKING:
+    from moe_finetune.balancing.bias import BiasBalancer
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.capture.tracing import Measures
+
+PASSAGE = 150
+PASSAGES = 4
+log = logging.getLogger(__name__)
+
+
+def find_trace(path: str | Path) -> Path | None:
+    """The trace at ``path``: itself, or the one in a folder that ``analyze`` wrote; else None."""
+    path = Path(path)
+    if path.is_file():
+        return path if path.suffix == ".npz" else None
+    folders = (path, path / "trace")
+    return next((folder for folder in folders if (folder / "trace.json").is_file()), None)
+
+
+def analyze(
+    source: str | Path,
+    output: str | Path,
+    data: Mapping[str, Sequence[str]] | None = None,
+    *,
+    adapter: str | Path | None = None,
+    limit: int | None = None,
+    max_length: int = 2048,
+    probabilities: bool = False,
+    dtype: str = "auto",
+) -> Path:
+    """Analyze the routing of a checkpoint on ``data``, or of a trace; return the page's path.
+
+    Args:
+        source: checkpoint folder or hub id, trace folder, or ``.npz`` trace.
+        output: new or empty folder.
+        data: files by domain; needed for a checkpoint, and for nothing else.
+        adapter: PEFT adapter over the checkpoint, with its loss-free bias where it has one.
+        limit: first rows of each domain.
+        max_length: tokens of a row; what is longer is cut.
+        probabilities: store the probabilities of all experts in the trace.
+        dtype: of the weights.
+
+    Raises:
+        OutputExistsError, TraceError, CheckpointError, AdapterError: as their names say.
+        DataError: data without a checkpoint or the reverse, or rows that cannot be used.
+    """
+    output, found = Path(output), find_trace(source)
+    if found is not None and (data or adapter is not None or limit or probabilities):
+        raise DataError(f"{source} is a trace; data and adapter are for recording a checkpoint")
+    if found is None and Path(source).is_file():
+        raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz)")
+    if found is None and not data:
+        raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OutputExistsError(f"{output} already holds something; choose another --output")
+    if found is not None:
+        return write_analysis(found, output)
+    from moe_finetune.families.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(source)
+    sequences = {
+        domain: read_sequences(files, tokenizer, limit, max_length)
+        for domain, files in (data or {}).items()
+    }
+    measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
+    return write_analysis(output / "trace", output, measures, tokenizer)
+
+
+def read_sequences(
+    files: Sequence[str], tokenizer: Any, limit: int | None, max_length: int
+) -> list[np.ndarray]:
+    """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens.
+
+    Raises:
+        DataError: a file or row that cannot be used, by name and line, or no row at all.
+    """
+    from moe_finetune.training.rows import Former
+    from moe_finetune.training.sources import read_rows
+    from moe_finetune.training.tokenize import tokenize_row
+
+    found: list[np.ndarray] = []
+    for file in files:
+        former = Former()
+        for place, row in read_rows(file):
+            if limit is not None and len(found) >= limit:
+                break
+            try:
+                ids = tokenize_row(former(place, row), tokenizer, False).input_ids[:max_length]
+            except DataError as error:
+                message = str(error)
+                named = message if message.startswith(place) else f"{place}: {message}"
+                raise DataError(named) from error
+            found.append(np.asarray(ids, np.int32))
+    if not found:
+        raise DataError(f"{', '.join(files)}: no rows; wanted at least one")
+    return found
+
+
+def record(
+    checkpoint: str | Path,
+    folder: Path,
+    sequences: Mapping[str, Sequence[np.ndarray]],
+    adapter: str | Path | None = None,
+    probabilities: bool = False,
+    dtype: str = "auto",
+) -> Measures:
+    """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
+    import torch
+
+    from moe_finetune.capture.tracing import trace_model
+    from moe_finetune.families.loading import load_model, local_folder
+
+    base = local_folder(checkpoint)
+    device = "cuda" if torch.cuda.is_available() else None
+    model: Any = load_model(base, dtype=dtype, device_map=device)
+    balancer = None
+    if adapter is not None:
+        model = with_adapter(model, base, Path(adapter))
+        balancer = stored_bias(model, Path(adapter))
+    return trace_model(
+        model,
+        sequences,
+        folder,
+        checkpoint=str(checkpoint),
+        probabilities=probabilities,
+        perturbation=balancer,
+    )
+
+
+def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
+    """``model`` with the adapter over it, through PEFT, in eval mode.
+
+    Raises:
+        AdapterError: the adapter is damaged or belongs to another base.
+    """
+    from peft import PeftModel
+
+    from moe_finetune.weights import open_checkpoint
+    from moe_finetune.weights.adapter import open_adapter
+    from moe_finetune.weights.expand import expand_selection
+    from moe_finetune.weights.plan import plan_merge
+
+    opened = open_adapter(adapter)
+    plan_merge(open_checkpoint(base), [(opened, 1.0)])  # every tensor has its place, or it raises
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = adapter
+        if opened.metadata.experts is not None:
+            folder = expand_selection(adapter, base, Path(scratch) / "adapter")
+        return PeftModel.from_pretrained(model, folder).eval()
+
+
+def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
+    """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
+    import torch
+
+    from moe_finetune.balancing.bias import BiasBalancer
+    from moe_finetune.balancing.selection import Rule
+    from moe_finetune.capture.recorder import model_facts, moe_layers
+    from moe_finetune.training.save import load_bias
+
+    stored = load_bias(adapter)
+    if stored is None:
+        return None
+    facts = model_facts(model)
+    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
+    for layer in moe_layers(model):
+        effective = torch.tensor(stored[layer.index])
+        own = Rule(layer.family, layer.experts.config, layer.router).own_bias(effective)
+        balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
+    return balancer
+
+
+def write_analysis(
+    trace: Path, output: Path, measures: Measures | None = None, tokenizer: Any = None
+) -> Path:
+    """Write summary, snapshot and page of a trace into ``output``; return the page's path."""
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.report import write_report
+
+    opened = RoutingTrace.open(trace)
+    summary = summarize_trace(opened)
+    arrays = summary.pop("arrays")
+    if measures is not None:
+        summary["per_layer"] |= measures.per_layer()
+        summary["mean"] |= {k: float(np.mean(v)) for k, v in measures.per_layer().items()}
+    (output / "routing").mkdir(parents=True, exist_ok=True)
+    _write(output / "summary.json", summary)
+    picture = snapshot(opened, summary, arrays, measures, tokenizer)
+    _write(output / "routing" / "after.json", picture)
+    title = f"Routing of {opened.info.checkpoint}"
+    return write_report([output], output / "report" / "index.html", title)
+
+
+def snapshot(
+    trace: RoutingTrace,
+    summary: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    measures: Measures | None = None,
+    tokenizer: Any = None,
+) -> dict[str, Any]:
+    """The trace as a routing snapshot for the report (see :mod:`moe_finetune.report.routing`)."""
+    info = trace.info
+    layers, middle = list(info.layers), len(info.layers) // 2
+    tokens = summary["trace"]["domains"]
+    found: dict[str, Any] = {
+        "layers": layers,
+        "num_experts": info.num_experts,
+        "top_k": info.top_k,
+        "tokens": info.tokens,
+        "load": arrays["load_LE"].tolist(),
+        "metrics": {
+            name: {"per_layer": values, "mean": summary["mean"][name]}
+            for name, values in summary["per_layer"].items()
+        },
+    }
+    if len(tokens) > 1:
+        counts_GLE = arrays["domain_shares_GLE"] * info.top_k
+        found["domains"] = {
+            name: np.rint(shares_LE * tokens[name]).astype(int).tolist()
+            for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
+        }
+    if middle + 1 < len(layers):
+        matrix = arrays["conditional_activation_LEE"][middle]
+        found["conditional_activation"] = {
+            "layers": layers[middle : middle + 2],
+            "matrix": matrix.round(4).tolist(),
+        }
+    if measures is not None:
+        found["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
+        found["coherence"] = measures.coherence()
+    if trace.num_embeddings:
+        from moe_finetune.training.snapshot import principal_points
+
+        chunks = list(trace.chunks("embeddings", "embedding_labels"))
+        rows_NH = np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks])
+        top_N = np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks])
+        load_E = arrays["load_LE"][middle]
+        found["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
+    if tokenizer is not None and trace.has("token_ids"):
+        found["colored_text"] = passages(trace, tokenizer, middle)
+    return found
+
+
+def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, Any]]:
+    """The start of each domain's first sequence, with the top expert of layer number ``place``."""
+    found: list[dict[str, Any]] = []
+    domains = range(min(PASSAGES, len(trace.info.domains)))
+    for chunk in trace.chunks("ids", "weights", "token_ids", "seq", "domain"):
+        for domain in domains[len(found) :]:
+            here = np.flatnonzero(chunk["domain"] == domain)
+            if not len(here):
+                break
+            first = here[chunk["seq"][here] == chunk["seq"][here[0]]][:PASSAGE]
+            experts = top_choice(chunk["ids"][first][:, place], chunk["weights"][first][:, place])
+            texts = [tokenizer.decode([int(token)]) for token in chunk["token_ids"][first]]
+            found.append(
+                {
+                    "layer": trace.info.layers[place],
+                    "domain": trace.info.domains[domain],
+                    "tokens": texts,
+                    "experts": np.asarray(experts).tolist(),
+                }
+            )
+    return found
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document), encoding="utf-8")
+    partial.replace(path)
+
+
+def comparison_text(a: Path, b: Path, found: Mapping[str, Any]) -> str:
+    """What :func:`moe_finetune.metrics.compare.compare_traces` found, for a reader."""
+    share = f"{100 * found['level']:g} %"
+    sort = "the same sequences" if found["paired"] else "different sequences"
+    lines = [
+        f"a: {a}",
+        f"b: {b}",
+        f"{sort}; intervals: {share}, {found['bootstrap']:,} bootstrap replicates",
+        "",
+        f"{'mean over layers':<24}{'a':>10}{'b':>10}{'b - a':>11}  interval",
+    ]
+    for name, row in found["metrics"].items():
+        lines.append(
+            f"{name:<24}{row['a']:>10.4g}{row['b']:>10.4g}{row['difference']:>+11.4g}"
+            f"  [{row['low']:+.4g}, {row['high']:+.4g}]"
+        )
+    stable = found["path_stability"]
+    if stable is not None:
+        lines += [
+            "",
+            f"{'path stability':<24}{stable['value']:.4f}  "
+            f"[{stable['low']:.4f}, {stable['high']:.4f}]",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""Run a model over sequences and write its routing as a trace, with sums that a trace lacks.
+
+Shape legend: T tokens, L MoE layers, E routed experts, K selected, H hidden, N sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_finetune.capture.recorder import Perturbation, Recorder, backbone_of, model_facts
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.capture.trace import TraceWriter
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.metrics import coherence_barrier, gram_cosine, router_cosine
+from moe_finetune.metrics.coherence import gram_coherence
+
+EMBEDDINGS = 4000
+NEEDS = frozenset({"activations_gram", "outputs_gram"})
+
+
+class Measures:
+    """Sums over the tokens of what a trace does not store, per MoE layer."""
+
+    def __init__(self, layers: Sequence[int], num_experts: int, top_k: int):
+        count = len(layers)
+        self.top_k, self.tokens = top_k, 0
+        self.probability_LE = np.zeros((count, num_experts))
+        self.entropy_L = np.zeros(count)
+        self.cosines_L = {"activation_cosine": np.zeros(count), "output_cosine": np.zeros(count)}
+        self.coherence_L, self.below_L = np.zeros(count), np.zeros(count)
+        self.router_cosine_L = np.zeros(count)
+
+    def add(self, place: int, record: RoutingRecord) -> None:
+        """Add the tokens of one layer's record."""
+        distribution_TE = record.distribution_TE.double()
+        self.probability_LE[place] += distribution_TE.sum(0).cpu().numpy()
+        self.entropy_L[place] += torch.special.entr(distribution_TE).sum().item()
+        if not self.tokens:
+            self.router_cosine_L[place] = router_cosine(record.router_weight_EH.float().cpu())
+        if self.top_k == 1:
+            return
+        assert record.activations_gram_TKK is not None and record.outputs_gram_TKK is not None
+        tokens = len(record.index_TK)
+        outputs_TKK = record.outputs_gram_TKK.double().cpu().numpy()
+        activations_TKK = record.activations_gram_TKK.double().cpu().numpy()
+        self.cosines_L["activation_cosine"][place] += tokens * gram_cosine(activations_TKK)
+        self.cosines_L["output_cosine"][place] += tokens * gram_cosine(outputs_TKK)
+        coherence_T = gram_coherence(outputs_TKK)
+        self.coherence_L[place] += coherence_T.sum()
+        self.below_L[place] += (coherence_T < coherence_barrier(self.top_k)).sum()
+
+    def per_layer(self) -> dict[str, list[float]]:
+        """Metrics over all tokens, by name; a list over layers each."""
+        mean_LE = self.probability_LE / self.tokens
+        found = {
+            "entropy": self.entropy_L / self.tokens,
+            "routing_variance": ((mean_LE - 1 / mean_LE.shape[1]) ** 2).mean(1),
+            "router_cosine": self.router_cosine_L,
+        }
+        if self.top_k > 1:
+            found |= {name: sums_L / self.tokens for name, sums_L in self.cosines_L.items()}
+        return {name: values_L.tolist() for name, values_L in found.items()}
+
+    def coherence(self) -> dict[str, Any] | None:
+        """Mutual coherence of the selected experts' outputs, as the report reads it."""
+        if self.top_k == 1:
+            return None
+        rows = zip(self.coherence_L / self.tokens, self.below_L / self.tokens, strict=True)
+        return {
+            "barrier": coherence_barrier(self.top_k),
+            "per_layer": [{"mean": float(m), "share_below": float(s)} for m, s in rows],
+        }
+
+
+def trace_model(
+    model: Any,
+    sequences: Mapping[str, Sequence[np.ndarray]],
+    folder: Path,
+    *,
+    checkpoint: str,
+    probabilities: bool = False,
+    perturbation: Perturbation | None = None,
+    seed: int = 0,
+) -> Measures:
+    """Write the routing of ``sequences`` (token ids by domain) to ``folder``, one forward each.
+
+    Embeddings of about 4,000 tokens are sampled. The model is left in the mode it was in.
+
+    Args:
+        model: a transformers causal language model or a PEFT model around one.
+        sequences: domain -> arrays of token ids, each a sequence of its own.
+        folder: new or empty; the trace's folder.
+        checkpoint: what the trace says it was recorded from.
+        probabilities: store the probabilities of all experts too.
+        perturbation: a change to routing that belongs to the model, such as a loss-free bias.
+        seed: of the sample.
+    """
+    config: Any = backbone_of(model).config
+    facts = model_facts(model)
+    device = next(model.parameters()).device
+    records: list[RoutingRecord] = []
+
+    def keep(record: RoutingRecord, _: LayerLoss) -> None:
+        records.append(record)
+
+    total = sum(len(ids) for texts in sequences.values() for ids in texts)
+    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k)
+    writer = TraceWriter(
+        folder,
+        model_type=config.model_type,
+        checkpoint=checkpoint,
+        layers=facts.moe_layers,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        hidden_size=config.hidden_size,
+        domains=tuple(sequences),
+        embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
+        seed=seed,
+    )
+    was_training = model.training
+    model.eval()
+    recorder = Recorder(
+        model, observers=[keep], needs=NEEDS, observe="all", perturbation=perturbation
+    )
+    try:
+        with torch.no_grad(), writer, recorder:
+            number = 0
+            for domain, texts in sequences.items():
+                for ids_T in texts:
+                    records.clear()
+                    ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
+                    model(input_ids=ids, use_cache=False, logits_to_keep=1)
+                    for place, record in enumerate(records):
+                        measures.add(place, record)
+                    measures.tokens += len(ids_T)
+                    _append(writer, records, ids_T, number, domain, probabilities)
+                    number += 1
+    finally:
+        records.clear()
+        model.train(was_training)
+    return measures
+
+
+def _append(
+    writer: TraceWriter,
+    records: list[RoutingRecord],
+    ids_T: np.ndarray,
+    number: int,
+    domain: str,
+    probabilities: bool,
+) -> None:
+    positions_N = writer.sample(len(ids_T))
+    at = torch.from_numpy(positions_N).to(records[0].index_TK.device)
+
+    def stacked(tensors: list[Tensor]) -> np.ndarray:
+        return torch.stack([t.to(tensors[0].device) for t in tensors], 1).cpu().numpy()
+
+    writer.append(
+        stacked([r.index_TK for r in records]),
+        stacked([r.weights_TK.float() for r in records]),
+        np.full(len(ids_T), number),
+        domain,
+        probs_TLE=stacked([r.probs_TE for r in records]) if probabilities else None,
+        token_ids_T=ids_T,
+        positions_N=positions_N,
+        embeddings_NLH=stacked([r.inputs_TH[at.to(r.inputs_TH.device)].float() for r in records]),
+    )
