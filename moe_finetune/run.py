@@ -94,15 +94,16 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.capture.recorder import config_facts
     from moe_finetune.evaluation.suites import load_suite
     from moe_finetune.families import family_of
-    from moe_finetune.families.checkpoint import tensor_files
     from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
     from moe_finetune.inspection import meta_model
     from moe_finetune.lora.targets import lora_config
     from moe_finetune.losses.objective import Objective
     from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.weights.checkpoint import open_checkpoint
+    from moe_finetune.weights.fit import check_fit
 
     config = load_config(recipe.model.path)
-    tensor_files(local_folder(recipe.model.path))
+    check_fit(open_checkpoint(local_folder(recipe.model.path)), config)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)

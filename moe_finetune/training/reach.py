@@ -12,6 +12,7 @@ from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
+from moe_finetune.training import ranks
 
 PROBE_TOKENS = (2, 24)
 
@@ -33,6 +34,8 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
+        if any(hasattr(p, "device_mesh") for _, p in parameters):
+            return _reach_of_sharded(model, objective, parameters)
         values = _term_values(model, objective, device)
     for term in objective.terms:
         total = values.get(term.name)
@@ -49,6 +52,38 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
         if not found:
             raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
         reached[term.name] = found
+    return reached
+
+
+def _reach_of_sharded(
+    model: nn.Module, objective: Objective, parameters: list[tuple[str, nn.Parameter]]
+) -> dict[str, list[str]]:
+    """The same under FSDP2, whose parameters get gradients in a whole backward alone.
+
+    Each term is injected by itself into a forward whose own loss is zero; all ranks take part.
+    """
+    reached: dict[str, list[str]] = {}
+    device = parameters[0][1].device
+    was_training = model.training
+    model.train()
+    try:
+        for term in copy.deepcopy(objective.terms):
+            term.options.weight = 1.0
+            ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
+            with Recorder(model, Objective([term], objective.facts)), torch.enable_grad():
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+                (logits.float().sum() * 0.0).backward()
+            found = []
+            for name, parameter in parameters:
+                grad, parameter.grad = parameter.grad, None
+                local = None if grad is None else grad.to_local()  # type: ignore[attr-defined]
+                if ranks.any_rank(local is not None and bool((local != 0).any())):
+                    found.append(name)
+            if not found:
+                raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
+            reached[term.name] = found
+    finally:
+        model.train(was_training)
     return reached
 
 
