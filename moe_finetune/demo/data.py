@@ -33,7 +33,7 @@ NUM_CHOICES = 4
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Rows of each file; train and validation are split 2:1:1 over arithmetic, code and prose."""
+    """Rows of each file; train and validation are split 6:1:1 over arithmetic, code and prose."""
 
     train: int = 4000
     validation: int = 120
@@ -79,13 +79,13 @@ def _finetuning_rows(
     rows: list[dict[str, Any]] = []
     by_domain = {domain: _documents(corpus, domain, "finetune") for domain in CLOZE_FILES}
     for i in range(number):
-        domain: Domain | None = (None, "code", None, "prose")[i % 4]
+        domain: Domain | None = (None, "code", None, None, "prose", None, None, None)[i % 8]
         while True:
             if domain is None:
                 problem = task_problem(rng, held_out=False)
                 prompt, completion = problem.prompt, f" {problem.answer}"
             else:
-                cut = draw_cut(by_domain[domain], rng, more_lines=2)
+                cut = draw_cut(by_domain[domain], rng, more_lines=0)
                 prompt, completion = cut.context, cut.continuation
             if prompt not in used:
                 break
@@ -111,7 +111,7 @@ def _cloze_rows(
     seen: set[str] = set()
     while len(seen) < number:
         cut = draw_cut(documents, rng, more_lines=1)
-        truth = cut.continuation.removeprefix(" ")  # the task joins question and choice by a space
+        truth = cut.continuation.strip()  # the task joins question and choice by a space
         if cut.context in seen or len(set(truth.split())) < NUM_CHOICES:
             continue
         seen.add(cut.context)

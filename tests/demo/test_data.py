@@ -43,9 +43,9 @@ def test_rows_are_as_many_as_asked_and_domains_are_mixed(folder):
         found = rows(folder / name)
         domains = [row["domain"] for row in found]
         assert [domains.count(d) for d in ("arithmetic", "code", "prose")] == [
-            count // 2,
-            count // 4,
-            count // 4,
+            6 * count // 8,
+            count // 8,
+            count // 8,
         ]
         assert domains != sorted(domains)
         assert all(row["prompt"] and row["completion"].startswith(" ") for row in found)
