@@ -15,6 +15,7 @@ from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.zero3 import set_leaf_blocks
 
 _Trainer: Any = object
 METRICS_FILE = "metrics.jsonl"
@@ -137,6 +138,7 @@ def build_trainer(
         eval_dataset=validation,
         processing_class=tokenizer,
     )
+    set_leaf_blocks(trainer, model)
     callback.attach(trainer)
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback)

@@ -1,0 +1,55 @@
+"""The launch configurations are ones that accelerate reads, and say what they are named for."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+from moe_finetune.training.zero3 import set_leaf_blocks
+from tests import tiny
+from tests.conftest import ROOT
+
+FILES = sorted((ROOT / "recipes" / "hardware").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_accelerate_reads_it(file):
+    config = load_config_from_file(str(file))
+    kind = str(config.distributed_type)
+    assert config.mixed_precision == "bf16"
+    if file.stem.startswith("fsdp2"):
+        assert kind.endswith("FSDP") and config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    elif file.stem.startswith("zero"):
+        assert kind.endswith("DEEPSPEED")
+        assert config.deepspeed_config["zero_stage"] == int(file.stem[4])
+    else:
+        assert config.num_processes == 1
+    machines = 2 if "2x8" in file.stem else 1
+    assert config.num_machines == machines
+    if "8gpu" in file.stem:
+        assert config.num_processes == 8 * machines
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_zero3_fetches_moe_blocks_whole(monkeypatch, family):
+    seen = []
+    package, utils = ModuleType("deepspeed"), ModuleType("deepspeed.utils")
+    utils.set_z3_leaf_modules = lambda model, classes: seen.append(classes)
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    model = tiny.model(family)
+
+    def trainer(enabled, stage):
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        return SimpleNamespace(
+            is_deepspeed_enabled=enabled, accelerator=SimpleNamespace(state=state)
+        )
+
+    assert set_leaf_blocks(trainer(False, 3), model) == set_leaf_blocks(trainer(True, 2), model)
+    assert seen == []
+    classes = set_leaf_blocks(trainer(True, 3), model)
+    assert seen == [classes] and classes == [type(model.model.layers[0].mlp)]
