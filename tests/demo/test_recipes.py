@@ -1,0 +1,35 @@
+"""The demo's recipes are complete but for what is made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
+from moe_finetune.errors import RecipeError
+from moe_finetune.evaluation.suites import load_suite
+from moe_finetune.recipe import load_recipe
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "demo"
+
+
+@pytest.mark.parametrize("method", ["aux_loss", "orthogonal_variance"])
+def test_the_two_fine_tunes_differ_in_their_method_alone(method):
+    recipe = load_recipe(FOLDER / f"{method}.yaml", ["model.path=somewhere"])
+    assert recipe.method.preset == method
+    shared = load_recipe(FOLDER / "demo.yaml", ["model.path=somewhere"]).to_mapping()
+    assert {**recipe.to_mapping(), "method": None} == {**shared, "method": None}
+    # The experts' grouped products need ranks of whole 16 bytes in float32.
+    assert recipe.lora is not None and recipe.lora.rank is not None and recipe.lora.rank % 4 == 0
+
+
+def test_without_a_checkpoint_they_say_so():
+    with pytest.raises(RecipeError, match=r"model\.path: is missing"):
+        load_recipe(FOLDER / "aux_loss.yaml")
+
+
+def test_the_suite_reads_the_files_that_are_written():
+    suite = load_suite("demo")
+    wanted = {file for task in suite.tasks for file in task.files.values()}
+    assert wanted == {ARITHMETIC_FILE, *CLOZE_FILES.values()}
