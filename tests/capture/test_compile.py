@@ -1,0 +1,27 @@
+"""Compiled decoder layers give the gradients of uncompiled ones (with graph breaks at the hooks)."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.losses.objective import Objective
+from tests import tiny
+from tests.capture.test_recorder import TERMS, adapted, assert_close, gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "moonlight"])
+def test_compiled_layers(name):
+    terms = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3}}
+    model, batch = adapted(name), tiny.batch()
+    objective = Objective.from_options(terms, model_facts(model))
+    with Recorder(model, objective):
+        model(**batch).loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    with Recorder(model, objective):
+        for layer in model.get_base_model().model.layers:
+            layer.compile(backend="aot_eager")
+        model(**batch).loss.backward()
+    assert_close(gradients(model), wanted, 1e-5)
