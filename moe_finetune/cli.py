@@ -311,6 +311,58 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
     return found
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint folder or hub id.")
+    ],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name; default: the folder's.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each layer.")
+    ] = 1,
+    data_parallel: Annotated[
+        int, typer.Option("--data-parallel", min=1, help="Replicas that share the requests.")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Spread the experts over those GPUs.")
+    ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Adapter to serve over the base, unmerged.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds until it must be ready.")
+    ] = 1800.0,
+) -> None:
+    """Serve a merged checkpoint with vLLM. Ctrl-C stops it.
+
+    What follows -- goes to `vllm serve` as it is, such as -- --max-model-len 4096.
+
+    Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
+    -- --max-model-len 4096
+    """
+    from moe_finetune.serving import ServeOptions
+    from moe_finetune.serving import serve as run_server
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        name=name,
+        tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel,
+        expert_parallel=expert_parallel,
+        adapter=adapter,
+        extra=tuple(context.args),
+    )
+    code = run_server(source, options, timeout)
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],

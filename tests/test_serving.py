@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from moe_finetune import cli
+from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.serving import (
+    ServeOptions,
+    adapter_arguments,
+    curl_line,
+    merged_folder,
+    serve_command,
+    watch,
+)
+from moe_finetune.weights import write_metadata
+from tests.vllm_server import ROOT, needs_vllm
+from tests.weights.helpers import EXPERTS
+from tests.weights.helpers import adapter as random_adapter
+
+ATTENTION = {"target_parameters": None}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+def test_the_command_carries_every_option(tmp_path):
+    options = ServeOptions(
+        host="0.0.0.0",
+        port=8123,
+        tensor_parallel=4,
+        data_parallel=2,
+        expert_parallel=True,
+        extra=("--max-model-len", "512", "--dtype=bfloat16"),
+    )
+    command = serve_command(tmp_path / "merged", options, cpu=False)
+    found = pairs(command)
+    assert command[0] == sys.executable and command[3:5] == ["serve", str(tmp_path / "merged")]
+    assert found["--host"] == "0.0.0.0" and found["--port"] == "8123"
+    assert found["--tensor-parallel-size"] == "4" and found["--data-parallel-size"] == "2"
+    assert "--enable-expert-parallel" in command and "--enforce-eager" not in command
+    assert found["--served-model-name"] == "merged"
+    assert command[-3:] == ["--max-model-len", "512", "--dtype=bfloat16"]
+    assert options.url == "http://127.0.0.1:8123"
+    on_cpu = serve_command(tmp_path, options, cpu=True)
+    assert "--enforce-eager" in on_cpu and "float32" not in on_cpu  # --dtype was given
+    plain = serve_command(tmp_path, ServeOptions(), cpu=True)
+    assert pairs(plain)["--dtype"] == "float32" and "--tensor-parallel-size" not in plain
+
+
+@pytest.mark.parametrize("extra", ["--trust-remote-code", "--trust_remote_code", "--port=9"])
+def test_refused_options(tmp_path, extra):
+    with pytest.raises(RecipeError, match=extra.partition("=")[0].replace("_", "-")):
+        serve_command(tmp_path, ServeOptions(extra=(extra,)), cpu=False)
+
+
+def test_what_is_served(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    assert merged_folder(base) == base
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "adapter").mkdir()
+    with pytest.raises(CheckpointError, match="moe-finetune merge"):
+        merged_folder(run)
+    (run / "merged").symlink_to(base)
+    assert merged_folder(run) == run / "merged"
+    with pytest.raises(CheckpointError, match="no such folder"):
+        merged_folder(tmp_path / "nowhere")
+
+
+def test_an_adapter_on_qwen3_experts_is_served_on_a_gpu(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    found = adapter_arguments(base, adapter, cpu=False)
+    assert found["--max-lora-rank"] == "16" and "--enable-lora" in found
+    assert "--enable-mixed-moe-lora-format" in found
+    module = json.loads(found["--lora-modules"])
+    assert module == {"name": "law", "path": str(adapter), "is_3d_lora_weight": True}
+    command = serve_command(base, ServeOptions(adapter=adapter), cpu=False)
+    assert pairs(command)["--max-lora-rank"] == "16"
+    plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
+    found = adapter_arguments(base, plain, cpu=False)
+    assert "--enable-mixed-moe-lora-format" not in found
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "cpu", "reason"),
+    [
+        ("qwen3_moe", {"target_parameters": list(EXPERTS)}, True, "on GPUs only"),
+        ("qwen3_moe", {}, False, "neither attention nor routed experts"),
+        ("qwen3_moe", {**ATTENTION, "modules_to_save": ["gate"]}, False, "whole modules (gate)"),
+        ("olmoe", {"target_parameters": list(EXPERTS)}, False, "on the experts of OLMoE"),
+        ("deepseek_v2", ATTENTION, False, "attention of DeepSeek"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_serve(tmp_path, tiny_checkpoint, family, options, cpu, reason):
+    base = tiny_checkpoint(family)
+    adapter = random_adapter(base, tmp_path / "adapter", **options)
+    with pytest.raises(AdapterError) as caught:
+        adapter_arguments(base, adapter, cpu)
+    assert reason in str(caught.value) and "moe-finetune merge" in str(caught.value)
+
+
+def test_chosen_experts_and_biases_are_refused(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
+    (adapter / "router_bias.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterError, match="routing bias"):
+        adapter_arguments(base, adapter, cpu=False)
+    write_metadata(adapter, {1: [3, 2]})
+    with pytest.raises(AdapterError, match="chosen experts only"):
+        adapter_arguments(base, adapter, cpu=False)
+
+
+def test_the_curl_line_is_one_a_shell_splits():
+    import shlex
+
+    words = shlex.split(curl_line("http://h:1", "it's", True))
+    assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "prompt" in json.loads(shlex.split(curl_line("http://h:1", "m", False))[-1])
+
+
+def file_server(tmp_path, port: int, then: str = "") -> list[str]:
+    """A process that answers /health with 200 (a file of that name)."""
+    (tmp_path / "health").write_text("ok")
+    code = (
+        "import http.server, os, threading, functools, time; print('starting', flush=True); "
+        "handler = functools.partial(http.server.SimpleHTTPRequestHandler, "
+        f"directory={str(tmp_path)!r}); "
+        f"server = http.server.ThreadingHTTPServer(('127.0.0.1', {port}), handler); "
+        "threading.Thread(target=server.serve_forever, daemon=True).start(); "
+        f"{then or 'time.sleep(600)'}"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_ready_then_ended_by_itself(tmp_path, capfd):
+    port, seen = free_port(), []
+    command = file_server(tmp_path, port, "time.sleep(3)")
+    options = ServeOptions(port=port)
+    assert watch(command, options, os.environ, lambda: seen.append(1), timeout=60) == 0
+    assert seen == [1] and "starting" in capfd.readouterr().err
+
+
+def test_a_server_that_dies_shows_its_last_lines(capfd):
+    code = "import sys; [print('line', i) for i in range(50)]; sys.exit(7)"
+    options = ServeOptions(port=free_port())
+    command = [sys.executable, "-c", code]
+    assert watch(command, options, os.environ, pytest.fail, timeout=60) == 1
+    last = capfd.readouterr().err.partition("ended with 7; its last lines:\n")[2]
+    assert last.split("\n")[0] == "line 20" and "line 49" in last
+
+
+def test_not_ready_in_time_is_stopped(capfd):
+    options = ServeOptions(port=free_port())
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert watch(command, options, os.environ, pytest.fail, timeout=0.5) == 1
+    assert "was not ready within 0.5 s" in capfd.readouterr().err
+
+
+def test_a_used_port_is_refused_before_anything_starts(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="another --port"):
+            watch(["false"], ServeOptions(port=port), os.environ, pytest.fail, timeout=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_the_whole_group(tmp_path, number):
+    port = free_port()
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
+    child += "time.sleep(600)']); print('child', p.pid, flush=True); time.sleep(600)"
+    program = (
+        "import os, sys; from moe_finetune.serving import ServeOptions, watch\n"
+        f"try:\n watch({file_server(tmp_path, port, child)!r}, ServeOptions(port={port}), "
+        "os.environ, lambda: print('ready', flush=True), 60)\n"
+        "except KeyboardInterrupt:\n sys.exit(130)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout.readline().strip() == "ready"
+    time.sleep(1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    grandchild = int(err.partition("child ")[2].split()[0])
+    end = time.monotonic() + 20
+    while time.monotonic() < end and alive(grandchild):
+        time.sleep(0.1)
+    assert not alive(grandchild)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_wrong_source_is_exit_code_2(capsys, tmp_path):
+    assert cli.main(["serve", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_real_server_answers_and_stops(tiny_checkpoint):
+    checkpoint, port = tiny_checkpoint("qwen3_moe"), free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), "--port", str(port),
+         "--name", "tiny", "--", "--max-model-len", "256"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    import threading
+
+    errors: list[str] = []
+    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
+    try:
+        first = process.stdout.readline()
+        assert first.startswith(f"serving {checkpoint}"), "".join(errors)[-3000:]
+        assert process.stdout.readline().startswith("curl ")
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 4}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] >= 1
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert process.returncode == 130
