@@ -61,6 +61,8 @@ def method(preset):
     chosen = {"preset": preset}
     if "load_balance" in PRESETS[preset].terms:
         chosen["terms"] = {"load_balance": {"scope": "global_batch", "weight": 0.3}}
+    if "variance" in PRESETS[preset].terms:  # a forward's own variance, by definition
+        chosen["terms"]["variance"] = {"weight": 0.0}
     if PRESETS[preset].perturbations:  # noise is drawn by token, and tokens lie elsewhere
         chosen["perturbations"] = {
             "jitter": None,
@@ -83,6 +85,8 @@ def train(preset, folder):
                 "logging_steps": 1,
                 "save_steps": STEPS,
                 "learning_rate": 1e-3,
+                # With 1e-8 Adam turns the rounding of a gradient near zero into a whole step.
+                "adam_epsilon": 1e-5,
                 "report_to": [],
                 "disable_tqdm": True,
             },

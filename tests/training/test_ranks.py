@@ -91,7 +91,7 @@ def test_the_comparison_can_fail(both):
 
 
 def test_transition_tables_are_averaged(both):
-    (_, one), (_, two) = both
+    _, (_, two) = both
     tables = {k: v for k, v in weights(two, TRANSITION).items() if "transitions" in k}
     assert tables and all(float(table.sum()) > 0 for table in tables.values())
 
