@@ -72,7 +72,9 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
                 f"--resume: the recipe differs from {saved}, with which this run was started; "
                 "resume with that file, or choose another --output"
             )
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+    elif output.exists() and (
+        not output.is_dir() or any(not p.name.endswith(".partial") for p in output.iterdir())
+    ):
         what = "another run" if saved.exists() else "other files"
         raise OutputExistsError(
             f"{output} holds {what}; choose another --output"
@@ -127,10 +129,15 @@ def begin(recipe: Recipe, output: Path) -> None:
     from moe_finetune.environment import describe_environment
 
     output.mkdir(parents=True, exist_ok=True)
-    (output / "environment.json").write_text(
-        json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8"
-    )
-    (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
+    _write(output / RECIPE_FILE, recipe.to_yaml())
+    _write(output / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) -> None:
