@@ -158,7 +158,7 @@ def compare(
     groups = [[g] if isinstance(g, (str, Path)) else list(g) for g in results]
     if len(groups) < 2 or not all(groups):
         raise EvaluationError("compare needs at least two results; the first is the baseline")
-    labels = list(names) if names else _names(groups)
+    labels = list(names) if names else result_names([group[0] for group in groups])
     if len(labels) != len(groups):
         raise EvaluationError(f"{len(labels)} names for {len(groups)} results")
     loaded = [[(_folder(p), load_results(p)) for p in group] for group in groups]
@@ -191,10 +191,11 @@ def _folder(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _names(groups: list[list[str | Path]]) -> list[str]:
+def result_names(results: Iterable[str | Path]) -> list[str]:
+    """Return a short name for each folder of results, no two alike."""
     names = []
-    for group in groups:
-        folder = _folder(group[0]).resolve()
+    for path in results:
+        folder = _folder(path).resolve()
         names.append(folder.parent.name if folder.name == "eval" else folder.name)
     twice = {n for n in names if names.count(n) > 1}
     return [f"{n} ({i})" if n in twice else n for i, n in enumerate(names, 1)]

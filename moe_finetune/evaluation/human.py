@@ -133,7 +133,10 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
         DataError: unknown code or verdict (file and line), or the same code twice.
     """
     path = Path(annotated)
-    codes = json.loads(Path(key).read_text(encoding="utf-8"))
+    try:
+        codes = json.loads(Path(key).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{key} is no key of annotation sheets: {error}") from None
     found: dict[tuple[str, str, int], bool] = {}
     for line, row in enumerate(read_rows(path, ("id", "verdict")), 2):
         verdict = (row["verdict"] or "").strip().lower()

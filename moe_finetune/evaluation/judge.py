@@ -12,7 +12,6 @@ import email.utils
 import json
 import os
 import random
-import sys
 import threading
 import time
 import urllib.error
@@ -292,7 +291,6 @@ def judge_samples(
     ]
     target = path.with_name(f"{path.stem}.judged.jsonl")
     write_jsonl(target, judged)
-    print(f"judge {judge.model}: {judge.requests} requests, ${judge.cost:.4f}", file=sys.stderr)
     return {
         "accuracy": sum(v.correct for v in verdicts) / len(verdicts),
         "n": len(verdicts),

@@ -14,6 +14,8 @@ from moe_finetune.evaluation.files import to_json, write_atomic
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.suites import Suite
 
+_SERVER_ONLY = ("base_url", "model")
+
 
 @dataclass
 class Parity:
@@ -76,7 +78,8 @@ def parity(
     samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for kind in backends:
         held = (opened or {}).get(kind)
-        backend = held or open_backend(checkpoint, kind, dtype=dtype, **options)
+        named = {k: v for k, v in options.items() if kind == "server" or k not in _SERVER_ONLY}
+        backend = held or open_backend(checkpoint, kind, dtype=dtype, **named)
         try:
             results = evaluate(
                 checkpoint, suite, kind, output / kind, data_dir, limit=n, opened=backend

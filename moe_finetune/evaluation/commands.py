@@ -1,0 +1,192 @@
+"""What ``moe-finetune eval`` does: a suite, its check, the parity of backends, the validations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.suites import Suite, load_suite, select
+
+_PARITY_ITEMS = 200
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of the verb, as the command line gives it.
+
+    Attributes:
+        sources: one checkpoint, or folders of finished results.
+        suite, output: needed to evaluate; ``output`` is where sheets go otherwise.
+        check: only say what can run.
+        parity: backends to compare; empty to evaluate.
+        judge, judge_url, judge_prices: model as judge; dollars per million tokens, ``IN,OUT``.
+        sheets: items of the blinded sheets; None for no sheets.
+        annotations, key: annotated sheets and the key that was written beside them.
+        engine: arguments of :func:`moe_finetune.evaluation.backends.open_backend`.
+    """
+
+    sources: Sequence[str]
+    suite: str | None = None
+    output: Path | None = None
+    data_dir: Path | None = None
+    limit: int | None = None
+    only: Sequence[str] = ()
+    check: bool = False
+    parity: Sequence[str] = ()
+    overflow: str = "error"
+    allow_unsafe_local: bool = False
+    judge: str | None = None
+    judge_url: str | None = None
+    judge_prices: str | None = None
+    sheets: int | None = None
+    annotations: Sequence[Path] = ()
+    key: Path | None = None
+    backend: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def run(request: Request) -> int:
+    """Carry out ``request``, print what was found, and return the exit code.
+
+    0 success; 1 backends that answer differently; 2 a check that found something missing.
+
+    Raises:
+        EvaluationError: arguments that contradict each other or lack one another, and whatever
+            the steps raise.
+    """
+    _refuse_contradictions(request)
+    folders = [Path(source) for source in request.sources if is_results(source)]
+    if folders:
+        if len(folders) < len(request.sources):
+            raise EvaluationError("give one checkpoint, or folders that all hold results.json")
+        if not _validates(request):
+            raise EvaluationError(
+                f"{folders[0]} holds finished results; ask for --judge, --sheets or --annotations, "
+                "or give a checkpoint to evaluate"
+            )
+        _validate(request, folders)
+        return 0
+    if len(request.sources) > 1:
+        raise EvaluationError(f"{request.sources[1]} holds no results.json; evaluate one at a time")
+    if request.suite is None:
+        raise EvaluationError("no suite; name one with --suite")
+    if request.check:
+        return _check(request)
+    if request.output is None:
+        raise EvaluationError("no folder for the results; name one with --output")
+    if request.parity:
+        return _parity(request, request.output)
+    _evaluate(request, request.output)
+    if _validates(request):
+        _validate(request, [request.output])
+    return 0
+
+
+def is_results(source: str | Path) -> bool:
+    """Whether ``source`` is a folder of results and no checkpoint."""
+    folder = Path(source)
+    return (folder / "results.json").is_file() and not (folder / "config.json").is_file()
+
+
+def _validates(request: Request) -> bool:
+    return bool(request.judge or request.sheets is not None or request.annotations)
+
+
+def _refuse_contradictions(request: Request) -> None:
+    if (request.judge_url or request.judge_prices) and not request.judge:
+        raise EvaluationError("--judge-url and --judge-prices need the judge's name, --judge MODEL")
+    if bool(request.annotations) != (request.key is not None):
+        raise EvaluationError("--annotations FILE and --key FILE belong together")
+    if request.check + bool(request.parity) + _validates(request) > 1:
+        raise EvaluationError(
+            "--check, --parity and the validations (--judge, --sheets, --annotations) are "
+            "different commands; choose one"
+        )
+
+
+def _chosen(request: Request) -> Suite:
+    assert request.suite is not None
+    suite = load_suite(request.suite)
+    return select(suite, request.only) if request.only else suite
+
+
+def _check(request: Request) -> int:
+    from moe_finetune.evaluation.offline import check_suite, render_checks
+    from moe_finetune.families.loading import load_tokenizer
+
+    suite = _chosen(request)
+    tokenizer = load_tokenizer(request.sources[0])
+    checks = check_suite(suite, request.data_dir, tokenizer, request.limit)
+    print(render_checks(checks))
+    elsewhere = {task.label for task in suite.tasks if task.external}
+    return 0 if all(c.runnable or c.label in elsewhere for c in checks) else 2
+
+
+def _parity(request: Request, output: Path) -> int:
+    from moe_finetune.evaluation.parity import parity
+
+    # Near ties fall either way in lower precision, so a type that is not asked for is float32.
+    chosen = {k: v for k, v in request.engine.items() if (k, v) != ("dtype", "auto")}
+    found = parity(
+        request.sources[0],
+        request.parity,
+        _chosen(request),
+        output,
+        request.limit or _PARITY_ITEMS,
+        request.data_dir,
+        **chosen,
+    )
+    for line in found:
+        drift = line.largest_difference
+        print(
+            f"{line.task}: {line.first} and {line.second} give {line.equal_answers} of {line.n} "
+            f"equal answers to {line.equal_prompts} equal prompts"
+            + (f"; log-probabilities within {drift:.1e} nats" if drift is not None else "")
+        )
+        for item in line.differing:
+            print(f"  item {item['doc_id']}: {item[line.first]!r} against {item[line.second]!r}")
+    print(f"parity: {output / 'parity.json'}")
+    return 0 if all(line.holds for line in found) else 1
+
+
+def _evaluate(request: Request, output: Path) -> None:
+    from moe_finetune.evaluation.engine import evaluate
+
+    results = evaluate(
+        request.sources[0],
+        _chosen(request),
+        backend=request.backend,
+        output=output,
+        data_dir=request.data_dir,
+        limit=request.limit,
+        overflow=request.overflow,
+        allow_unsafe_local=request.allow_unsafe_local,
+        **request.engine,
+    )
+    for label, task in results["tasks"].items():
+        value, stderr = task["value"], task["stderr"]
+        shown = "not scored" if value is None else f"{value:.4f}"
+        error = f" ± {stderr:.4f}" if stderr is not None else ""
+        print(f"{label}: {task['metric']} {shown}{error} (n={task['n']})")
+    print(f"results: {output / 'results.json'}")
+
+
+def _validate(request: Request, folders: list[Path]) -> None:
+    from moe_finetune.evaluation import validation
+
+    tasks = validation.generation_tasks(folders, request.only)
+    if request.judge:
+        for line in validation.judge_tasks(
+            tasks, request.judge, request.judge_url, request.judge_prices, request.limit
+        ):
+            print(line)
+    if request.sheets is not None:
+        target = request.output or folders[0]
+        for sheets in validation.write_sheets(tasks, target / "sheets", request.sheets):
+            print(f"sheets: {sheets.csv} and {sheets.html.name}, {sheets.n} answers")
+            print(f"key, not for annotators: {sheets.key}")
+    if request.judge or request.annotations:
+        print(validation.agreement_table(tasks, request.annotations, request.key))
