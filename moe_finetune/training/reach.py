@@ -119,7 +119,7 @@ def _term_values(model: nn.Module, objective: Objective, device: torch.device) -
         below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
 
     was_training = model.training
-    layers = list(backbone_of(model).layers)
+    layers = list(backbone_of(model).layers)  # type: ignore[arg-type]
     checkpointed = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
     ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
     try:
