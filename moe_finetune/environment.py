@@ -25,7 +25,7 @@ def describe_environment() -> dict[str, Any]:
     """Versions and hardware as plain values; no user, host or path names."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -157,7 +157,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
     if recipe.numerics.deterministic:
         make_deterministic()
-    model = load_model(
+    model: Any = load_model(
         recipe.model.path,
         dtype=recipe.model.dtype,
         attn_implementation=recipe.model.attn_implementation,

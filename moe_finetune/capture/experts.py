@@ -178,7 +178,7 @@ class _Experts(torch.autograd.Function):
             del z_SD
             y_TKH, out_TH, y_gram = _by_token(y_SH, weights_TK, groups, call.outputs_gram)
             del y_SH
-            z_gram = _gram(z_TKD) if call.activations_gram else None
+            z_gram = None if z_TKD is None or not call.activations_gram else _gram(z_TKD)
         ctx.call, ctx.groups = call, groups
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[2] or call.outputs_gram
@@ -243,7 +243,7 @@ class _Experts(torch.autograd.Function):
             # gate and up projections
             grad_hidden = None
             needs_x = needs_gate_up or a_up is not None
-            x_SH = hidden_TH.index_select(0, groups.tokens_S) if needs_x else None
+            x_SH: Any = hidden_TH.index_select(0, groups.tokens_S) if needs_x else None
             if needs_gate_up:
                 grad_gate_up = outer_sums(drows_S2D, x_SH, groups)
             dx_dropped_SH = None

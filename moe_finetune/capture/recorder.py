@@ -49,11 +49,11 @@ class MoeLayer:
     """One MoE layer of the model and what it holds while it runs."""
 
     index: int
-    decoder_layer: nn.Module
-    block: nn.Module
-    router: nn.Module
-    experts: nn.Module
-    outer_experts: nn.Module
+    decoder_layer: Any
+    block: Any
+    router: Any
+    experts: Any
+    outer_experts: Any
     family: Family
     context: ForwardContext | None = None
     router_output: tuple[Tensor, Tensor, Tensor] | None = None
@@ -87,9 +87,9 @@ class Perturbation:
         return weights_TK, index_TK
 
 
-def backbone_of(model: nn.Module) -> nn.Module:
+def backbone_of(model: nn.Module) -> Any:
     """The decoder stack below the language-model head, under PEFT and wrappers too."""
-    inner = getattr(model, "module", model)
+    inner: Any = getattr(model, "module", model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if hasattr(inner, "get_decoder"):
         inner = inner.get_decoder()
@@ -217,12 +217,12 @@ class Recorder:
             self._hook(top.register_forward_pre_hook(self._note_labels, with_kwargs=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
         for module in self.backbone.layers:
-            layer = by_module.get(id(module))
+            found = by_module.get(id(module))
             self._hook(
-                module.register_forward_pre_hook(partial(_take_context, layer), with_kwargs=True)
+                module.register_forward_pre_hook(partial(_take_context, found), with_kwargs=True)
             )
-            if layer is not None:
-                self._hook(module.register_forward_hook(partial(_finish, layer), always_call=True))
+            if found is not None:
+                self._hook(module.register_forward_hook(partial(_finish, found), always_call=True))
         for layer in self.layers:
             self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
             self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
@@ -455,7 +455,7 @@ def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Non
     layer.clear()
 
 
-def _projection(experts: nn.Module, factors: dict[str, Any], name: str) -> ProjectionFactors:
+def _projection(experts: Any, factors: dict[str, Any], name: str) -> ProjectionFactors:
     """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
     if name == "down":
         weight, lora, rows = experts.down_proj, factors["down_proj"], slice(None)
@@ -488,9 +488,9 @@ def _check_experts(layer: MoeLayer) -> None:
         raise CaptureError(f"{where}: {type(experts).__name__} gates in its own way")
 
 
-def _refuse_reentrant(backbone: nn.Module) -> None:
+def _refuse_reentrant(backbone: Any) -> None:
     for layer in backbone.layers[:1]:
-        function = getattr(layer, "_gradient_checkpointing_func", None)
+        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
         active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
         if active and function.keywords.get("use_reentrant") is not False:
             raise CaptureError(

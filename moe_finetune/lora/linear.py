@@ -31,6 +31,7 @@ def run_linear(wrapper: ParamWrapper, dropout: float, x: Tensor) -> Tensor:
     name = active_adapter(wrapper)
     if name is None:
         return base
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
+    b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
     low = linear(drop(x, dropout, wrapper.training).to(a.dtype), a)
     return base + (linear(low, b) * wrapper.scaling[name]).to(base.dtype)

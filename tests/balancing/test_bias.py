@@ -84,9 +84,7 @@ def test_the_step_follows_the_rule():
     batch = tiny.batch(rows=4, length=17)
     with Recorder(model, observers=[balancer.observe], perturbation=balancer):
         for rows in (slice(0, 2), slice(2, 4)):
-            model(
-                input_ids=batch["input_ids"][rows], attention_mask=batch["attention_mask"][rows]
-            )
+            model(input_ids=batch["input_ids"][rows], attention_mask=batch["attention_mask"][rows])
         load = torch.stack([balancer._load[layer] for layer in balancer.bias])
         # both micro-batches, counted tokens alone
         assert load.sum(1).tolist() == [batch["attention_mask"].sum() * 3.0] * 3
