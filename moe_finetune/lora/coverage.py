@@ -105,7 +105,7 @@ def lora_coverage(model: nn.Module) -> Coverage:
     base = peft_model.get_base_model() if hasattr(model, "get_base_model") else peft_model
     family = family_of(base.config)
     moe_layers = set(family.moe_layers(base.config))
-    adapted = {id(parameter) for parameter in _adapted(model)}
+    adapted = {id(parameter): share for parameter, share in _adapted(model)}
     coverage = Coverage()
     for name, parameter in model.named_parameters():
         group = coverage.groups[group_of(name, family, moe_layers)]
@@ -118,7 +118,8 @@ def lora_coverage(model: nn.Module) -> Coverage:
         group.parameters += parameter.numel()
         if parameter.requires_grad or id(parameter) in adapted:
             group.reached_tensors += 1
-            group.reached_parameters += parameter.numel()
+            share = 1.0 if parameter.requires_grad else adapted[id(parameter)]
+            group.reached_parameters += round(share * parameter.numel())
     return coverage
 
 
@@ -146,15 +147,20 @@ def _is_projection(rest: str, family: Family) -> bool:
     return rest.split(".")[1] in family.attention_targets
 
 
-def _adapted(model: nn.Module) -> Iterator[Any]:
-    """The base parameters that an adapter changes."""
+def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:
+    """The base parameters that an adapter changes, and the share of each that it changes."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
+    from moe_finetune.lora.selected import SelectedExpertsLora
+
     for module in model.modules():
-        if isinstance(module, ParamWrapper):
-            yield module.get_param()
+        if isinstance(module, SelectedExpertsLora):
+            yield module.get_param(), module.num_experts / module.total_experts
+        elif isinstance(module, ParamWrapper):
+            yield module.get_param(), 1.0
         elif isinstance(module, LoraLayer):
-            yield module.get_base_layer().weight
+            yield module.get_base_layer().weight, 1.0
         elif isinstance(module, ModulesToSaveWrapper):
-            yield from module.original_module.parameters()
+            for parameter in module.original_module.parameters():
+                yield parameter, 1.0

@@ -6,6 +6,8 @@ slowest index, in ``lora_B`` (O, r*E) the fastest.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.nn.functional import pad
 
 from moe_finetune.capture.experts import LoraFactors
 from moe_finetune.errors import CaptureError
+from moe_finetune.lora.selected import SelectedExpertsLora
 
 RANK_MULTIPLE_ON_GPU = 8
 
@@ -55,9 +58,12 @@ def expert_factors(
             f"experts that store '{wrapper.parameter_name}' as (E, in, out) are not supported"
         )
     experts = wrapper.num_experts
-    packed_a, packed_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
+    packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
     a_ErI = packed_a.view(experts, -1, packed_a.shape[1])
     b_EOr = packed_b.view(packed_b.shape[0], -1, experts).permute(2, 0, 1)
+    if isinstance(wrapper, SelectedExpertsLora):
+        a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
     missing = -a_ErI.shape[1] % RANK_MULTIPLE_ON_GPU if a_ErI.device.type == "cuda" else 0
     if missing:  # rows of grouped products must be aligned; zeros change nothing
         a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
@@ -69,10 +75,10 @@ def expert_factors(
     )
 
 
-def stored_router_weight(router: nn.Module) -> Tensor:
+def stored_router_weight(router: Any) -> Tensor:
     """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
     if isinstance(router, ParamWrapper):
-        return parameter_wrappers(router)[0].weight
+        return router.get_base_layer().weight  # type: ignore[return-value]
     if hasattr(router, "modules_to_save"):
         names = [name for name in router.active_adapters if name in router.modules_to_save]
         if names and not router.disable_adapters:
@@ -81,7 +87,7 @@ def stored_router_weight(router: nn.Module) -> Tensor:
     return router.weight
 
 
-def router_weight(router: nn.Module) -> Tensor:
+def router_weight(router: Any) -> Tensor:
     """The router's effective weight (E, H), adapter included, with its graph."""
     weight = stored_router_weight(router)
     name = active_adapter(router) if isinstance(router, ParamWrapper) else None

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from moe_finetune.capture.recorder import backbone_of
-from moe_finetune.errors import RecipeError
+from moe_finetune.capture.recorder import backbone_of, moe_layers
+from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.families import family_of
+from moe_finetune.lora.factors import parameter_wrappers
+from moe_finetune.lora.select import ExpertSelection
+from moe_finetune.lora.selected import SelectedExpertsLora, materialize
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,10 +35,12 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 
     Raises:
         RecipeError: no module or parameter of the model matches the targets.
+        DataError: the selection of experts is damaged or belongs to another model.
     """
     from peft import LoraConfig
 
     family = family_of(backbone_of(model).config)
+    read_selection(model, lora)
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
     parameters: list[str] = []
@@ -74,8 +79,9 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     """Freeze the model and add the adapter.
 
     Without ``lora`` the whole model trains, and with no targets but a full router the routers alone
-    do; both are without an adapter (PEFT has none that only saves modules). A router that trains in full becomes float32: updates at usual learning rates are below the
-    resolution of bfloat16.
+    do; both are without an adapter (PEFT has none that only saves modules). A router that trains in
+    full becomes float32: updates at usual learning rates are below the resolution of bfloat16. With
+    a selection of experts the factors of the others are never made.
     """
     from peft import get_peft_model
 
@@ -91,10 +97,56 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         return model
-    adapted = get_peft_model(model, lora_config(model, lora, router))  # type: ignore[arg-type]
+    chosen, config = read_selection(model, lora), lora_config(model, lora, router)
+    adapted = get_peft_model(
+        model,  # type: ignore[arg-type]
+        config,
+        low_cpu_mem_usage=chosen is not None,
+    )
+    if chosen is not None:
+        keep_chosen(adapted, config, chosen)
+        materialize(adapted)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
     return adapted
+
+
+def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] | None:
+    """Chosen experts by decoder layer from ``lora.experts``, or None for all.
+
+    Raises:
+        DataError: the file is damaged, empty, or belongs to another model.
+    """
+    if lora.experts == "all":
+        return None
+    config: Any = backbone_of(model).config
+    family = family_of(config)
+    selection = ExpertSelection.read(lora.experts)
+    selection.check(family.model_type, family.moe_layers(config), family.num_experts(config))
+    if not selection.experts:
+        raise DataError(f"{lora.experts}: lists no experts; leave 'experts' out of lora.targets")
+    return selection.experts
+
+
+def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[int]]) -> None:
+    """Replace PEFT's wrappers of whole expert stacks by ones of the chosen experts, or by none."""
+    for layer in moe_layers(adapted):
+        experts, wrappers = parameter_wrappers(layer.outer_experts)
+        if layer.index in chosen:
+            for name, wrapper in reversed(wrappers.items()):  # inner first
+                adapter = wrapper.active_adapters[0]
+                experts = SelectedExpertsLora(
+                    experts,
+                    adapter,
+                    name,
+                    config,
+                    chosen[layer.index],
+                    r=wrapper.r[adapter],
+                    lora_alpha=wrapper.lora_alpha[adapter],
+                )
+                for factors in (experts.lora_A, experts.lora_B):
+                    factors.to(wrapper.lora_A[adapter].weight.dtype)
+        setattr(layer.block, layer.family.experts_name, experts)
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.capture.recorder import moe_layers
+from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import sync
@@ -53,6 +54,7 @@ def save_trained(
         assert recipe.lora is not None
         write_metadata(
             partial,
+            experts=selected_experts(model),
             experts_dropout=recipe.lora.dropout,
             method=recipe.method.preset,
             recipe=recipe.hash,

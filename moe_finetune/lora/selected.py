@@ -1,0 +1,82 @@
+"""LoRA on chosen experts of a stack (ESFT): the other experts have no factors at all.
+
+Shape legend: E experts of the layer, n chosen ones, r rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+
+class SelectedExpertsLora(ParamWrapper):
+    """PEFT's parameter wrapper with the factors of ``chosen`` experts only.
+
+    They are packed as PEFT packs a whole stack, in the order of ``chosen``: ``lora_A`` (n·r, I)
+    with the expert slowest, ``lora_B`` (O, r·n) with the expert fastest. Parameters, gradients,
+    optimizer state and the saved adapter are n / E of a full adapter's.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        parameter_name: str,
+        config: Any,
+        chosen: Sequence[int],
+        **options: Any,
+    ):
+        self.chosen = tuple(chosen)
+        super().__init__(base_layer, adapter_name, parameter_name, config, **options)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+        sizes = super()._get_in_out_features(module)
+        self.total_experts, self.num_experts = self.num_experts, len(self.chosen)
+        return sizes
+
+    def spread(self, values_nXY: Tensor) -> Tensor:
+        """Values of the chosen experts -> of all experts (E, X, Y), zero elsewhere."""
+        places = torch.tensor(self.chosen, device=values_nXY.device)
+        whole = values_nXY.new_zeros(self.total_experts, *values_nXY.shape[1:])
+        return whole.index_copy(0, places, values_nXY)
+
+    def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
+        """PEFT's factors ``(lhs, rhs, scaling)`` of the update, for all experts."""
+        lhs, rhs, scaling = super().get_delta_factors(adapter_name)
+        return self.spread(lhs), self.spread(rhs), scaling
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """The update of the whole stack, zero for the experts that were not chosen."""
+        lhs, rhs, scaling = self.get_delta_factors(adapter_name)
+        return torch.bmm(lhs, rhs) * scaling
+
+
+def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
+    """Chosen experts by decoder layer, None when LoRA is on all experts or on none."""
+    found: dict[int, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SelectedExpertsLora):
+            found[int(name.rpartition(".layers.")[2].partition(".")[0])] = module.chosen
+    return found or None
+
+
+def materialize(model: nn.Module) -> None:
+    """Give LoRA factors that PEFT left on the meta device memory beside their base, and values."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        wrapped = isinstance(module, ParamWrapper)
+        base = module.get_param() if wrapped else module.get_base_layer().weight
+        if base.device.type == "meta":
+            continue
+        for name, first in module.lora_A.items():
+            if first.weight.device.type == "meta":
+                first.to_empty(device=base.device)
+                module.lora_B[name].to_empty(device=base.device)
+                module.reset_lora_parameters(name, True)
