@@ -77,7 +77,8 @@ def export_sheets(
     sheets = Sheets(folder / "annotate.csv", folder / "annotate.html", folder / "key.json",
                     len(rows))  # fmt: skip
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    # All quoted: what a model writes may hold a carriage return, which ends a row otherwise.
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writeheader()
     writer.writerows({k: _no_formula(v) for k, v in row.items()} for row in rows)
     write_atomic(sheets.csv, text.getvalue())

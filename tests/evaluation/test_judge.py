@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -198,6 +199,14 @@ def test_sheets_are_blind_and_come_back(tmp_path, server):
     filled.write_text("id,verdict\nffff,yes\n")
     with pytest.raises(DataError, match="line 2: id 'ffff'"):
         import_annotations(filled, sheets.key)
+
+
+def test_answers_of_any_characters_stay_one_row(tmp_path):
+    answers = ["a\rb", "a\nb", 'a"b', "a,b", "", "a\r\nb", "\u2028"]
+    sheets = export_sheets({"m": write_samples(tmp_path / "a.jsonl", answers)}, tmp_path / "s")
+    with sheets.csv.open(newline="", encoding="utf-8") as stream:
+        assert sorted(row["answer"] for row in csv.DictReader(stream)) == sorted(answers)
+    assert import_annotations(sheets.csv, sheets.key) == {}
 
 
 def test_kappa_by_hand():
