@@ -82,6 +82,13 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
         )
 
 
+def base_folder(recipe: Recipe) -> Path:
+    """The folder of the recipe's checkpoint, at its revision where it is one of the hub's."""
+    from moe_finetune.families.loading import local_folder
+
+    return local_folder(recipe.model.path, revision=recipe.model.revision)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What training starts from, read before anything is written."""
@@ -96,7 +103,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.capture.recorder import config_facts
     from moe_finetune.evaluation.suites import load_suite
     from moe_finetune.families import family_of
-    from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+    from moe_finetune.families.loading import load_config, load_tokenizer
     from moe_finetune.inspection import meta_model
     from moe_finetune.lora.targets import lora_config
     from moe_finetune.losses.objective import Objective
@@ -104,8 +111,9 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.weights.checkpoint import open_checkpoint
     from moe_finetune.weights.fit import check_fit
 
-    config = load_config(recipe.model.path)
-    check_fit(open_checkpoint(local_folder(recipe.model.path)), config)
+    base = base_folder(recipe)
+    config = load_config(base)
+    check_fit(open_checkpoint(base), config)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)
@@ -120,7 +128,7 @@ def check_inputs(recipe: Recipe) -> Inputs:
         lora_config(meta_model(config), recipe.lora, recipe.router.train)
     if recipe.evaluation is not None:
         load_suite(recipe.evaluation.suite)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     return Inputs(tokenizer, *load_dataset_for(recipe.data, tokenizer, recipe.seed))
 
 
@@ -158,7 +166,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     if recipe.numerics.deterministic:
         make_deterministic()
     model: Any = load_model(
-        recipe.model.path,
+        base_folder(recipe),
         dtype=recipe.model.dtype,
         attn_implementation=recipe.model.attn_implementation,
     )
@@ -186,13 +194,12 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
 def merge(recipe: Recipe, output: Path) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
-    from moe_finetune.families.loading import local_folder
     from moe_finetune.training.save import load_bias
     from moe_finetune.weights import merge_adapter
 
     if (output / "merged").exists():
         return
-    base = local_folder(recipe.model.path)
+    base = base_folder(recipe)
     result = merge_adapter(
         base,
         output / "adapter",
@@ -212,11 +219,12 @@ def merge(recipe: Recipe, output: Path) -> None:
 
 def verify(recipe: Recipe, output: Path) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
-    from moe_finetune.families.loading import local_folder
+    from moe_finetune.training.save import load_bias
     from moe_finetune.weights.verify import verify_merge
 
-    base = local_folder(recipe.model.path)
-    result = verify_merge(base, output / "adapter", output / "merged")
+    base = base_folder(recipe)
+    bias = load_bias(output / "adapter")
+    result = verify_merge(base, output / "adapter", output / "merged", bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
         result.mode,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def carried_files(
     """Configs, tokenizer, chat templates and licence texts of ``folder`` as path -> bytes.
 
     Bytes are the base's own. Only ``config.json`` changes, by ``config_changes`` (None removes a
-    key), and any JSON file that names remote code loses that entry.
+    key), any JSON file that names remote code loses that entry, and a tokenizer that loaders would
+    read differently without its code is written so that all of them read the same.
     """
     files = {}
     for path in sorted(folder.iterdir()):
@@ -31,15 +33,38 @@ def carried_files(
             files[path.name] = path.read_bytes()
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         files[f"{path.parent.name}/{path.name}"] = path.read_bytes()
+    if _loaders_disagree(folder):
+        files.update(_plain_tokenizer(folder))
     for name in ("config.json", "tokenizer_config.json"):
         if name in files:
             changes = dict(config_changes or {}) if name == "config.json" else {}
-            files[name] = _changed(folder / name, files[name], changes)
+            files[name] = _changed(name, folder, files[name], changes)
     return files
 
 
-def _changed(file: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
-    mapping = read_json(file)
+def _loaders_disagree(folder: Path) -> bool:
+    """Whether a tokenizer means something else with its authors' code than without it."""
+    if not (folder / "tokenizer.json").is_file():
+        return (folder / "tiktoken.model").is_file()
+    settings = folder / "tokenizer_config.json"
+    held = read_json(settings) if settings.is_file() else {}
+    # transformers 5 ignores add_bos_token beside a tokenizer.json; training did not.
+    return _CODE in held or bool(held.get("add_bos_token"))
+
+
+def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
+    from moe_finetune.families.convert import write_tokenizer
+
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(folder, Path(made))
+        return {path.name: path.read_bytes() for path in Path(made).iterdir()}
+
+
+def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
+    try:
+        mapping = json.loads(content)
+    except ValueError:
+        mapping = read_json(folder / name)  # raises the error that names the file
     wanted = mapping | dict(changes)
     for key in (_CODE, *(key for key, value in changes.items() if value is None)):
         wanted.pop(key, None)
