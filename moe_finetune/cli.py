@@ -180,17 +180,39 @@ def merge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
+    drop_bias: Annotated[
+        bool, typer.Option("--drop-bias", help="Leave a routing bias out where it has no place.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also upload to the hub.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the pushed repository private.")
+    ] = False,
 ) -> None:
     """Write base + adapter as an ordinary checkpoint, shard by shard.
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
     from moe_finetune.families.loading import local_folder
+    from moe_finetune.training.save import load_bias
     from moe_finetune.weights import merge_adapter
+    from moe_finetune.weights.push import check_push, push_checkpoint
 
     adapter = source / "adapter" if (source / "adapter").is_dir() else source
-    folder = local_folder(base or base_of(adapter))
-    report = merge_adapter(folder, adapter, output, dtype=dtype, dry_run=dry_run)
+    folder = local_folder(base) if base is not None else base_of(adapter)
+    if push is not None:
+        check_push(push)
+    bias = load_bias(adapter)
+    report = merge_adapter(
+        folder,
+        adapter,
+        output,
+        dtype=dtype,
+        dry_run=dry_run,
+        bias=bias,
+        bias_export="drop" if drop_bias else "keep",
+    )
     if dry_run:
         print(report.plan.table())
         return
@@ -198,19 +220,23 @@ def merge(
     if verify:
         from moe_finetune.weights.verify import verify_merge
 
-        check = verify_merge(folder, adapter, output)
+        check = verify_merge(folder, adapter, output, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
+    if push is not None:
+        print(f"pushed: {push_checkpoint(output, push, private)}")
 
 
-def base_of(adapter: Path) -> str:
-    """The base checkpoint that an adapter names."""
+def base_of(adapter: Path) -> Path:
+    """The folder of the base checkpoint that an adapter names, at the revision it names."""
     from moe_finetune.errors import AdapterError
+    from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.adapter import open_adapter
 
-    named = open_adapter(adapter).config.get("base_model_name_or_path")
+    config = open_adapter(adapter).config
+    named = config.get("base_model_name_or_path")
     if not named:
         raise AdapterError(f"{adapter}: names no base checkpoint; give it with --base")
-    return str(named)
+    return local_folder(str(named), revision=config.get("revision"))
 
 
 @app.command("eval")

@@ -341,3 +341,45 @@ def test_report_prints_its_numbers_under_labels(capsys, tmp_path):
     assert code == 2 and "1 labels for 2 runs" in err
     code, _, _ = run(capsys, "report", *runs, "--labels", "x,y", "-o", tmp_path / "page.html")
     assert code == 0 and "y against x" in (tmp_path / "page.html").read_text()
+
+
+def test_push_is_refused_before_anything_is_written(capsys, adapter, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
+    output = tmp_path / "o"
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
+    assert code == 2 and "me/mine: there is no token" in err and not output.exists()
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "mine")
+    assert code == 2 and "wanted owner/name" in err and not output.exists()
+    # With a token but no network the merge stays and the message says how to go on.
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
+    assert code == 2 and "the upload failed" in err and (output / "config.json").is_file()
+
+
+def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoint):
+    import torch
+    from safetensors.torch import load_file
+
+    from moe_finetune.training.save import BIAS_FILE
+    from moe_finetune.training.state import save_state
+    from tests.weights.helpers import adapter as random_adapter
+
+    bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}
+    folders = {}
+    for family in ("moonlight", "olmoe"):
+        folders[family] = random_adapter(tiny_checkpoint(family), tmp_path / family)
+        save_state(folders[family] / BIAS_FILE, bias)
+    code, out, err = run(
+        capsys, "merge", folders["moonlight"], "--output", tmp_path / "m", "--verify"
+    )
+    assert code == 0 and "verified" in out, err
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        torch.testing.assert_close(merged[name], bias[f"bias.{layer}"])
+    code, _, err = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o")
+    assert code == 2 and "no place for a routing bias" in err
+    code, _, _ = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o", "--drop-bias")
+    assert code == 0

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 _SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 
 
-def local_folder(path: str | Path, weights: bool = True) -> Path:
+def local_folder(path: str | Path, weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
 
-    A hub id is downloaded where the cache lacks it, without any code files; ``weights=False``
-    leaves the safetensors files out.
+    A hub id is downloaded where the cache lacks it, without any code files, at ``revision`` (a
+    branch, tag or commit); ``weights=False`` leaves the safetensors files out.
 
     Raises:
-        CheckpointError: no such folder, or a hub id that cannot be fetched.
+        CheckpointError: no such folder, a hub id that cannot be fetched, or a revision of a folder.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{path}: a folder has no revision '{revision}'; leave model.revision out, or give "
+                "the hub id"
+            )
         return folder
     parts = str(path).split("/")
     if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
@@ -37,13 +42,14 @@ def local_folder(path: str | Path, weights: bool = True) -> Path:
         )
     from huggingface_hub import snapshot_download
 
+    named = str(path) if revision is None else f"{path} at revision '{revision}'"
     wanted = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=wanted))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises types of four libraries here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path}: neither a folder here nor a model that the hub gives ({reason}); check the "
+            f"{named}: neither a folder here nor a model that the hub gives ({reason}); check the "
             "name, the network and your access, or give a local folder"
         ) from error
 

@@ -68,9 +68,8 @@ def materialize(model: nn.Module) -> None:
     """Give LoRA factors that PEFT left on the meta device memory beside their base, and values."""
     from peft.tuners.lora.layer import LoraLayer
 
-    for module in model.modules():
-        if not isinstance(module, LoraLayer):
-            continue
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for module in layers:
         wrapped = isinstance(module, ParamWrapper)
         base = module.get_param() if wrapped else module.get_base_layer().weight
         if base.device.type == "meta":

@@ -131,6 +131,8 @@ def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] 
 def keep_chosen(adapted: nn.Module, config: LoraConfig, chosen: dict[int, list[int]]) -> None:
     """Replace PEFT's wrappers of whole expert stacks by ones of the chosen experts, or by none."""
     for layer in moe_layers(adapted):
+        experts: Any
+        wrappers: dict[str, Any]
         experts, wrappers = parameter_wrappers(layer.outer_experts)
         if layer.index in chosen:
             for name, wrapper in reversed(wrappers.items()):  # inner first

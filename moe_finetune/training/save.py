@@ -50,6 +50,7 @@ def save_trained(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if adapted:
+        name_base(model, recipe)
         write_adapter(model, weights, partial)
         assert recipe.lora is not None
         write_metadata(
@@ -71,6 +72,14 @@ def save_trained(
     sync(output)
     ranks.barrier()
     return target
+
+
+def name_base(model: Any, recipe: Recipe) -> None:
+    """Let the adapter name a hub id and revision as such, not the folder of the local cache."""
+    if not Path(recipe.model.path).expanduser().is_dir():
+        config = model.peft_config[model.active_adapter]
+        config.base_model_name_or_path = recipe.model.path
+        config.revision = recipe.model.revision
 
 
 def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

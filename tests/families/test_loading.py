@@ -15,7 +15,7 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.families import deepseek_moe
 from moe_finetune.families.checkpoint import tensor_files
 from moe_finetune.families.convert import write_tokenizer
-from moe_finetune.families.loading import load_config, load_model, load_tokenizer
+from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder
 from tests import tiny
 
 
@@ -162,3 +162,21 @@ def test_importing_the_families_is_quick():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_revision_belongs_to_a_hub_id(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint("qwen3_moe")
+    with pytest.raises(CheckpointError, match="a folder has no revision 'v1'"):
+        local_folder(folder, revision="v1")
+    asked = {}
+
+    def download(repository, **options):
+        asked.update(options, repository=repository)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert local_folder("me/moe", revision="v1") == folder
+    assert asked["repository"] == "me/moe" and asked["revision"] == "v1"
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="me/moe at revision 'v1'"):
+        local_folder("me/moe", revision="v1")
