@@ -22,6 +22,7 @@ class TaskCheck:
         runnable: whether the task can start (with a data folder: whether all files are there).
         missing: files that are absent.
         problem: why it cannot run, where that is not a missing file; or how it is run elsewhere.
+        external: whether it is evaluated by its own package, and nothing is missing here.
         items: items to be asked; None when the data comes from the hub.
         requests: model requests (one per choice in multiple choice).
         prompt_tokens: estimate from the first items, characters / 4 without a tokenizer.
@@ -32,6 +33,7 @@ class TaskCheck:
     runnable: bool
     missing: list[str] = field(default_factory=list)
     problem: str = ""
+    external: bool = False
     items: int | None = None
     requests: int | None = None
     prompt_tokens: int | None = None
@@ -62,7 +64,7 @@ def check_suite(
         check = TaskCheck(entry.label, runnable=True)
         checks.append(check)
         if entry.external:
-            check.runnable, check.problem = False, entry.external
+            check.runnable, check.problem, check.external = False, entry.external, True
             continue
         try:
             leaves = catalog.leaves(entry)
@@ -114,7 +116,7 @@ def render_checks(checks: list[TaskCheck]) -> str:
     width = max(len(c.label) for c in checks)
     lines = []
     for check in checks:
-        state = "ready" if check.runnable else "cannot run"
+        state = "elsewhere" if check.external else "ready" if check.runnable else "cannot run"
         size = ""
         if check.items is not None:
             size = (
@@ -123,7 +125,7 @@ def render_checks(checks: list[TaskCheck]) -> str:
             )
         elif check.runnable:
             size = "from the hub"
-        lines.append(f"{check.label:{width}}  {state:10}  {size or check.problem}")
+        lines.append(f"{check.label:{width}}  {state:10}  {size or check.problem}".rstrip())
         lines += [f"{'':{width}}  missing: {path}" for path in check.missing[:3]]
         if len(check.missing) > 3:
             lines.append(f"{'':{width}}  ... and {len(check.missing) - 3} more files")

@@ -197,11 +197,15 @@ def agreement_table(
         if name in validations:
             raise DataError(f"{file}: another annotator has the name '{name}'; rename the file")
         validations[name] = human.import_annotations(file, key)
+        if not validations[name]:
+            raise DataError(f"{file}: no row has a verdict; fill in 'correct' or 'incorrect'")
     validations = {name: verdicts for name, verdicts in validations.items() if verdicts}
     methods = list(dict.fromkeys(task.method for task in tasks))
     rows = [["accepted by", *methods]]
     for name, verdicts in validations.items():
         rows.append([name, *(_share(verdicts, method) for method in methods)])
+    if len(validations) < 2:
+        return _aligned(rows)
     pairs = [["agreement", "kappa", "equal", "items"]]
     for pair, found in human.agreement(validations).items():
         pairs.append([pair, f"{found['kappa']:.3f}", f"{found['agreement']:.3f}", f"{found['n']}"])

@@ -169,7 +169,7 @@ def test_check_does_not_fail_for_what_runs_elsewhere(run, checkpoint, tmp_path):
     content["tasks"][0]["external"] = "run it with its own package"
     suite.write_text(yaml.safe_dump(content))
     code, out, _ = run(checkpoint, "-s", suite, "--check")
-    assert code == 0 and "its own package" in out
+    assert code == 0 and "elsewhere   run it with its own package" in out
 
 
 def test_parity(run, server, checkpoint, suite, tmp_path):  # noqa: F811
@@ -251,6 +251,8 @@ def test_people(run, study, tmp_path):
     assert code == 0 and "anna ~ bert   1.000  1.000  10" in out
     code, _, err = run(*both, "--sheets", "5", "-o", tmp_path)
     assert code == 2 and "may hold annotations" in err
+    code, _, err = run(*both, "--annotations", folder / "annotate.csv", "--key", key)
+    assert code == 2 and "no row has a verdict" in err
     key.write_text("{")
     code, _, err = run(*both, "--annotations", filled, "--key", key)
     assert code == 2 and "is no key of annotation sheets" in err
