@@ -253,3 +253,24 @@ def test_a_real_server_answers_and_stops(tiny_checkpoint):
         process.send_signal(signal.SIGINT)
         process.wait(60)
     assert process.returncode == 130
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    options = ServeOptions(
+        port=8123, tensor_parallel=4, data_parallel=2, expert_parallel=True, adapter=adapter
+    )
+    parser = make_arg_parser(FlexibleArgumentParser())
+    found = parser.parse_args(serve_command(base, options, cpu=False)[4:])
+    assert found.model_tag == str(base) and found.port == 8123 and found.enable_lora
+    assert (found.tensor_parallel_size, found.data_parallel_size) == (4, 2)
+    assert found.enable_expert_parallel and found.enable_mixed_moe_lora_format
+    assert found.max_lora_rank == 16 and found.lora_modules[0].is_3d_lora_weight
+    on_cpu = parser.parse_args(serve_command(base, ServeOptions(), cpu=True)[4:])
+    assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
