@@ -7,7 +7,7 @@ report draws) and ``report/index.html``.
 from __future__ import annotations
 
 import json
-import logging
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PASSAGE = 150
 PASSAGES = 4
-log = logging.getLogger(__name__)
 
 
 def find_trace(path: str | Path) -> Path | None:
@@ -83,7 +82,11 @@ def analyze(
         domain: read_sequences(files, tokenizer, limit, max_length)
         for domain, files in (data or {}).items()
     }
-    measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
+    try:
+        measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
+    except BaseException:
+        shutil.rmtree(output / "trace", ignore_errors=True)  # half a trace is of no use
+        raise
     return write_analysis(output / "trace", output, measures, tokenizer)
 
 

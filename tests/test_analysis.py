@@ -172,6 +172,19 @@ def test_bad_input(tmp_path, tiny_checkpoint, analyzed, texts):
     assert not (tmp_path / "o").exists()
 
 
+def test_a_recording_that_breaks_can_be_repeated(tmp_path, tiny_checkpoint, texts):
+    base = load_model(tiny_checkpoint("mixtral"))
+    with torch.no_grad():
+        base.model.layers[1].mlp.gate.weight[4, 7] = float("nan")
+    base.save_pretrained(tmp_path / "broken")
+    tokenizer = load_tokenizer(tiny_checkpoint("mixtral"))
+    tokenizer.save_pretrained(tmp_path / "broken")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NaN"):
+            analyze(tmp_path / "broken", tmp_path / "o", texts)
+        assert not any((tmp_path / "o").iterdir())
+
+
 def write_trace(folder, seed: int, experts: int = 9):
     rng = np.random.default_rng(seed)
     with TraceWriter(
