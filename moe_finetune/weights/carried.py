@@ -43,13 +43,13 @@ def carried_files(
 
 
 def _loaders_disagree(folder: Path) -> bool:
-    """Whether a tokenizer means something else with its authors' code than without it."""
+    """Whether some loader reads this tokenizer differently from the way training read it."""
     if not (folder / "tokenizer.json").is_file():
         return (folder / "tiktoken.model").is_file()
     settings = folder / "tokenizer_config.json"
     held = read_json(settings) if settings.is_file() else {}
     # transformers 5 ignores add_bos_token beside a tokenizer.json; training did not.
-    return _CODE in held or bool(held.get("add_bos_token"))
+    return bool(held.get("add_bos_token"))
 
 
 def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
