@@ -52,7 +52,7 @@ class Mixture:
     arithmetic_rows: int = 16
     length: int = 128
     equations: float = 0.6
-    task_wordings: float = 0.1
+    task_wordings: float = 0.05
     small: float = 0.2
 
 

