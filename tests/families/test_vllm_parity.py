@@ -1,5 +1,6 @@
-"""Every family's tiny checkpoint, converted, in real vLLM: the tokens and log-probabilities of
-transformers. The plugin and its mending of rotary positions act through their entry point."""
+"""Every family, base + adapter merged, in real vLLM: the tokens and log-probabilities of base +
+adapter in transformers. The plugin and its mending of rotary positions act through their entry
+point."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import torch
 
 from moe_finetune.families.convert import convert_checkpoint
 from moe_finetune.families.loading import load_model
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.recipe import LoraSection
+from moe_finetune.weights import merge_adapter
 from tests import tiny, vllm_server
 
 MAX_TOKENS = 64
@@ -20,15 +24,28 @@ def _prompts() -> list[list[int]]:
     return [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
 
 
+def _adapted(base):
+    """Base with a random adapter on attention, shared and routed experts, and full routers."""
+    model = add_lora(load_model(base), LoraSection(rank=4, alpha=8.0), "full").eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @vllm_server.needs_vllm
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
-def test_vllm_gives_the_tokens_and_logprobs_of_transformers(family, tiny_checkpoint, tmp_path):
-    folder = convert_checkpoint(tiny_checkpoint(family), tmp_path / "served")
-    model = load_model(folder)
+def test_vllm_on_merged_gives_the_tokens_of_base_and_adapter(family, tiny_checkpoint, tmp_path):
+    base = convert_checkpoint(tiny_checkpoint(family), tmp_path / "base")
+    model = _adapted(base)
+    model.save_pretrained(tmp_path / "adapter")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     prompts = _prompts()
-    completions = vllm_server.complete(folder, prompts, MAX_TOKENS)
+    completions = vllm_server.complete(tmp_path / "merged", prompts, MAX_TOKENS)
 
     assert len({token for row in completions for token in row.tokens}) > 50  # not a stuck model
     for prompt, completion in zip(prompts, completions, strict=True):
