@@ -45,7 +45,7 @@ CHARACTERS_FOR_TOKENIZER = 8000
 class PretrainConfig:
     """How the checkpoint is made. Every field is part of the cache's key.
 
-    Muon's weight decay keeps singular values below ``1 / weight_decay``. At 0.1 the experts' outputs
+    Muon's weight decay keeps singular values below ``1 / weight_decay``. At 0.1 expert outputs
     grew so large that an orthogonality loss of the usual weight was many times the main loss.
     """
 
