@@ -183,7 +183,9 @@ def test_checkpointing_changes_no_gradient_and_layers_get_the_keyword_arguments(
 
     plain, checkpointed = gradients(False), gradients(True)
     for name, grad in plain.items():
-        assert torch.equal(grad, checkpointed[name]), name
+        # Two threads add up a gather's gradient in either order.
+        error = (grad - checkpointed[name]).abs().max()
+        assert error <= 1e-6 * grad.abs().max(), name
     assert set(seen) == {"the one"} and len(seen) >= 6
 
 

@@ -108,7 +108,8 @@ def test_gradients_are_those_of_full_lora_at_the_chosen_experts(family, recorded
         if ".experts." in name:
             gradient = restricted(name, gradient, CHOSEN[family][layer_of(name)])
             compared += bool(gradient.abs().max() > 0)
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+        atol = 1e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=atol)
     assert compared == 4 * len(CHOSEN[family])
 
 
