@@ -189,6 +189,8 @@ def test_an_interrupt_stops_the_whole_group(tmp_path, number):
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
     child += "time.sleep(600)']); print('child', p.pid, flush=True); time.sleep(600)"
     program = (
+        # A shell's background job starts with interrupts ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import os, sys; from moe_finetune.serving import ServeOptions, watch\n"
         f"try:\n watch({file_server(tmp_path, port, child)!r}, ServeOptions(port={port}), "
         "os.environ, lambda: print('ready', flush=True), 60)\n"
