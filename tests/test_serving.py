@@ -252,8 +252,11 @@ def test_a_real_server_answers_and_stops(tiny_checkpoint):
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] >= 1
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
     assert process.returncode == 130
 
 
