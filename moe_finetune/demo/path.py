@@ -101,7 +101,8 @@ def recipes_folder() -> Path:
         if (folder / "demo").is_dir():
             return folder
     raise CheckpointError(
-        f"the demo's recipes are in none of {', '.join(map(str, candidates))}; reinstall the package"
+        f"the demo's recipes are in none of {', '.join(map(str, candidates))}; "
+        "reinstall the package"
     )
 
 
