@@ -140,13 +140,16 @@ def test_a_changed_weight_file_is_another_checkpoint(checkpoint, tmp_path):
 
 
 _CHILD = """
-import os, sys
+import os, sys, threading
+import tqdm
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 
 checkpoint, suite = sys.argv[1:]
 opened = open_backend(checkpoint, "hf", batch_size=4)
 opened.chunk = 4
+# tqdm's own lock is shared between processes: a child killed while it holds it would stop all others.
+tqdm.tqdm.set_lock(threading.RLock())
 for output in sys.stdin:
     # A fork has the loaded model already, and dies as wholly as a process of its own.
     child = os.fork()

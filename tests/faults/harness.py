@@ -103,7 +103,10 @@ class Server:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
     def train(
         self,
@@ -160,6 +163,7 @@ def _send(pid: int, number: int) -> None:
 
 def _serve() -> None:
     import torch
+    import tqdm
     import trl  # noqa: F401
 
     import moe_finetune.report
@@ -167,6 +171,9 @@ def _serve() -> None:
     from moe_finetune.cli import main
 
     torch.set_num_threads(1)
+    # tqdm's own lock is shared between processes: a run killed while it holds it would stop the
+    # runs forked after it.
+    tqdm.tqdm.set_lock(threading.RLock())
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
