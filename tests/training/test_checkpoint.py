@@ -7,6 +7,8 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training import checkpoint as module
@@ -37,6 +39,16 @@ def test_what_is_written_verifies(tmp_path):
     verify_checkpoint(folder)
     assert sorted(p.name for p in folder.iterdir()) == [MANIFEST, "one.bin", "two.json"]
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_files_of_safetensors_can_be_read_by_others(tmp_path):
+    target = tmp_path / "checkpoint-3"
+    write_checkpoint(
+        target, {"one": lambda folder: save_file({"w": torch.ones(3)}, folder / "w.safetensors")}
+    )
+    usual = tmp_path / "usual"
+    usual.touch()
+    assert (target / "w.safetensors").stat().st_mode == usual.stat().st_mode
 
 
 FILES = ("one.bin", "two.json", MANIFEST)
