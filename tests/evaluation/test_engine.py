@@ -148,7 +148,7 @@ from moe_finetune.evaluation.engine import evaluate
 checkpoint, suite = sys.argv[1:]
 opened = open_backend(checkpoint, "hf", batch_size=4)
 opened.chunk = 4
-# tqdm's own lock is shared between processes: a child killed while it holds it would stop all others.
+# The lock of tqdm is shared between processes: a child killed with it would stop all others.
 tqdm.tqdm.set_lock(threading.RLock())
 for output in sys.stdin:
     # A fork has the loaded model already, and dies as wholly as a process of its own.
