@@ -54,6 +54,10 @@ class TraceError(MoeFinetuneError, ValueError):
     """A routing trace that is damaged or belongs to another model."""
 
 
+class StudyError(MoeFinetuneError, ValueError):
+    """A study that cannot be expanded, or whose folder does not hold what it says."""
+
+
 class NumericsError(MoeFinetuneError, ArithmeticError):
     """A loss, gradient or weight that is not a finite number."""
 

@@ -1,0 +1,150 @@
+"""What a study's folder holds: every run with its state, logs, routing and evaluation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import StudyError
+from moe_finetune.evaluation.results import Results
+from moe_finetune.evaluation.results import load_results as load_evaluation
+from moe_finetune.studies import folder as disk
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run of a study.
+
+    Attributes:
+        arm, seed, values: as in :class:`~moe_finetune.studies.expand.Run`.
+        folder: the run's folder; it need not exist yet.
+        state: ``finished``, ``started``, ``failed`` or ``missing``.
+        reason: why it failed, else "".
+        recipe_sha256: hash of its resolved recipe.
+    """
+
+    arm: str
+    seed: int
+    values: dict[str, str]
+    folder: Path
+    state: disk.State
+    reason: str
+    recipe_sha256: str
+
+    @property
+    def name(self) -> str:
+        """``ARM/seed_N``."""
+        return f"{self.arm}/seed_{self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is complete."""
+        return self.state == "finished"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The run's ``metrics.jsonl``."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def merged(self) -> Path:
+        """The run's checkpoint."""
+        return self.folder / "merged"
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of ``metrics.jsonl``; StudyError where it is damaged."""
+        try:
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            return [json.loads(line) for line in lines]
+        except (OSError, ValueError) as error:
+            raise StudyError(f"{self.metrics_file}: cannot be read ({error})") from None
+
+    @cached_property
+    def evaluation(self) -> Results | None:
+        """The run's ``eval/results.json``, or None where the recipe evaluates nothing."""
+        file = self.folder / "eval" / "results.json"
+        return load_evaluation(file) if file.is_file() else None
+
+    def value(self, metric: str) -> float | None:
+        """The last logged value of ``metric``, else its mean in ``routing/after.json``, or None."""
+        for row in reversed(self.rows):
+            if metric in row:
+                return float(row[metric])
+        after = self.folder / "routing" / "after.json"
+        if not after.is_file():
+            return None
+        found = disk.read_json(after, "the run is damaged").get("metrics", {}).get(metric)
+        return float(found["mean"]) if found else None
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """A study's folder, read.
+
+    Attributes:
+        name, title, source: as in the recipe.
+        axes: names of the values on each axis, in order.
+        baseline: the baseline's value on the axes that it names.
+        benchmarks: labels to tabulate, or None for all.
+        metrics: other values to tabulate, and which direction is better.
+        runs: every run, in the order of the study.
+    """
+
+    folder: Path
+    name: str
+    title: str
+    source: str
+    axes: dict[str, list[str]]
+    seeds: list[int]
+    baseline: dict[str, str]
+    benchmarks: list[str] | None
+    metrics: dict[str, str]
+    runs: list[RunResult] = field(default_factory=list)
+
+    @property
+    def finished(self) -> list[RunResult]:
+        """The runs that are complete."""
+        return [run for run in self.runs if run.finished]
+
+    def of(self, arm: str) -> list[RunResult]:
+        """The finished runs of an arm, by seed."""
+        return [run for run in self.finished if run.arm == arm]
+
+    @property
+    def arms(self) -> dict[str, dict[str, str]]:
+        """Values of each arm, in order."""
+        return {run.arm: run.values for run in self.runs}
+
+
+def load_results(output: str | Path) -> StudyResults:
+    """Read the folder of a study, finished or not.
+
+    Raises:
+        StudyError: no study there, or a finished run that is damaged.
+    """
+    output = Path(output)
+    if not (output / disk.MANIFEST).is_file():
+        raise StudyError(f"{output}: holds no {disk.MANIFEST}; give the --output of a study")
+    content = disk.read_json(output / disk.MANIFEST, "start the study again with --resume")
+    if content.get("schema") != disk.SCHEMA:
+        raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
+    runs = [_run(output, row) for row in content["runs"]]
+    plain = ("name", "title", "source", "axes", "seeds", "baseline", "benchmarks", "metrics")
+    return StudyResults(output, **{key: content[key] for key in plain}, runs=runs)
+
+
+def _run(output: Path, row: dict[str, Any]) -> RunResult:
+    name = f"{row['arm']}/seed_{row['seed']}"
+    folder, state = disk.run_folder(output, name), disk.state_of(output, name)
+    disk.check_finished(folder)
+    reason = ""
+    if state == "failed":
+        failed = disk.read_json(disk.failed_file(output, name), "delete it")
+        reason = str(failed.get("reason", ""))
+    return RunResult(
+        row["arm"], row["seed"], row["values"], folder, state, reason, row["recipe_sha256"]
+    )

@@ -1,0 +1,95 @@
+"""Carry out a study: every run once, finished ones skipped, failed ones listed, then the tables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_finetune.errors import StudyError
+from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.studies import folder as disk
+from moe_finetune.studies.expand import Run, expand
+from moe_finetune.studies.launch import Start, held, starter
+from moe_finetune.studies.recipe import StudyRecipe
+from moe_finetune.studies.results import StudyResults, load_results
+
+log = logging.getLogger(__name__)
+
+
+def run_study(
+    study: StudyRecipe,
+    output: str | Path,
+    resume: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> StudyResults:
+    """Carry out ``study`` in the folder ``output`` and return what it then holds.
+
+    Args:
+        study: what to run; see :func:`~moe_finetune.studies.recipe.load_study`.
+        output: the study's folder; new or empty, unless ``resume`` or ``shard``.
+        resume: go on: finished runs are skipped, others go on where they stopped.
+        shard: ``(i, n)`` runs every n-th run from the i-th on, i from 1; several may share a
+            folder, one after another or at the same time.
+
+    Raises:
+        StudyError, RecipeError: the study is wrong, or a run in the folder is damaged or another's.
+        OutputExistsError: the folder holds something else.
+        KeyboardInterrupt: SIGINT or SIGTERM, after the run at work has saved its checkpoint.
+    """
+    output = Path(output)
+    runs = expand(study)
+    mine = shard_of(runs, shard)
+    disk.prepare(study, runs, output, resume or shard is not None)
+    if study.launch.kind == "slurm":
+        from moe_finetune.studies.slurm import submit
+
+        submit(study, runs, output)
+    else:
+        carry_out(mine, output, starter(study.launch, config_folder(study)))
+    results = load_results(output)
+    write_tables(results)
+    return results
+
+
+def shard_of(runs: Sequence[Run], shard: tuple[int, int] | None) -> list[Run]:
+    """The runs of one shard; all without one."""
+    if shard is None:
+        return list(runs)
+    number, of = shard
+    if not 1 <= number <= of:
+        raise StudyError(f"shard {number}/{of}: wanted i/n with i from 1 to n")
+    return list(runs[number - 1 :: of])
+
+
+def config_folder(study: StudyRecipe) -> Path:
+    """Where paths in ``launch`` are relative to: the study's file, as those of ``extends`` are."""
+    return study.file.parent if study.file is not None else Path()
+
+
+def carry_out(runs: Sequence[Run], output: Path, start: Start) -> None:
+    """Start the runs one after another; a failure is noted and the rest go on."""
+    for number, run in enumerate(runs, 1):
+        place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
+        folder, failed = disk.run_folder(output, run.name), disk.failed_file(output, run.name)
+        with held(output, run.name) as lock:
+            if disk.state_of(output, run.name) == "finished":
+                log.info("%s: finished already", place)
+                continue
+            failed.unlink(missing_ok=True)
+            log.info("%s: started", place)
+            began = time.perf_counter()
+            why = start(run, output, lock)
+            seconds = time.perf_counter() - began
+            if why is None:
+                disk.record_finished(folder, run.recipe.hash, seconds)
+                log.info("%s: finished in %.0f s", place, seconds)
+            else:
+                write_atomic(failed, json.dumps({"reason": why}, indent=1) + "\n")
+                log.error("%s: failed after %.0f s: %s", place, seconds, why)
+
+
+def write_tables(results: StudyResults) -> None:
+    """Write the study's tables and page, where at least one run is finished."""
