@@ -679,6 +679,48 @@ def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
     return dict(zip(plan.layers, plan.permutation_LE().tolist(), strict=True))
 
 
+@app.command()
+def study(
+    recipe: Annotated[str, typer.Argument(help="Study file, or the name of one that is shipped.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key.path=value ...]",
+            help="Recipe keys go into every run; seeds=, baseline=, launch.*= are the study's.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The study's folder; new or empty.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show runs, memory and time; start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on; finished runs are skipped.")
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="I/N", help="Only every N-th run, from the I-th."),
+    ] = None,
+) -> None:
+    """Run a recipe over methods, models, data and seeds, and tabulate what came out.
+
+    Exit code 1 when a run failed; the others are finished, and --resume tries it again.
+
+    Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
+    """
+    from moe_finetune.studies.commands import carry_out_study, show_plan
+
+    if plan:
+        show_plan(recipe, overrides or [], output)
+        return
+    if output is None:
+        raise typer.BadParameter("--output: is missing; name the study's folder")
+    if carry_out_study(recipe, overrides or [], output, resume, shard):
+        raise typer.Exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
