@@ -220,8 +220,8 @@ def _rows(
         (a, a_std), (b, b_std) = (_mean_std([float(v or 0) for v in side]) for side in scores)
         row = Row(name, task["metric"], label, task["n"], a, b, a_std, b_std, b - a)
         rows.append(row)
-        items = [[_items(folder, t) for folder, t in side] for side in sides]
-        _check_joined(name, items)
+        items = [[item_values(folder, t) for folder, t in side] for side in sides]
+        check_joined(name, items)
         keys = list(items[0][0])
         if any(math.isnan(items[0][0][key][1]) for key in keys):
             continue  # a corpus metric such as MCC: no item has a value of its own
@@ -232,7 +232,7 @@ def _rows(
     return rows
 
 
-def _items(folder: Path, task: TaskResult) -> dict[tuple[str, str, int], tuple[str, float]]:
+def item_values(folder: Path, task: TaskResult) -> dict[tuple[str, str, int], tuple[str, float]]:
     """Return (task, item, occurrence) -> (hash of the prompts, value of the headline metric)."""
     found: dict[tuple[str, str, int], tuple[str, float]] = {}
     rows = load_samples(folder, task)
@@ -250,7 +250,8 @@ def _items(folder: Path, task: TaskResult) -> dict[tuple[str, str, int], tuple[s
     return found
 
 
-def _check_joined(name: str, sides: list[list[dict]]) -> None:
+def check_joined(name: str, sides: list[list[dict]]) -> None:
+    """Raise EvaluationError unless all runs of all sides have the same items and prompts."""
     runs = [run for side in sides for run in side]
     first = runs[0]
     for other in runs[1:]:
