@@ -1,0 +1,126 @@
+"""Real text of eight kinds that every installation of this package has, for the miniature.
+
+Twenty-four categories, three of each kind: prose of documentation, network code, C++ headers,
+codec tables, font metrics, computer algebra, type stubs and model code. The files are those of the
+standard library and of packages that torch, datasets, matplotlib and scikit-learn bring along.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_finetune.errors import DataError
+
+STDLIB, PACKAGES = "stdlib", "purelib"
+
+SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
+    # prose
+    "language reference": (("topics", ""),),
+    "docstrings": (("docstrings", "*.py"),),
+    "data set descriptions": (
+        (PACKAGES, "sklearn/datasets/descr/*.rst"),
+        (PACKAGES, "numpy/doc/*.py"),
+        (PACKAGES, "networkx-*.dist-info/METADATA"),
+        (PACKAGES, "scikit_learn-*.dist-info/METADATA"),
+    ),
+    # network code
+    "http and urllib": ((STDLIB, "http/*.py"), (STDLIB, "urllib/*.py")),
+    "email": ((STDLIB, "email/*.py"), (STDLIB, "smtplib.py"), (STDLIB, "imaplib.py")),
+    "asyncio": ((STDLIB, "asyncio/*.py"), (STDLIB, "socket*.py")),
+    # C++ headers
+    "c10 headers": ((PACKAGES, "torch/include/c10/core/*.h"),),
+    "aten headers": ((PACKAGES, "torch/include/ATen/native/*.h"),),
+    "torch api headers": ((PACKAGES, "torch/include/torch/csrc/api/include/torch/nn/**/*.h"),),
+    # tables of code points
+    "dos code pages": ((STDLIB, "encodings/cp[4-8]*.py"),),
+    "windows code pages": ((STDLIB, "encodings/cp1*.py"),),
+    "iso code pages": ((STDLIB, "encodings/iso8859_*.py"), (STDLIB, "encodings/mac_*.py")),
+    # font metrics
+    "tex fonts": ((PACKAGES, "matplotlib/mpl-data/fonts/afm/cm*.afm"),),
+    "postscript fonts": ((PACKAGES, "matplotlib/mpl-data/fonts/afm/p*.afm"),),
+    "pdf core fonts": ((PACKAGES, "matplotlib/mpl-data/fonts/pdfcorefonts/*.afm"),),
+    # computer algebra
+    "number theory": ((PACKAGES, "sympy/ntheory/*.py"),),
+    "polynomials": ((PACKAGES, "sympy/polys/*.py"),),
+    "integrals": ((PACKAGES, "sympy/integrals/*.py"), (PACKAGES, "sympy/series/*.py")),
+    # type stubs
+    "numpy stubs": ((PACKAGES, "numpy/**/*.pyi"),),
+    "torch stubs": ((PACKAGES, "torch/**/*.pyi"),),
+    "pandas stubs": ((PACKAGES, "pandas/_libs/**/*.pyi"),),
+    # model code
+    "model configurations": ((PACKAGES, "transformers/models/*/configuration_*.py"),),
+    "tokenizers": ((PACKAGES, "transformers/models/*/tokenization_*.py"),),
+    "image processors": ((PACKAGES, "transformers/models/*/image_processing_*.py"),),
+}
+"""Category -> (root, pattern): the standard library's folder, or that of installed packages."""
+
+PIECE, FROM_FILE, FROM_CATEGORY = 1500, 9000, 60_000
+"""Characters of a text, of what one file gives, and of a category."""
+
+
+def read_corpus() -> dict[str, list[str]]:
+    """Texts by category: pieces of whole lines, files in the order of their names.
+
+    Raises:
+        DataError: a category has no file here (a package in another layout).
+    """
+    corpus = {}
+    for category, sources in SOURCES.items():
+        pieces: list[str] = []
+        left = FROM_CATEGORY
+        for text in (t for root, pattern in sources for t in _texts(root, pattern)):
+            for piece in _pieces(text[: min(FROM_FILE, left)]):
+                pieces.append(piece)
+                left -= len(piece)
+            if left < PIECE:
+                break
+        if not pieces:
+            wanted = " and ".join(f"{root}/{pattern}" for root, pattern in sources)
+            raise DataError(
+                f"texts.corpus: no text for '{category}', looked for {wanted}; name your own "
+                "texts with texts.categories"
+            )
+        corpus[category] = pieces
+    return corpus
+
+
+def _texts(root: str, pattern: str) -> Iterator[str]:
+    if root == "topics":
+        from pydoc_data.topics import topics
+
+        yield from (topics[name].strip() for name in sorted(topics))
+        return
+    folder = Path(sysconfig.get_paths()[STDLIB if root == "docstrings" else root])
+    for path in sorted(folder.glob(pattern)):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if root == "docstrings":
+            text = _docstrings(text)
+        if text.strip():
+            yield text
+
+
+def _docstrings(source: str) -> str:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # kept for another version of Python
+        return ""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(text for text in found if text)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Runs of whole lines of about :data:`PIECE` characters; the last may be shorter."""
+    lines: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield "".join(lines)
+            lines, size = [], 0
+    if size >= PIECE // 4:
+        yield "".join(lines)

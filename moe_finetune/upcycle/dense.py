@@ -1,0 +1,168 @@
+"""Dense models that experts are made from: which are known, their sizes, and loading them.
+
+A Llama or Mistral becomes a Mixtral and a Qwen3 a Qwen3-MoE: the same attention, norms and
+feed-forward, so that nothing but the router is new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.families.checkpoint import read_config, tensor_files
+from moe_finetune.families.loading import local_folder
+
+TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""Dense ``model_type`` -> ``model_type`` of the MoE that its copies become."""
+
+_SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range",
+    "rms_norm_eps", "hidden_act", "attention_dropout", "rope_parameters", "intermediate_size",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DenseFacts:
+    """A dense model's type, and what the MoE's config takes over from its own.
+
+    ``tied`` is whether the head shares the embedding's tensor; it counts for nothing in a
+    comparison of experts, since the MoE has both.
+    """
+
+    model_type: str
+    values: dict[str, Any]
+    dtype: str | None
+    tied: bool
+
+    @property
+    def target(self) -> str:
+        """``model_type`` of the MoE."""
+        return TARGETS[self.model_type]
+
+
+def dense_facts(folder: Path) -> DenseFacts:
+    """Read a dense checkpoint's config.
+
+    Raises:
+        CheckpointError: no config, or a damaged one.
+        UnsupportedModelError: another model type, or an option that no MoE here has.
+    """
+    config = load_dense_config(folder)
+    place = folder / "config.json"
+    _refuse(place, config)
+    values = {name: getattr(config, name, None) for name in _SHARED}
+    values["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
+    values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    if TARGETS[config.model_type] == "mixtral":
+        values["sliding_window"] = getattr(config, "sliding_window", None)
+    else:
+        values["attention_bias"] = bool(config.attention_bias)
+    dtype = getattr(config, "dtype", None)
+    return DenseFacts(
+        config.model_type,
+        values,
+        None if dtype is None else str(dtype).removeprefix("torch."),
+        bool(config.tie_word_embeddings),
+    )
+
+
+def _refuse(place: Path, config: Any) -> None:
+    """Options that change the function and have no place in the MoE."""
+    if config.model_type != "qwen3":
+        for key in ("attention_bias", "mlp_bias"):
+            if getattr(config, key, False):
+                raise UnsupportedModelError(
+                    f"{place}: {key} is true, and a Mixtral has no biases; use a model without"
+                )
+    if config.model_type == "qwen3" and getattr(config, "use_sliding_window", False):
+        raise UnsupportedModelError(
+            f"{place}: use_sliding_window is true, which differs by layer; set it to false"
+        )
+    if config.hidden_act != "silu":
+        raise UnsupportedModelError(f"{place}: hidden_act '{config.hidden_act}'; wanted 'silu'")
+
+
+def load_dense_config(folder: Path) -> Any:
+    """The transformers config of a supported dense model."""
+    model_type = read_config(folder).get("model_type")
+    if model_type not in TARGETS:
+        reason = ""
+        if model_type == "qwen2":
+            reason = " (its attention has biases and no norms, which neither MoE can hold)"
+        raise UnsupportedModelError(
+            f"{folder}: model_type '{model_type}' cannot become a MoE here{reason}; supported: "
+            + ", ".join(f"{dense} -> {moe}" for dense, moe in TARGETS.items())
+        )
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a value that this model type refuses: {error}"
+        ) from error
+
+
+def load_dense(path: str | Path, dtype: str = "auto") -> Any:
+    """A dense causal language model in eval mode; no tensor is ever left at random values.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config.
+        UnsupportedModelError: another model type.
+    """
+    folder = local_folder(path)
+    config = load_dense_config(folder)
+    tensor_files(folder)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
+            f"is '{missing[0]}'; copy the checkpoint again"
+        )
+    return model
+
+
+def new_llama(section: Any, tokenizer: Any, max_length: int) -> Any:
+    """A Llama with random weights, in the sizes of a recipe's ``dense.pretrain``."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    head = 64 if section.hidden_size >= 512 else 32
+    heads = section.hidden_size // head
+    config = LlamaConfig(
+        vocab_size=section.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        head_dim=head,
+        max_position_embeddings=max(2048, max_length),
+        initializer_range=0.04,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(section.seed)
+        return LlamaForCausalLM(config)

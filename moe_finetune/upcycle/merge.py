@@ -1,0 +1,340 @@
+"""Branch-Train-MiX: dense experts' feed-forwards side by side, everything else averaged.
+
+The checkpoint is written tensor by tensor from the experts' files; no model is built, and memory
+stays at a few chunks a thread. Router rows are normal with standard deviation ``router_std``.
+Source: BTX (arXiv 2403.07816) as P3 §3.1 uses it.
+
+Shape legend: N experts, H hidden, D width of the feed-forward.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.families import FAMILIES
+from moe_finetune.families.checkpoint import tensor_files
+from moe_finetune.upcycle.dense import DenseFacts, dense_facts
+from moe_finetune.upcycle.frequencies import tokenizer_hash
+from moe_finetune.weights.apply import default_workers
+from moe_finetune.weights.carried import carried_files
+from moe_finetune.weights.checkpoint import INDEX
+from moe_finetune.weights.headers import (
+    FLOATS,
+    ITEM_BYTES,
+    Header,
+    TensorInfo,
+    build_header,
+    read_header,
+)
+from moe_finetune.weights.output import check_output, output_folder, write_small
+
+if TYPE_CHECKING:
+    from moe_finetune.weights.writer import Content, Output
+
+SHARD_BYTES = 4_000_000_000
+_CHUNK_BYTES = 8 << 20
+_FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+# Buffers that old checkpoints of these models hold; transformers computes them.
+_COMPUTED = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class UpcycleReport:
+    """What a merge wrote: folder, the MoE's type, number of experts, bytes and wall seconds."""
+
+    output: Path
+    model_type: str
+    experts: int
+    averaged: int
+    bytes_written: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A dense checkpoint, known from its headers."""
+
+    folder: Path
+    facts: DenseFacts
+    tensors: dict[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of equal-shaped stored tensors, summed in float64 (float32 for 16-bit types)."""
+
+    sources: tuple[TensorInfo, ...]
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`moe_finetune.weights.writer.Content`."""
+        import torch
+
+        from moe_finetune.weights.tensors import DTYPES, read_bytes, typed
+
+        wide = torch.float32 if ITEM_BYTES[target.dtype] == 2 else torch.float64
+        for start in range(0, target.size, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, target.size - start)
+            total = torch.zeros(size // ITEM_BYTES[target.dtype], dtype=wide)
+            for source in self.sources:
+                total += typed(read_bytes(source.file, source.offset + start, size), source.dtype)
+            mean = (total / len(self.sources)).to(DTYPES[target.dtype])
+            out.write(mean.view(torch.uint8), target.offset + start)
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Normal values that follow from a seed alone."""
+
+    std: float
+    seed: int
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`moe_finetune.weights.writer.Content`."""
+        import torch
+
+        from moe_finetune.weights.tensors import DTYPES
+
+        generator = torch.Generator().manual_seed(self.seed)
+        values = torch.randn(target.shape, generator=generator) * self.std
+        out.write(values.to(DTYPES[target.dtype]).view(torch.uint8).reshape(-1), target.offset)
+
+
+def merge_experts(
+    experts: Sequence[str | Path],
+    output: str | Path,
+    *,
+    top_k: int = 2,
+    router_std: float = 0.02,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    workers: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> UpcycleReport:
+    """Write the MoE whose expert n is the feed-forward of ``experts[n]``.
+
+    Llama and Mistral give a Mixtral, Qwen3 a Qwen3-MoE; a tied head becomes a tensor of its own.
+    With N copies of one model the MoE computes that model's function, whatever its routers say.
+
+    Args:
+        experts: dense checkpoint folders of one shape, type and tokenizer; the first gives
+            tokenizer and generation files.
+        output: folder to make.
+        top_k: experts a token.
+        router_std: standard deviation of the routers' weights.
+        seed: of the routers.
+        overwrite: replace an existing output folder.
+        progress: called with (bytes done, bytes in all).
+        workers: threads.
+        shard_bytes: size from which a new weight file begins.
+
+    Raises:
+        CheckpointError: an expert that is damaged, or differs from the first in tokenizer, sizes
+            or tensors.
+        UnsupportedModelError: a model type without a MoE.
+        OutputExistsError, DiskSpaceError: before anything is written.
+    """
+    from moe_finetune.weights.writer import Content, write_files
+
+    started = time.perf_counter()
+    output = Path(output)
+    check_output(output, overwrite)
+    opened = [open_expert(path) for path in experts]
+    if not 1 <= top_k <= len(opened) or len(opened) < 2:
+        raise CheckpointError(
+            f"merge: {len(opened)} experts with top_k {top_k}; wanted two experts or more and "
+            "top_k between 1 and their number"
+        )
+    check_alike(opened)
+    contents: dict[str, Content] = {}
+    shapes: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, dtype, shape, content in plan(opened, router_std, seed):
+        contents[name] = content
+        shapes.append((name, dtype, shape))
+    files = shard(shapes, shard_bytes)
+    small = carried_files(opened[0].folder)
+    small["config.json"] = moe_config(opened[0].facts, len(opened), top_k)
+    if len(files) > 1:
+        small[INDEX] = _index(files)
+    size = sum(map(len, small.values()))
+    size += sum(len(h.raw) + sum(t.size for t in h.tensors.values()) for h in files.values())
+    with output_folder(output, size, overwrite) as folder:
+        for name, raw in small.items():
+            write_small(folder, name, raw)
+        write_files(folder, files, contents, workers or default_workers(), progress)
+    averaged = sum(isinstance(content, Average) for content in contents.values())
+    seconds = time.perf_counter() - started
+    return UpcycleReport(
+        output, opened[0].facts.target, len(opened), averaged, size, round(seconds, 3)
+    )
+
+
+def open_expert(path: str | Path) -> Expert:
+    """Read config and headers of a dense checkpoint."""
+    folder = Path(path)
+    facts = dense_facts(folder)
+    tensors = {
+        name: info
+        for file in sorted(set(tensor_files(folder).values()))
+        for name, info in read_header(file, CheckpointError).tensors.items()
+        if not name.endswith(_COMPUTED)
+    }
+    if facts.tied and "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    wanted = {name for names in _names(facts).values() for name in names}
+    for name in sorted(wanted - set(tensors)):
+        raise CheckpointError(f"{folder}: tensor '{name}' is missing; copy the checkpoint again")
+    for name in sorted(set(tensors) - wanted):
+        raise CheckpointError(
+            f"{folder}: tensor '{name}' is none of a {facts.model_type}'s; the MoE has no place "
+            "for it"
+        )
+    for info in tensors.values():
+        if info.dtype not in FLOATS:
+            raise UnsupportedModelError(
+                f"{folder}: '{info.name}' is stored as {info.dtype}; only "
+                f"{', '.join(FLOATS)} can be averaged, so give the unquantised checkpoint"
+            )
+    return Expert(folder, facts, tensors)
+
+
+def check_alike(experts: Sequence[Expert]) -> None:
+    """Raise CheckpointError unless all experts have the first one's tokenizer, sizes and tensors."""
+    first = experts[0]
+    tokenizer = tokenizer_hash(first.folder)
+    for other in experts[1:]:
+        both = f"{other.folder} and {first.folder}"
+        if other.facts.model_type != first.facts.model_type:
+            raise CheckpointError(
+                f"{both}: a {other.facts.model_type} and a {first.facts.model_type} cannot be "
+                "experts of one model; give checkpoints trained from the same dense model"
+            )
+        for key, value in first.facts.values.items():
+            if other.facts.values[key] != value:
+                raise CheckpointError(
+                    f"{both}: {key} is {other.facts.values[key]} and {value}; give checkpoints "
+                    "trained from the same dense model"
+                )
+        if tokenizer_hash(other.folder) != tokenizer:
+            raise CheckpointError(
+                f"{both}: their tokenizers differ, so equal ids are different text; give "
+                "checkpoints trained with one tokenizer"
+            )
+        for name, info in first.tensors.items():
+            held = other.tensors[name]
+            if (held.shape, held.dtype) != (info.shape, info.dtype):
+                raise CheckpointError(
+                    f"{both}: '{name}' is {held.dtype} {held.shape} and {info.dtype} "
+                    f"{info.shape}; give checkpoints of one shape and dtype"
+                )
+
+
+def plan(
+    experts: Sequence[Expert], router_std: float, seed: int
+) -> Iterable[tuple[str, str, tuple[int, ...], Content]]:
+    """Every tensor of the MoE in the order of the file: name, dtype, shape, content."""
+    from moe_finetune.weights.writer import Copy
+
+    facts = experts[0].facts
+    disk = FAMILIES[facts.target].disk
+
+    def average(name: str) -> tuple[str, str, tuple[int, ...], Content]:
+        info = experts[0].tensors[name]
+        return name, info.dtype, info.shape, Average(tuple(e.tensors[name] for e in experts))
+
+    names = _names(facts)
+    yield average("model.embed_tokens.weight")
+    for layer in range(facts.values["num_hidden_layers"]):
+        for name in names[layer]:
+            if ".mlp." not in name:
+                yield average(name)
+        gate = experts[0].tensors[f"model.layers.{layer}.mlp.gate_proj.weight"]
+        rows = RandomRows(router_std, seed * 1_000_003 + layer)
+        yield disk.name("router", layer), gate.dtype, (len(experts), gate.shape[1]), rows
+        for number, expert in enumerate(experts):
+            for part, projection in _FEED_FORWARD.items():
+                info = expert.tensors[f"model.layers.{layer}.mlp.{projection}.weight"]
+                yield disk.name(part, layer, number), info.dtype, info.shape, Copy(info)
+    yield average("model.norm.weight")
+    yield average("lm_head.weight")
+
+
+def _names(facts: DenseFacts) -> dict[int, list[str]]:
+    """Tensors of a dense model by layer; -1 holds those outside."""
+    parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    if facts.model_type == "qwen3":
+        parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+        if facts.values["attention_bias"]:
+            parts += [f"self_attn.{p}_proj.bias" for p in "qkvo"]
+    parts += [f"mlp.{projection}.weight" for projection in _FEED_FORWARD.values()]
+    names = {
+        layer: [f"model.layers.{layer}.{part}" for part in parts]
+        for layer in range(facts.values["num_hidden_layers"])
+    }
+    return {-1: ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"], **names}
+
+
+def shard(
+    shapes: Sequence[tuple[str, str, tuple[int, ...]]], shard_bytes: int
+) -> dict[str, Header]:
+    """Headers of the weight files; a file ends before it would exceed ``shard_bytes``."""
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for entry in shapes:
+        size = ITEM_BYTES[entry[1]]
+        for length in entry[2]:
+            size *= length
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    count = len(groups)
+    if count == 1:
+        return {"model.safetensors": build_header(Path("model.safetensors"), groups[0])}
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return {n: build_header(Path(n), group) for n, group in zip(names, groups, strict=True)}
+
+
+def _index(files: dict[str, Header]) -> bytes:
+    weight_map = {name: file for file, header in files.items() for name in header.tensors}
+    total = sum(info.size for header in files.values() for info in header.tensors.values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:
+    """``config.json`` of the MoE."""
+    from transformers import MixtralConfig, Qwen3MoeConfig
+
+    values: dict[str, Any] = {
+        **facts.values,
+        "num_experts_per_tok": top_k,
+        "tie_word_embeddings": False,
+        "dtype": facts.dtype,
+    }
+    config: Any
+    if facts.target == "mixtral":
+        config = MixtralConfig(**values, num_local_experts=experts)
+    else:
+        config = Qwen3MoeConfig(
+            **values,
+            num_experts=experts,
+            moe_intermediate_size=values["intermediate_size"],
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            use_sliding_window=False,
+        )
+    config.architectures = [FAMILIES[facts.target].architecture]
+    content = json.loads(config.to_json_string())
+    if facts.target == "qwen3_moe":  # transformers writes its inner name; readers know the other
+        content["num_experts"] = content.pop("num_local_experts")
+    return (json.dumps(content, indent=2) + "\n").encode()

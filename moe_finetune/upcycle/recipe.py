@@ -1,0 +1,266 @@
+"""What ``moe-finetune upcycle`` does: a recipe of its own, read and checked as the others are.
+
+The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense,
+Branch-Train-MiX without and with load balancing (gshard on top-k scores, 0.01), and SvMoE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.layered_yaml import load_tree
+from moe_finetune.recipe import LoraSection, Method, Paths, Section, resolve_method
+from moe_finetune.validation import describe
+
+
+class PretrainSection(Section):
+    """A small Llama made on the spot; heads of 32 (64 from a hidden size of 512 on)."""
+
+    vocab_size: int = Field(default=1024, ge=300)
+    hidden_size: int = Field(default=128, ge=32, multiple_of=32)
+    intermediate_size: int = Field(default=256, ge=8)
+    layers: int = Field(default=4, ge=1)
+    seed: int = 0
+    trainer: dict[str, Any] = {}
+
+
+class DenseSection(Section):
+    """The dense model: a checkpoint, or one that is pretrained here on the texts."""
+
+    path: str | None = Field(default=None, min_length=1, description="folder or hub id")
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    pretrain: PretrainSection | None = None
+
+
+class TextSection(Section):
+    """The texts: a source for each category, or the built-in corpus of this Python's files."""
+
+    categories: dict[str, Paths] | None = None
+    corpus: Literal["python"] | None = None
+    max_length: int = Field(default=2048, ge=8, description="tokens of a training row")
+    limit: int | None = Field(default=None, ge=10, description="texts of a category")
+    seed: int = Field(default=0, description="of the split into train, validation and test")
+
+
+class ClusterSection(Section):
+    """How categories become the data of N experts."""
+
+    count: int = Field(default=8, ge=2, description="clusters, and so experts")
+    pinned: dict[str, int] = Field(default={}, description="category -> cluster, from 0")
+    table: str | None = Field(default=None, description="a ready table; nothing is counted then")
+    restarts: int = Field(default=16, ge=1)
+    seed: int = 0
+
+
+class ExpertSection(Section):
+    """Continual training of the dense model on each cluster; or ready checkpoints."""
+
+    checkpoints: list[str] | None = Field(default=None, description="one a cluster, in order")
+    lora: LoraSection | None = None
+    trainer: dict[str, Any] = {}
+    processes: int = Field(default=1, ge=1, description="1: in turn; more: as many at once")
+
+
+class MergeSection(Section):
+    """The MoE that the experts become."""
+
+    top_k: int = Field(default=2, ge=1)
+    router_std: float = Field(default=0.02, ge=0, description="of the random routers")
+
+
+class RouterSection(Section):
+    """Training of the routers alone, on supervised routing."""
+
+    trainer: dict[str, Any] = {}
+
+
+class ArmSection(Section):
+    """One model that is fine-tuned and compared; ``trainer`` is laid over ``finetune.trainer``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    start: Literal["dense", "merged", "router"]
+    method: Method = Method()
+    trainer: dict[str, Any] = {}
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _resolve(cls, value: Any) -> Any:
+        return value if isinstance(value, Method) else resolve_method(value)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ArmSection:
+        if self.start == "dense" and self.method.terms:
+            raise ValueError("an arm that starts from 'dense' has no router and takes no terms")
+        if self.method.bias_update is not None:
+            raise ValueError("method.bias_update: these checkpoints have no place for such a bias")
+        return self
+
+
+class FinetuneSection(Section):
+    """The last stage, of every arm: the whole model, or LoRA that is merged afterwards."""
+
+    lora: LoraSection | None = None
+    trainer: dict[str, Any] = {}
+
+
+class JudgementSection(Section):
+    """P3's Table 2: yes-or-no questions after solved ones.
+
+    Without ``file`` the questions are made from the texts: does one piece go on where the other
+    ends? Rows of a file have ``question`` and ``answer`` (true or false).
+    """
+
+    file: str | None = None
+    shots: int = Field(default=5, ge=0)
+    items: int = Field(default=200, ge=2, description="at most")
+    piece: int = Field(default=32, ge=2, description="tokens of a piece, for made questions")
+
+
+class EvaluationSection(Section):
+    """What is measured of every arm."""
+
+    texts: int | None = Field(default=None, ge=1, description="of each category and split")
+    tokens_per_batch: int = Field(default=4096, ge=1)
+    judgement: JudgementSection | None = JudgementSection()
+    passages: int = Field(default=4, ge=0, description="texts coloured by expert")
+
+
+def _paper_arms() -> dict[str, ArmSection]:
+    balance = {"preset": "supervised_routing_baseline"}
+    return {
+        "Dense": ArmSection(start="dense"),
+        "BTX": ArmSection(start="merged"),
+        "BTX + balance": ArmSection(start="merged", method=resolve_method(balance)),
+        "SvMoE": ArmSection(start="router"),
+    }
+
+
+class UpcycleRecipe(Section):
+    """A dense model's way to a mixture of experts, completely described."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    dense: DenseSection
+    texts: TextSection
+    clusters: ClusterSection = ClusterSection()
+    experts: ExpertSection = ExpertSection()
+    merge: MergeSection = MergeSection()
+    router: RouterSection = RouterSection()
+    finetune: FinetuneSection = FinetuneSection()
+    arms: dict[str, ArmSection] = Field(default_factory=_paper_arms)
+    evaluation: EvaluationSection = EvaluationSection()
+    seeds: list[int] = [0]
+
+    @model_validator(mode="after")
+    def _agree(self) -> UpcycleRecipe:
+        problems = [*_contradictions(self), *_trainer_problems(self)]
+        if problems:
+            raise RecipeError("\n".join(problems))
+        return self
+
+    @property
+    def counts_clusters(self) -> bool:
+        """Whether categories are clustered here: experts or table are still to be made."""
+        return self.clusters.table is None or self.experts.checkpoints is None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values of every key, defaults included."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The resolved recipe; :func:`load_upcycle_recipe` reads it back to an equal one."""
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+
+
+def load_upcycle_recipe(
+    paths: Sequence[str | Path], overrides: Sequence[str] = ()
+) -> UpcycleRecipe:
+    """Read, merge, override and validate recipe files (later ones win).
+
+    Raises:
+        RecipeError: one line for each problem, with the file, line and dotted key.
+    """
+    tree = load_tree(paths, overrides)
+    try:
+        return UpcycleRecipe.model_validate(tree.values)
+    except ValidationError as error:
+        lines = describe(UpcycleRecipe, error)
+    placed = []
+    for line in lines:
+        key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
+        origin = tree.origin(key)
+        placed.append(f"{origin}: {line}" if origin else line)
+    raise RecipeError("\n".join(placed))
+
+
+def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
+    """Combinations that cannot run, one line each, starting with the key to change."""
+    dense, texts, clusters = recipe.dense, recipe.texts, recipe.clusters
+    if (dense.path is None) == (dense.pretrain is None):
+        yield "dense: wanted either `path` (a checkpoint) or `pretrain` (a small Llama made here)"
+    if (texts.categories is None) == (texts.corpus is None):
+        yield "texts: wanted either `categories` (name: file) or `corpus: python`"
+    if texts.categories is not None:
+        counted = recipe.counts_clusters
+        yield from _cluster_problems(clusters, list(texts.categories), counted)
+    if recipe.merge.top_k > clusters.count:
+        yield f"merge.top_k: {recipe.merge.top_k} is more than the {clusters.count} experts"
+    given = recipe.experts.checkpoints
+    if given is not None and len(given) != clusters.count:
+        yield f"experts.checkpoints: got {len(given)}, wanted one for each of {clusters.count}"
+    if not recipe.arms:
+        yield "arms: is empty; name at least one model to compare"
+    if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds):
+        yield "seeds: wanted at least one number, each once"
+    names = [safe_name(name) for name in recipe.arms]
+    if len(set(names)) < len(names):
+        yield f"arms: {', '.join(recipe.arms)}: two names give the same folder"
+
+
+def _cluster_problems(
+    clusters: ClusterSection, names: list[str], counted: bool
+) -> Iterator[str]:
+    if counted and len(names) < clusters.count:
+        yield (
+            f"texts.categories: {len(names)} categories are fewer than the {clusters.count} "
+            "clusters; give more categories or lower clusters.count"
+        )
+    for name, cluster in clusters.pinned.items():
+        if name not in names:
+            yield f"clusters.pinned.{name}: no such category{did_you_mean(name, names)}"
+        elif not 0 <= cluster < clusters.count:
+            yield f"clusters.pinned.{name}: {cluster}; clusters are 0 to {clusters.count - 1}"
+
+
+def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
+    from moe_finetune.training.arguments import check_trainer
+
+    sections = {
+        "dense.pretrain": recipe.dense.pretrain.trainer if recipe.dense.pretrain else {},
+        "experts": recipe.experts.trainer,
+        "router": recipe.router.trainer,
+        "finetune": recipe.finetune.trainer,
+        **{f"arms.{name}": arm.trainer for name, arm in recipe.arms.items()},
+    }
+    for place, trainer in sections.items():
+        if trainer:
+            yield from (f"{place}.{line}" for line in check_trainer(trainer))
+        if "seed" in trainer:
+            yield f"{place}.trainer.seed: cannot be set here: set `seeds`"
+    for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):
+        if lora is not None and lora.rank is None:
+            yield f"{place}.lora.rank: is missing; wanted a whole number such as 32"
+
+
+def safe_name(name: str) -> str:
+    """An arm's name as a folder's: ``BTX + balance`` -> ``btx_balance``."""
+    words = "".join(c.lower() if c.isalnum() else " " for c in name).split()
+    return "_".join(words) or "arm"
