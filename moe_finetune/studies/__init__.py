@@ -4,12 +4,12 @@
 
     from moe_finetune.studies import expand, load_results, load_study, run_study
 
-    study = load_study("recipes/studies/paper0_table1.yaml", ["trainer.max_steps=50", "seeds=[1,2]"])
+    study = load_study("recipes/studies/paper0_table1.yaml", ["trainer.max_steps=9", "seeds=[1,2]"])
     runs = expand(study)             # [Run(arm, seed, values, recipe), ...]; starts nothing
     results = run_study(study, "studies/table1", resume=False, shard=(1, 4))
     results = load_results("studies/table1")        # at any time, finished or not
     for run in results.finished:                    # RunResult
-        run.arm, run.seed, run.values               # "moonlight-erc", 42, {"model": "moonlight", ...}
+        run.arm, run.seed, run.values               # "moonlight-erc", 42, {"model": ...}
         run.folder, run.metrics_file, run.merged    # paths
         run.evaluation                              # eval/results.json, or None
         run.value("loss")                           # last of metrics.jsonl, or routing/after.json

@@ -154,8 +154,9 @@ def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Ite
     """Choices of an axis that is a recipe key with a list of values."""
     parts = axis.split(".")
     if parts[0] not in Recipe.model_fields:
+        near = did_you_mean(parts[0], Recipe.model_fields)
         raise StudyError(
-            f"{place}: axes.{axis}: is no key of a recipe{did_you_mean(parts[0], Recipe.model_fields)}"
+            f"{place}: axes.{axis}: is no key of a recipe{near}"
             " (an axis of another name maps the names of its arms to recipe keys)"
         )
     if axis == NOT_VARIED:

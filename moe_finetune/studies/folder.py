@@ -123,9 +123,7 @@ def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
     record = {
         "recipe_sha256": recipe_sha256,
         "seconds": round(seconds, 1),
-        "files": {
-            str(file.relative_to(folder)): _digest(file) for file in _tabulated(folder)
-        },
+        "files": {str(file.relative_to(folder)): _digest(file) for file in _tabulated(folder)},
     }
     write_atomic(folder / FINISHED, json.dumps(record, indent=1) + "\n")
 

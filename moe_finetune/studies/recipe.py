@@ -69,12 +69,12 @@ class StudyRecipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     title: str = ""
     source: str = Field(default="", description="paper and table or figure")
-    base: dict[str, Any] = {}
-    axes: dict[str, list[Any] | dict[str, Any]] = {}
+    base: dict[str, Any] = Field(default={})
+    axes: dict[str, list[Any] | dict[str, Any]] = Field(default={})
     seeds: list[int] = Field(min_length=1)
     baseline: str | int | float | dict[str, Any] | None = None
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
-    metrics: dict[str, Literal["lower", "higher"]] = {}
+    metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
     launch: LaunchSection = LaunchSection()
     plan: PlanSection = PlanSection()
 

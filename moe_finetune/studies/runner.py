@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.files import write_atomic
@@ -15,6 +16,9 @@ from moe_finetune.studies.expand import Run, expand
 from moe_finetune.studies.launch import Start, held, starter
 from moe_finetune.studies.recipe import StudyRecipe
 from moe_finetune.studies.results import StudyResults, load_results
+
+if TYPE_CHECKING:
+    from moe_finetune.studies.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -91,5 +95,22 @@ def carry_out(runs: Sequence[Run], output: Path, start: Start) -> None:
                 log.error("%s: failed after %.0f s: %s", place, seconds, why)
 
 
-def write_tables(results: StudyResults) -> None:
-    """Write the study's tables and page, where at least one run is finished."""
+def write_tables(results: StudyResults) -> Table | None:
+    """Write ``tables/study.{csv,tex,json,txt}`` and ``report/index.html``; None without results."""
+    from moe_finetune.studies import render
+    from moe_finetune.studies.page import write_page
+    from moe_finetune.studies.table import make_table
+
+    if not results.finished:
+        return None
+    table = make_table(results)
+    content = {
+        "csv": render.to_csv(table),
+        "tex": render.to_latex(table),
+        "json": render.to_json_text(table),
+        "txt": render.to_text(table),
+    }
+    for suffix, text in content.items():
+        write_atomic(results.folder / "tables" / f"study.{suffix}", text)
+    write_page(results, table, results.folder / "report" / "index.html")
+    return table
