@@ -1,0 +1,190 @@
+"""One arm and seed: the demo's checkpoint fine-tuned by the real trainer, and measured on the way.
+
+Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, set_seed
+
+from moe_finetune.capture.recorder import backbone_of
+from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
+from moe_finetune.demo.pretrain import ensure_demo_checkpoint
+from moe_finetune.families.loading import load_config, load_model, load_tokenizer
+from moe_finetune.layered_yaml import Tree, merge_mappings
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.metrics import path_stability
+from moe_finetune.recipe import Recipe, recipe_from_tree
+from moe_finetune.studies.effects.probe import measure
+from moe_finetune.studies.effects.score import HeldOutTasks
+from moe_finetune.studies.effects.settings import TABLE, FinetuneSection, with_table
+from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.data import load_dataset_for
+from moe_finetune.training.sft import METRICS_FILE, build_trainer
+
+log = logging.getLogger(__name__)
+TOPICS_SEED = 0
+
+
+class Workbench:
+    """What all arms of a study share: checkpoint, data, held-out tasks, token frequencies.
+
+    Args:
+        section: the study's ``finetune``.
+        folder: where data and token frequencies are written.
+    """
+
+    def __init__(self, section: FinetuneSection, folder: Path):
+        self.section = section
+        self.checkpoint = ensure_demo_checkpoint()
+        self.folder = folder
+        self.data = folder / "data"
+        if not self.data.is_dir():
+            write_demo_data(self.data)
+        self.tokenizer = load_tokenizer(self.checkpoint)
+        self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
+        recipe = self.recipe({"preset": "none"}, seed=0)
+        self.train, validation = load_dataset_for(recipe.data, self.tokenizer, recipe.seed)
+        self.validation = validation.to_list() if validation is not None else []
+        config: Any = load_config(self.checkpoint)
+        self.frequencies_VE = topic_frequencies(
+            [row["input_ids"] for row in self.train.to_list()],
+            config.vocab_size,
+            config.num_experts,
+        )
+        write_table(self.frequencies_VE, folder / TABLE)
+
+    def recipe(self, method: dict[str, Any], seed: int) -> Recipe:
+        """The recipe of one arm and seed."""
+        own = {
+            "model": {"path": str(self.checkpoint), "dtype": "float32"},
+            "data": {
+                "train": str(self.data / TRAIN_FILE),
+                "validation": str(self.data / VALIDATION_FILE),
+                "format": "prompt_completion",
+            },
+            "method": with_table(method, str(self.folder / TABLE)),
+            "trainer": {"seed": seed, "save_strategy": "no", "report_to": "none"},
+            "export": {"merge": False},
+        }
+        return recipe_from_tree(Tree(merge_mappings(self.section.recipe, own)))
+
+
+def topic_frequencies(
+    documents: Sequence[Sequence[int]], vocabulary: int, experts: int
+) -> np.ndarray:
+    """``(V, E)`` float32: how often each token occurs in each of E groups of like documents.
+
+    Groups are k-means clusters of the documents' token shares, in the place of P3's clusters of
+    embeddings. Every token has a little of every group, so that rows exist for all; they sum to 1.
+    """
+    from sklearn.cluster import KMeans
+
+    counts_DV = np.stack([np.bincount(ids, minlength=vocabulary) for ids in documents])
+    shares_DV = counts_DV / counts_DV.sum(1, keepdims=True)
+    groups_D = KMeans(experts, n_init=1, random_state=TOPICS_SEED).fit_predict(np.sqrt(shares_DV))
+    table_VE = np.full((vocabulary, experts), 1e-3)
+    np.add.at(table_VE.T, groups_D, counts_DV)
+    return (table_VE / table_VE.sum(1, keepdims=True)).astype(np.float32)
+
+
+def write_table(frequencies_VE: np.ndarray, path: Path) -> None:
+    """Write the table as ``supervised_routing`` reads it."""
+    from safetensors.numpy import save_file
+
+    save_file({"token_frequencies": frequencies_VE}, path)
+
+
+class Probe(TrainerCallback):
+    """Measures the model on held-out examples before training and ``count`` times during it.
+
+    Attributes:
+        rows: metrics by probe, with ``step``, and ``stability``: the share of held-out tokens and
+            layers whose top-1 expert is that of the probe before.
+    """
+
+    def __init__(self, bench: Workbench, method: SpecializationCallback, count: int):
+        self.bench, self.method, self.count = bench, method, count
+        self.rows: list[dict[str, float]] = []
+        self._top1_TL: np.ndarray | None = None
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):  # noqa: D102
+        if state.global_step == 0:
+            self._measure(model, 0)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):  # noqa: D102
+        # Probe i of n lies at step i/n of the run, rounded down.
+        done, total = state.global_step, state.max_steps
+        if done * self.count // total > (done - 1) * self.count // total:
+            self._measure(model, done)
+
+    def _measure(self, model: Any, step: int) -> None:
+        work = self.method.specialization
+        assert work is not None
+        work.recorder.restore()  # a model is recorded once at a time
+        # What is measured must not move the random numbers that training draws.
+        state = torch.get_rng_state()
+        try:
+            metrics, top1_TL = measure(
+                model,
+                self.bench.validation,
+                self.bench.frequencies_VE,
+                embeddings=self.bench.section.embeddings,
+                perturbation=work.perturbation,
+            )
+        finally:
+            torch.set_rng_state(state)
+            work.recorder.install()
+        if self._top1_TL is not None:
+            metrics["stability"] = path_stability(self._top1_TL, top1_TL)
+        self._top1_TL = top1_TL
+        self.rows.append({"step": step, **metrics})
+
+
+def run_finetune(
+    bench: Workbench, method: dict[str, Any], seed: int, folder: Path
+) -> dict[str, Any]:
+    """Train one arm in the run's folder ``folder`` and return what it showed.
+
+    Keys ``probes`` (see :class:`Probe`), ``log`` (rows of ``metrics.jsonl``) and ``scores`` of the
+    held-out tasks after training.
+    """
+    recipe = bench.recipe(method, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that was interrupted
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
+    set_seed(seed)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    assert not backbone_of(model).config.output_router_logits
+    train = bench.train.shuffle(seed)
+    trainer, callback = build_trainer(recipe, folder, model, bench.tokenizer, train, None)
+    probe = Probe(bench, callback, bench.section.probes)
+    trainer.add_callback(probe)
+    try:
+        trainer.train()
+    finally:
+        callback.close()
+    assert callback.specialization is not None
+    return {
+        "probes": probe.rows,
+        "log": _log(folder / METRICS_FILE),
+        "scores": bench.tasks.score(model, callback.specialization.perturbation),
+    }
+
+
+def _log(path: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        {key: value for key, value in row.items() if isinstance(value, int | float)}
+        for row in rows
+        if row["kind"] == "train"
+    ]

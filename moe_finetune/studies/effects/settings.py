@@ -1,0 +1,139 @@
+"""The recipe of a miniature: which arms train on what, with which seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.layered_yaml import load_tree, merge_mappings
+from moe_finetune.recipe import Section, resolve_method
+from moe_finetune.validation import describe
+
+KIND = "miniature"
+TABLE = "token_frequencies.safetensors"
+
+
+class RecoverySection(Section):
+    """Figure 2 of P4: sizes of :func:`moe_finetune.studies.theory.recovery.coherence_sweep`."""
+
+    count: int = Field(default=16, ge=2)
+    k: int = Field(default=6, ge=1)
+    width: int = Field(default=32, ge=2)
+    trials: int = Field(default=40, ge=1)
+
+
+class ClassificationSection(Section):
+    """Figure 3 of P4. ``setting`` changes keys of its :class:`Setting`, which is the paper's."""
+
+    arms: list[Literal["baseline", "orthogonality", "dpp", "ncl"]] = Field(min_length=1)
+    setting: dict[str, int | float] = Field(default_factory=dict)
+
+
+class FinetuneSection(Section):
+    """Fine-tuning of the demo's checkpoint, one arm a method.
+
+    Attributes:
+        recipe: keys of a recipe that all arms share; ``model.path`` and the data are filled in.
+        arms: name -> ``method:`` of a recipe.
+        once: arms that run with the first seed alone.
+        probes: times that the model is measured on held-out examples while it trains, equally far
+            apart, beside the one before.
+        embeddings: tokens that expert overlap is measured on.
+        tasks: largest number of examples of each held-out task.
+    """
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    once: list[str] = Field(default_factory=list)
+    probes: int = Field(default=4, ge=1)
+    embeddings: int = Field(default=1500, ge=20)
+    tasks: int = Field(default=200, ge=1)
+
+
+class ScratchSection(Section):
+    """Pretraining from random weights, one arm a method.
+
+    Attributes:
+        arms: name -> ``method:`` of a recipe.
+        model: changes to :class:`moe_finetune.demo.pretrain.PretrainConfig`.
+        mixture: changes to :class:`moe_finetune.demo.batches.Mixture`.
+        steps, learning_rate: of AdamW, with linear warm-up over a tenth and a cosine after it.
+    """
+
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    model: dict[str, int | float] = Field(default_factory=dict)
+    mixture: dict[str, int | float] = Field(default_factory=dict)
+    steps: int = Field(default=100, ge=4)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    gradient_norm: float = Field(default=1.0, gt=0)
+
+
+class Miniature(Section):
+    """Everything that decides a miniature study; a part that is left out is not run."""
+
+    kind: Literal["miniature"]
+    title: str = "Headline effects in miniature"
+    seeds: list[int] = Field(min_length=1)
+    recovery: RecoverySection | None = None
+    classification: ClassificationSection | None = None
+    finetune: FinetuneSection | None = None
+    scratch: ScratchSection | None = None
+    upcycle: str | None = Field(default=None, description="folder of `upcycle`'s miniature")
+
+
+def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature:
+    """Read a miniature's recipe and check every arm's method.
+
+    Raises:
+        RecipeError: an unknown key, method or option, with its place.
+    """
+    tree = load_tree([path], overrides)
+    try:
+        study = Miniature.model_validate(tree.values)
+    except ValidationError as error:
+        raise RecipeError(
+            "\n".join(f"{path}: {line}" for line in describe(Miniature, error))
+        ) from None
+    for part in (study.finetune, study.scratch):
+        for arm, method in (part.arms if part else {}).items():
+            check_name(str(path), arm)
+            try:
+                resolve_method(with_table(method, TABLE))
+            except RecipeError as error:
+                raise RecipeError(f"{path}: arms.{arm}: {error}") from None
+    unknown = set(study.finetune.once) - set(study.finetune.arms) if study.finetune else set()
+    if unknown:
+        raise RecipeError(f"{path}: finetune.once: {sorted(unknown)} are not among finetune.arms")
+    return study
+
+
+def is_miniature(path: str | Path) -> bool:
+    """Whether the file says ``kind: miniature``; False when it cannot be read."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return False
+    return isinstance(values, dict) and values.get("kind") == KIND
+
+
+def check_name(path: str, arm: str) -> None:
+    """Refuse an arm's name that cannot be a folder."""
+    if not arm.replace("_", "").replace(".", "").replace("-", "").isalnum():
+        raise RecipeError(f"{path}: arms.{arm}: wanted a name of letters, digits, '_', '-', '.'")
+
+
+def with_table(method: dict[str, Any], table: str) -> dict[str, Any]:
+    """``method`` with the token frequencies' file filled in, where it supervises routing."""
+    supervised = method.get("preset") == "supervised_routing" or (
+        "supervised_routing" in (method.get("terms") or {})
+    )
+    if not supervised:
+        return method
+    below = {"terms": {"supervised_routing": {"table": table}}}
+    return merge_mappings(below, method)

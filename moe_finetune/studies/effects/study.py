@@ -1,0 +1,60 @@
+"""A miniature from beginning to end: run what is missing, then write and print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_finetune.studies.effects.settings import load_miniature
+
+
+def run_miniature(
+    recipe: str | Path,
+    output: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    part: tuple[int, int] = (1, 1),
+) -> int:
+    """Run the miniature in the folder ``output`` and return the number of failed runs.
+
+    ``output`` then holds ``shards/`` (one result a run), ``runs/`` (recipes and logs),
+    ``effects.md|csv|json``, ``directions.md``, and pictures of P4's experiments.
+
+    Args:
+        recipe: a file such as ``recipes/studies/miniature.yaml``.
+        output: new or empty; with ``resume`` that of this study.
+        overrides: ``key.path=value``.
+        resume: keep the runs that are there.
+        part: ``(i, n)``: run every n-th of the runs, from the i-th; the table covers all.
+
+    Raises:
+        RecipeError, OutputExistsError: what cannot be run, and why.
+    """
+    from moe_finetune.studies.effects.shards import begin, read_shards, run_shards
+    from moe_finetune.studies.effects.table import effect_rows, markdown, write_tables
+    from moe_finetune.studies.effects.upcycled import upcycle_rows
+    from moe_finetune.studies.theory.pictures import draw_pictures
+
+    study, output = load_miniature(recipe, overrides), Path(output)
+    begin(study, output, resume)
+    failed = run_shards(study, output, part)
+    results = read_shards(study, output)
+    effects = effect_rows(results, upcycle_rows(study.upcycle))
+    write_tables(effects, results, output)
+    draw_pictures(results, output / "pictures")
+    print(markdown(effects))
+    for shard in failed:
+        print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")
+    print(f"{len(results)} runs; tables: {output / 'effects.md'}, {output / 'directions.md'}")
+    return len(failed)
+
+
+def plan_miniature(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The runs of a miniature, counted by part."""
+    from moe_finetune.studies.effects.shards import shards_of
+
+    shards = shards_of(load_miniature(recipe, overrides))
+    parts = dict.fromkeys(shard.part for shard in shards)
+    lines = [f"{sum(s.part == part for s in shards):4d}  {part}" for part in parts]
+    return "\n".join([*lines, f"{len(shards):4d}  runs in all"])

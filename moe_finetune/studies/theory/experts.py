@@ -1,0 +1,130 @@
+"""Many small mixtures of experts side by side, each as if it trained alone (P4 Fig. 3).
+
+All models of a stack have the same sizes and see batches of the same length, so that one batched
+product serves them all. A loss is the sum of the models' losses, and AdamW works element by
+element: every model's parameters move as they would alone.
+
+Shape legend: M models, T samples of a batch, F features, E experts, K selected, D hidden,
+C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu
+
+from moe_finetune.losses.dpp import dpp_loss
+from moe_finetune.losses.load_balance import load_balancing_loss
+from moe_finetune.losses.ncl import ncl_loss
+from moe_finetune.losses.orthogonality import orthogonality_loss
+
+Arm = Literal["baseline", "orthogonality", "dpp", "ncl"]
+ARMS: tuple[Arm, ...] = ("baseline", "orthogonality", "dpp", "ncl")
+
+
+class Routed(NamedTuple):
+    """What a forward computes: ``logits_MTC``, the router's, and every expert's output."""
+
+    logits_MTC: Tensor
+    probs_MTE: Tensor
+    index_MTK: Tensor
+    outputs_MTEC: Tensor
+
+    @property
+    def selected_MTKC(self) -> Tensor:
+        """Outputs of the selected experts."""
+        picked = self.index_MTK.unsqueeze(-1).expand(-1, -1, -1, self.outputs_MTEC.shape[-1])
+        return self.outputs_MTEC.gather(2, picked)
+
+
+class StackedMixtures(nn.Module):
+    """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
+
+    Weights of the selected experts are renormalised to sum 1. Every expert is computed on every
+    sample: at this size that is faster than sorting samples by expert.
+
+    Args:
+        models: M.
+        features: F.
+        classes: C.
+        experts: E.
+        hidden: D.
+        top_k: K.
+        generator: source of the initial weights, uniform in ``±1/sqrt(inputs)`` as in nn.Linear.
+    """
+
+    def __init__(
+        self,
+        models: int,
+        features: int,
+        classes: int,
+        experts: int = 16,
+        hidden: int = 32,
+        top_k: int = 2,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.top_k = top_k
+
+        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+            bound = 1 / math.sqrt(inputs)
+            return nn.Parameter((2 * torch.rand(shape, generator=generator) - 1) * bound)
+
+        self.router_MFE = uniform(models, features, experts, inputs=features)
+        self.router_bias_ME = uniform(models, experts, inputs=features)
+        self.up_MFED = uniform(models, features, experts, hidden, inputs=features)
+        self.up_bias_MED = uniform(models, experts, hidden, inputs=features)
+        self.down_MEDC = uniform(models, experts, hidden, classes, inputs=hidden)
+        self.down_bias_MEC = uniform(models, experts, classes, inputs=hidden)
+
+    def forward(self, inputs_MTF: Tensor) -> Routed:
+        """Class logits of every sample, with what the losses need."""
+        experts, hidden = self.up_MFED.shape[2:]
+        logits_MTE = torch.baddbmm(self.router_bias_ME.unsqueeze(1), inputs_MTF, self.router_MFE)
+        probs_MTE = logits_MTE.softmax(-1)
+        scores_MTK, index_MTK = probs_MTE.topk(self.top_k, dim=-1)
+        weights_MTK = scores_MTK / scores_MTK.sum(-1, keepdim=True)
+        up_bias_M1S = self.up_bias_MED.flatten(1).unsqueeze(1)
+        up_MTS = torch.baddbmm(up_bias_M1S, inputs_MTF, self.up_MFED.flatten(2))
+        hidden_MTED = gelu(up_MTS).unflatten(2, (experts, hidden))
+        outputs_MTEC = torch.einsum("mted,medc->mtec", hidden_MTED, self.down_MEDC)
+        outputs_MTEC = outputs_MTEC + self.down_bias_MEC.unsqueeze(1)
+        picked = index_MTK.unsqueeze(-1).expand(-1, -1, -1, outputs_MTEC.shape[-1])
+        logits_MTC = (weights_MTK.unsqueeze(-1) * outputs_MTEC.gather(2, picked)).sum(2)
+        return Routed(logits_MTC, probs_MTE, index_MTK, outputs_MTEC)
+
+
+def training_loss(
+    routed: Routed, labels_MT: Tensor, arm: Arm, alpha: float, weight: float
+) -> Tensor:
+    """Sum over models of ``cross-entropy + alpha * balance + weight * diversity``.
+
+    Each model's parts are means over its own samples. ``orthogonality`` is the squared cosine of
+    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalised
+    Gram matrix, ``ncl`` acts on the softmax of each selected expert's output. Source: P4 section
+    6.2, algorithms 1 to 3.
+    """
+    models, samples, classes = routed.logits_MTC.shape
+    main = cross_entropy(routed.logits_MTC.reshape(-1, classes), labels_MT.reshape(-1))
+    # One "sequence" a model: the mean over sequences is the mean over models.
+    balance = load_balancing_loss(
+        routed.probs_MTE.flatten(0, 1),
+        routed.index_MTK.flatten(0, 1),
+        sequence_lengths=torch.full((models,), samples),
+    )
+    total = main + alpha * balance
+    if arm != "baseline":
+        total = total + weight * _diversity(routed.selected_MTKC.flatten(0, 1), arm)
+    return models * total
+
+
+def _diversity(outputs_TKC: Tensor, arm: Arm) -> Tensor:
+    if arm == "orthogonality":
+        return orthogonality_loss(outputs_TKC, form="cosine")
+    if arm == "dpp":
+        return dpp_loss(outputs_TKC)
+    return ncl_loss(outputs_TKC.softmax(-1), normalize=False)

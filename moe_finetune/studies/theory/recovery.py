@@ -1,0 +1,165 @@
+"""Greedy against optimal choice of k experts as their features grow alike (P4 Fig. 2).
+
+A target is the sum of k of N unit features, with equal weights. The greedy choice, a router's
+top-k, takes the k features with the largest inner product with the target; the optimal choice
+tries all subsets and takes the one whose span is nearest to it. Theorem 5.3 promises that greedy
+is right below coherence ``1 / (2k - 1)``, and says nothing above.
+
+Shape legend: B trials, N features, H their width, k chosen, S subsets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.metrics.coherence import coherence_barrier
+
+CROWD = 3
+"""Dimensions that random features are drawn towards: few enough that they come close there."""
+
+COHERENCES = (0.02, 0.05, 1 / 11, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+WORST_COHERENCES = (0.02, 0.05, 0.08, 0.0905, 0.0913, 0.1, 0.12, 0.15)
+
+
+def random_features(
+    trials: int, count: int, width: int, coherence: float, rng: np.random.Generator
+) -> np.ndarray:
+    """``(B, N, H)`` unit features whose mutual coherence is ``coherence`` in every trial.
+
+    Orthonormal features are pulled towards random directions of a space of 3 dimensions, by
+    bisection, until the most similar pair has that cosine (of either sign). The construction is
+    ours: the paper gives none.
+
+    Raises:
+        ValueError: fewer dimensions than features, or a coherence outside [0, 0.95).
+    """
+    if width < count:
+        raise ValueError(f"width is {width}, wanted at least count={count}")
+    if not 0 <= coherence < 0.95:
+        raise ValueError(f"coherence is {coherence}, wanted a number in [0, 0.95)")
+    start_BNH = np.linalg.qr(rng.standard_normal((trials, width, count)))[0].transpose(0, 2, 1)
+    space_BCH = np.linalg.qr(rng.standard_normal((trials, width, CROWD)))[0].transpose(0, 2, 1)
+    towards_BNH = _unit(rng.standard_normal((trials, count, CROWD))) @ space_BCH
+    low_B, high_B = np.zeros(trials), np.full(trials, 64.0)
+    for _ in range(60):
+        pull_B = (low_B + high_B) / 2
+        features_BNH = _unit(start_BNH + pull_B[:, None, None] * towards_BNH)
+        above_B = _coherence(features_BNH) > coherence
+        low_B, high_B = np.where(above_B, low_B, pull_B), np.where(above_B, pull_B, high_B)
+    return features_BNH
+
+
+def worst_features(count: int, k: int, coherence: float) -> np.ndarray:
+    """``(N, N)`` unit features on which greedy fails just above the barrier; the answer is 0..k-1.
+
+    The first k have cosine ``-coherence`` with each other, one more has ``+coherence`` with all of
+    them, and the others are orthogonal. The sum of the first k scores ``1 - (k-1) mu`` with each of
+    them and ``k mu`` with the outsider: equal at ``mu = 1 / (2k - 1)``.
+
+    Raises:
+        ValueError: fewer than k + 1 features, or no such features exist (above ``1 / k``).
+    """
+    if count <= k:
+        raise ValueError(f"count is {count}, wanted more than k={k}")
+    gram_NN = np.eye(count)
+    gram_NN[:k, :k] -= coherence * (1 - np.eye(k))
+    gram_NN[k, :k] = gram_NN[:k, k] = coherence
+    try:
+        return np.linalg.cholesky(gram_NN)
+    except np.linalg.LinAlgError:
+        raise ValueError(f"coherence is {coherence}, wanted less than 1/{k} for k={k}") from None
+
+
+def greedy_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np.ndarray:
+    """``(B, k)`` sorted ids of the features with the largest inner product with the target."""
+    scores_BN = np.einsum("bnh,bh->bn", features_BNH, target_BH)
+    return np.sort(np.argsort(-scores_BN, axis=1, kind="stable")[:, :k], axis=1)
+
+
+def optimal_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np.ndarray:
+    """``(B, k)`` sorted ids of the subset whose span is nearest to the target, of all subsets."""
+    subsets_Sk = np.array(list(itertools.combinations(range(features_BNH.shape[1]), k)))
+    return np.stack(
+        [
+            subsets_Sk[np.argmax(_explained(features_NH, target_H, subsets_Sk))]
+            for features_NH, target_H in zip(features_BNH, target_BH, strict=True)
+        ]
+    )
+
+
+def residual(features_BNH: np.ndarray, target_BH: np.ndarray, chosen_Bk: np.ndarray) -> np.ndarray:
+    """Squared distance of the target from the chosen features' span, as a share of its own."""
+    trials = zip(features_BNH, target_BH, chosen_Bk, strict=True)
+    explained_B = np.array([_explained(f, y, chosen[None])[0] for f, y, chosen in trials])
+    return np.maximum(1 - explained_B / (target_BH**2).sum(1), 0)
+
+
+def _explained(features_NH: np.ndarray, target_H: np.ndarray, subsets_Sk: np.ndarray) -> np.ndarray:
+    """Squared length of the target's projection on the span of each subset, ``(S,)``."""
+    gram_NN, scores_N = features_NH @ features_NH.T, features_NH @ target_H
+    gram_Skk = gram_NN[subsets_Sk[:, :, None], subsets_Sk[:, None, :]]
+    scores_Sk = scores_N[subsets_Sk]
+    return (scores_Sk * np.linalg.solve(gram_Skk, scores_Sk[..., None])[..., 0]).sum(1)
+
+
+def recovery(features_BNH: np.ndarray, answer_Bk: np.ndarray) -> dict[str, float]:
+    """How often both choices find ``answer_Bk`` (sorted), and what they leave unexplained.
+
+    Keys ``greedy`` and ``optimal`` (share of trials with exactly the answer),
+    ``greedy_experts`` (share of the k experts found) and ``greedy_residual``, ``optimal_residual``
+    (means of :func:`residual`).
+    """
+    k = answer_Bk.shape[1]
+    target_BH = np.take_along_axis(features_BNH, answer_Bk[:, :, None], axis=1).sum(1)
+    greedy_Bk = greedy_choice(features_BNH, target_BH, k)
+    optimal_Bk = optimal_choice(features_BNH, target_BH, k)
+    found_Bk = (greedy_Bk[:, :, None] == answer_Bk[:, None, :]).any(2)
+    return {
+        "greedy": float((greedy_Bk == answer_Bk).all(1).mean()),
+        "optimal": float((optimal_Bk == answer_Bk).all(1).mean()),
+        "greedy_experts": float(found_Bk.mean()),
+        "greedy_residual": float(residual(features_BNH, target_BH, greedy_Bk).mean()),
+        "optimal_residual": float(residual(features_BNH, target_BH, optimal_Bk).mean()),
+    }
+
+
+def coherence_sweep(
+    seed: int,
+    *,
+    count: int = 16,
+    k: int = 6,
+    width: int = 32,
+    trials: int = 40,
+    coherences: Sequence[float] = COHERENCES,
+) -> dict[str, Any]:
+    """Figure 2 for one seed: recovery on random and on worst-case features of each coherence.
+
+    Returns ``barrier`` and, for ``random`` and ``worst_case``, a list of rows with ``coherence``
+    and the keys of :func:`recovery`.
+    """
+    rng = np.random.default_rng(seed)
+    random_rows, worst_rows = [], []
+    for coherence in coherences:
+        features_BNH = random_features(trials, count, width, coherence, rng)
+        order_BN = rng.permuted(np.tile(np.arange(count), (trials, 1)), axis=1)
+        found = recovery(features_BNH, np.sort(order_BN[:, :k], axis=1))
+        random_rows.append({"coherence": coherence, **found})
+    for coherence in WORST_COHERENCES:
+        features_BNH = worst_features(count, k, coherence)[None]
+        worst_rows.append({"coherence": coherence, **recovery(features_BNH, np.arange(k)[None])})
+    return {"barrier": coherence_barrier(k), "random": random_rows, "worst_case": worst_rows}
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def _coherence(features_BNH: np.ndarray) -> np.ndarray:
+    cosines_BNN = np.abs(features_BNH @ features_BNH.transpose(0, 2, 1))
+    own = np.arange(features_BNH.shape[1])
+    cosines_BNN[:, own, own] = 0
+    return cosines_BNN.max((1, 2))
