@@ -104,11 +104,14 @@ def tokenizer_hash(folder: Path) -> str:
     """
     file = folder / "tokenizer.json"
     if file.is_file():
+        from tokenizers import Tokenizer
+
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            decisive = {key: content[key] for key in _DECIDES if key in content}
-        except (OSError, ValueError, TypeError) as error:
+            # Read and written by the library, so that versions of the file format do not count.
+            content = json.loads(Tokenizer.from_file(str(file)).to_str())
+        except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{file}: cannot be read ({error}); copy it again") from None
+        decisive = {key: content[key] for key in _DECIDES if key in content}
         text = json.dumps(decisive, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     for name in ("tiktoken.model", "tokenizer.model"):

@@ -1,0 +1,161 @@
+"""``moe-finetune upcycle``: the stages in order, or one of them, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
+from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.upcycle.ledger import Ledger
+from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
+from moe_finetune.upcycle.stages import CLUSTERS_FILE, STAGES, Upcycle
+
+log = logging.getLogger(__name__)
+RECIPE_FILE, RESULTS_FILE, TABLES_FILE = "recipe.yaml", "results.json", "tables.md"
+
+
+def run_upcycle(
+    recipe: UpcycleRecipe,
+    output: str | Path,
+    *,
+    stage: str | None = None,
+    expert: int | None = None,
+    resume: bool = False,
+) -> Path:
+    """Carry out the recipe in ``output``; what is done already and still holds is kept.
+
+    Args:
+        recipe: what to do.
+        output: new or empty folder, unless ``resume``.
+        stage: one of :data:`~moe_finetune.upcycle.stages.STAGES` alone; None does all.
+        expert: with the stage ``experts``: this expert alone, for a process or machine each.
+        resume: go on in a folder that holds an upcycle.
+
+    Returns:
+        The folder, or the report's page after the stage ``evaluate``.
+
+    Raises:
+        RecipeError: an unknown stage, or one whose predecessors are missing or out of date.
+        OutputExistsError: the folder holds something already (without ``resume``).
+    """
+    output = Path(output)
+    if stage is not None and stage not in STAGES:
+        raise RecipeError(f"--stage: unknown stage '{stage}'{did_you_mean(stage, STAGES)}")
+    if expert is not None and (stage != "experts" or not 0 <= expert < recipe.clusters.count):
+        raise RecipeError(
+            f"--expert {expert}: wanted 0 to {recipe.clusters.count - 1}, with --stage experts"
+        )
+    check_folder(output, resume)
+    upcycle = Upcycle(recipe, output)
+    ledger = Ledger(output, upcycle.steps())
+    if expert is None:  # else another process may be writing the same
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+    started = time.perf_counter()
+    for wanted in STAGES if stage is None else (stage,):
+        names = [name for name, step in ledger.steps.items() if step.stage == wanted]
+        if expert is not None:
+            names = [name for name in names if name.endswith(f"/experts/{expert}")]
+        if wanted == "experts" and expert is None and recipe.experts.processes > 1:
+            run_apart(ledger, names, output, recipe.experts.processes)
+        if stage is not None and stage != "dense" and not ledger.done("texts"):
+            ledger.run("texts")
+        for name in names:
+            ledger.run(name)
+    if stage in (None, "evaluate"):
+        log.info("%s: %.0f s in all", output, time.perf_counter() - started)
+        return report(recipe, upcycle, ledger)
+    return output
+
+
+def check_folder(output: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, or an upcycle that is not to be resumed."""
+    saved = output / RECIPE_FILE
+    if resume:
+        if not saved.exists():
+            raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        what = "another upcycle" if saved.exists() else "other files"
+        raise OutputExistsError(
+            f"{output} holds {what}; choose another --output"
+            + (", or add --resume to go on with it" if saved.exists() else "")
+        )
+
+
+def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
+    """Train the experts that are not done in processes of their own, some at once."""
+    numbers = sorted({int(name.rpartition("/")[2]) for name in names if not ledger.done(name)})
+    waiting, running = list(numbers), dict[int, subprocess.Popen[bytes]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                number = waiting.pop(0)
+                command = [sys.executable, "-m", "moe_finetune.cli", "upcycle"]
+                command += [str(output / RECIPE_FILE), "--output", str(output), "--resume"]
+                command += ["--stage", "experts", "--expert", str(number)]
+                running[number] = subprocess.Popen(command, env=dict(os.environ))
+            for number, process in list(running.items()):
+                if (code := process.poll()) is None:
+                    continue
+                del running[number]
+                if code == 130:
+                    raise KeyboardInterrupt
+                if code:
+                    raise ExpertFailedError(
+                        f"expert {number}: its process ended with code {code}; see its message "
+                        "above, mend it and repeat the command with --resume"
+                    )
+            time.sleep(0.2)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+class ExpertFailedError(MoeFinetuneError, RuntimeError):
+    """A process that trained an expert failed."""
+
+
+def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
+    """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
+    from moe_finetune.environment import describe_environment
+    from moe_finetune.upcycle.page import render
+    from moe_finetune.upcycle.results import read_arms, summarize
+    from moe_finetune.upcycle.tables import tables
+
+    output = upcycle.output
+    arms = read_arms(recipe, output)
+    held = tables(arms)
+    found = {
+        **summarize(arms),
+        "seeds": recipe.seeds,
+        "seconds": ledger.seconds(),
+        "environment": describe_environment(),
+    }
+    write_atomic(output / RESULTS_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(output / TABLES_FILE, "\n".join(each.to_markdown() for each in held))
+    clusters = json.loads((output / "clusters" / CLUSTERS_FILE).read_text(encoding="utf-8"))
+    page = output / "report" / "index.html"
+    write_atomic(page, render(arms, held, clusters["cluster"]))
+    return page
+
+
+def upcycle_files(
+    files: Sequence[str],
+    overrides: Sequence[str],
+    output: Path,
+    stage: str | None,
+    expert: int | None,
+    resume: bool,
+) -> Path:
+    """What the command line calls: read the recipe, then :func:`run_upcycle`."""
+    recipe = load_upcycle_recipe(files, overrides)
+    return run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume)

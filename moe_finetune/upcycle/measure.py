@@ -1,0 +1,220 @@
+"""What is measured of one model: perplexity, routing against tokens, selection by category.
+
+Shape legend: T tokens, L MoE layers, N experts, K selected, C categories, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.metrics import conditional_mean_rank, routing_entropy
+from moe_finetune.upcycle.texts import SPLITS, Split
+
+if TYPE_CHECKING:
+    from moe_finetune.upcycle.frequencies import FrequencyTable
+    from moe_finetune.upcycle.recipe import UpcycleRecipe
+    from moe_finetune.upcycle.texts import Texts
+
+
+@dataclass
+class Pool:
+    """Mean and population standard deviation of values that come in parts."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, count: int, mean: float, std: float = 0.0) -> None:
+        """Add ``count`` values, known by mean and standard deviation."""
+        self.count += count
+        self.total += count * mean
+        self.squares += count * (std * std + mean * mean)
+
+    def summary(self) -> dict[str, float]:
+        """``mean``, ``std`` and ``count``."""
+        mean = self.total / self.count if self.count else math.nan
+        variance = self.squares / self.count - mean * mean if self.count else math.nan
+        return {"mean": mean, "std": math.sqrt(max(variance, 0.0)), "count": self.count}
+
+
+class RoutingPool:
+    """Routing of one split: CMR_1, CMR_2, S_RL, and selections by category.
+
+    CMR_k as in :func:`moe_finetune.metrics.conditional_mean_rank`, pooled over tokens and layers.
+    ``s_rl`` is the mean entropy of the router's full probabilities, ``score_entropy`` that of the
+    top-k scores; both in nats.
+    """
+
+    def __init__(self, categories: int, layers: int, experts: int):
+        self.ranks = (Pool(), Pool())
+        self.entropy, self.score_entropy = Pool(), Pool()
+        self.selected_CLN = np.zeros((categories, layers, experts), np.int64)
+        self.first_CLN = np.zeros_like(self.selected_CLN)
+
+    def add(
+        self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray
+    ) -> None:
+        """Add one layer's record; ``category_T`` is of the tokens that the mask keeps."""
+        keep = record.mask_T
+        logits_TN = record.logits_TE[keep].float().cpu().numpy()
+        ids_T = record.token_ids_T[keep].cpu().numpy()
+        index_TK = record.index_TK[keep].cpu().numpy()
+        tokens = len(ids_T)
+        counts_TN = counts_VN[ids_T]  # the tokens' rows alone: a vocabulary is much larger
+        counted = int((counts_TN.sum(-1) > 0).sum())
+        if counted:
+            for k, pool in enumerate(self.ranks, start=1):
+                found = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
+                pool.add(counted, float(found), found.std)
+        self.entropy.add(tokens, routing_entropy(record.distribution_TE[keep].cpu().numpy()))
+        self.score_entropy.add(tokens, routing_entropy(record.scores_TK[keep].cpu().numpy()))
+        places_TK = np.broadcast_to(category_T[:, None], index_TK.shape)
+        np.add.at(self.selected_CLN[:, layer], (places_TK, index_TK), 1)
+        np.add.at(self.first_CLN[:, layer], (category_T, logits_TN.argmax(-1)), 1)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values; selections are counts, ``[category][layer][expert]``."""
+        return {
+            "cmr_1": self.ranks[0].summary(),
+            "cmr_2": self.ranks[1].summary(),
+            "s_rl": self.entropy.summary()["mean"],
+            "score_entropy": self.score_entropy.summary()["mean"],
+            "selected": self.selected_CLN.tolist(),
+            "first": self.first_CLN.tolist(),
+        }
+
+
+def measure(
+    folder: Path, texts: Texts, table: FrequencyTable, recipe: UpcycleRecipe, *, moe: bool
+) -> dict[str, Any]:
+    """Everything that the comparison says of the model in ``folder``.
+
+    Perplexity of a text is ``exp`` of its mean loss per token, over its first
+    ``texts.max_length`` tokens.
+    """
+    from moe_finetune.families.loading import load_model, load_tokenizer
+    from moe_finetune.upcycle.dense import load_dense
+    from moe_finetune.upcycle.judgement import judge
+    from moe_finetune.upcycle.passages import passages
+
+    section = recipe.evaluation
+    model = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
+    model.eval()
+    found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    found["splits"] = {split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS}
+    if moe:
+        config = model.config
+        found["top_k"] = int(config.num_experts_per_tok)
+        tokenizer = load_tokenizer(folder)
+        found["passages"] = passages(model, tokenizer, texts, section.passages)
+    if section.judgement is not None:
+        tokenizer = load_tokenizer(folder)
+        found["judgement"] = judge(model, tokenizer, texts, section.judgement)
+    return found
+
+
+def _of_split(
+    model: Any,
+    texts: Texts,
+    table: FrequencyTable,
+    recipe: UpcycleRecipe,
+    split: Split,
+    moe: bool,
+) -> dict[str, Any]:
+    import torch
+
+    from moe_finetune.capture.recorder import Recorder, model_facts
+
+    length, section = recipe.texts.max_length, recipe.evaluation
+    rows = [
+        (category, ids)
+        for category in range(len(texts.categories))
+        for ids in texts.windows(split, category, length, section.texts)
+    ]
+    records: list[Any] = []
+    pool: RoutingPool | None = None
+    recorder: Recorder | None = None
+    if moe:
+        facts = model_facts(model)
+        pool = RoutingPool(len(texts.categories), len(facts.moe_layers), facts.num_experts)
+        observe = [lambda record, _: records.append(record)]
+        recorder = Recorder(model, observers=observe, observe="all")
+        recorder.install()
+    losses: list[tuple[int, float, int]] = []
+    try:
+        with torch.no_grad():
+            for batch in batches(rows, section.tokens_per_batch):
+                ids_BS, mask_BS = pad([ids for _, ids in batch])
+                records.clear()
+                loss_B = text_losses(model, ids_BS, mask_BS)
+                losses += [
+                    (category, float(loss), len(ids))
+                    for (category, ids), loss in zip(batch, loss_B, strict=True)
+                ]
+                if pool is not None:
+                    category_T = np.repeat([c for c, _ in batch], [len(ids) for _, ids in batch])
+                    for layer, record in enumerate(records):
+                        pool.add(layer, record, category_T, table.counts_VN)
+    finally:
+        if recorder is not None:
+            recorder.restore()
+    perplexities = np.exp([loss for _, loss, _ in losses])
+    weights = [tokens - 1 for _, _, tokens in losses]
+    found: dict[str, Any] = {
+        "perplexity": {
+            "mean": float(perplexities.mean()),
+            "std": float(perplexities.std()),
+            "count": len(losses),
+            "of_all_tokens": float(np.exp(np.average([loss for _, loss, _ in losses], weights=weights))),
+        },
+        "losses": [round(loss, 6) for _, loss, _ in losses],
+        "categories": [category for category, _, _ in losses],
+    }
+    return found | ({"routing": pool.summary()} if pool is not None else {})
+
+
+def batches(
+    rows: Sequence[tuple[int, np.ndarray]], tokens: int
+) -> Iterator[list[tuple[int, np.ndarray]]]:
+    """Rows of similar length together, at most ``tokens`` padded tokens (or one row) a batch."""
+    batch: list[tuple[int, np.ndarray]] = []
+    for row in sorted(rows, key=lambda row: len(row[1])):
+        if batch and (len(batch) + 1) * len(row[1]) > tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def pad(rows: Sequence[np.ndarray]) -> tuple[Any, Any]:
+    """Ids padded on the right with 0, and the mask: ``(B, S)`` int64 each."""
+    import torch
+
+    longest = max(map(len, rows))
+    ids_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask_BS = torch.zeros_like(ids_BS)
+    for i, row in enumerate(rows):
+        ids_BS[i, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+        mask_BS[i, : len(row)] = 1
+    return ids_BS, mask_BS
+
+
+def text_losses(model: Any, ids_BS: Any, mask_BS: Any) -> list[float]:
+    """Mean loss per predicted token of each row, nats, in float32."""
+    import torch
+
+    device = next(model.parameters()).device
+    ids_BS, mask_BS = ids_BS.to(device), mask_BS.to(device)
+    logits_BSV = model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
+    losses_BS = torch.nn.functional.cross_entropy(
+        logits_BSV[:, :-1].float().transpose(1, 2), ids_BS[:, 1:], reduction="none"
+    )
+    learned_BS = mask_BS[:, 1:]
+    return ((losses_BS * learned_BS).sum(1) / learned_BS.sum(1)).tolist()

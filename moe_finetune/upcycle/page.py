@@ -1,0 +1,114 @@
+"""The comparison of the arms as a page of the report: tables, intervals, selections, text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.report.charts.intervals import Dot, dot_plot
+from moe_finetune.report.context import Report, Section, Snapshot, figure, table
+from moe_finetune.report.markup import Markup, join
+from moe_finetune.report.routing import Routing
+from moe_finetune.report.sections.load import frequencies, load
+from moe_finetune.report.sections.specialization import SPECIALIZATION
+from moe_finetune.upcycle.results import METRICS, Arm
+from moe_finetune.upcycle.tables import Table
+
+_MEASURES = {"cmr_1": "CMR_1, 1 is best", "s_rl": "S_RL, nats", "perplexity": "perplexity"}
+
+
+@dataclass
+class ArmsReport(Report):
+    """A report on arms: its pictures of routing are theirs."""
+
+    shots: list[Snapshot] = field(default_factory=list)
+
+    def snapshots(self) -> list[Snapshot]:
+        """One picture an arm with experts, of the first seed."""
+        return self.shots
+
+
+def render(
+    arms: Sequence[Arm],
+    held: Sequence[Table],
+    clusters: dict[str, int],
+    title: str = "From dense to a mixture of experts",
+) -> str:
+    """Return the page's HTML.
+
+    Args:
+        arms: measurements; the first is the baseline.
+        held: the tables to show.
+        clusters: cluster of each category.
+        title: the page's heading.
+    """
+    from moe_finetune.report.page import render_page
+
+    colors = {arm.name: f"var(--run-{i % 8})" for i, arm in enumerate(arms)}
+    shots = [_shot(arm, colors[arm.name], list(clusters)) for arm in arms if arm.routed]
+    sections = [
+        Section("tables", "Tables", lambda _: join(map(_table, held))),
+        Section("measures", "Measures on test", lambda _: _measures(arms, colors)),
+        Section("selection", "Selection frequency", lambda _: _selection(shots)),
+        SPECIALIZATION,
+        Section("clusters", "Clusters", lambda _: _clusters(clusters)),
+    ]
+    return render_page(ArmsReport([], title, shots=shots), sections)
+
+
+def _table(held: Table) -> Markup:
+    columns: list[object] = [*held.columns]
+    rows: list[list[object]] = [[*row] for row in held.rows]
+    return figure(held.title, table(held.title, columns, rows), note=held.note, wide=True)
+
+
+def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
+    charts = []
+    for metric, label in _MEASURES.items():
+        chosen = [arm for arm in arms if arm.routed or metric == "perplexity"]
+        if not chosen:
+            continue
+        rows = []
+        for arm in chosen:
+            found = arm.estimate(lambda m, metric=metric: METRICS[metric](m, "test"))
+            said = f"{arm.name}: {found.mean:.3f}, each seed {', '.join(f'{v:.3f}' for v in found.values)}"
+            dot = Dot(found.mean, found.low, found.high, colors[arm.name], said)
+            rows.append((arm.name, [dot], float("nan")))
+        note = "Mean over seeds and its 95 % interval."
+        plot = dot_plot(f"{label} on test", f"{label} of each arm.", rows, x_label=label)
+        charts.append(figure(f"{label} on test", plot, note=note, wide=True))
+    return join(charts)
+
+
+def _selection(shots: list[Snapshot]) -> Markup | None:
+    return join([load(shots), frequencies(shots)]) if shots else None
+
+
+def _clusters(clusters: dict[str, int]) -> Markup:
+    numbers = sorted(set(clusters.values()))
+    rows: list[list[object]] = [
+        [str(n), ", ".join(name for name, own in clusters.items() if own == n)] for n in numbers
+    ]
+    columns: list[object] = ["Expert", "Categories"]
+    grid = table("Categories of each expert", columns, rows)
+    return figure("The data that each expert was trained on", grid, wide=True)
+
+
+def _shot(arm: Arm, color: str, categories: list[str]) -> Snapshot:
+    """The arm's routing of the test texts as the report's pictures read it."""
+    first: dict[str, Any] = arm.measured[0]
+    selected_CLN = np.array(first["splits"]["test"]["routing"]["selected"])
+    layers, experts = selected_CLN.shape[1:]
+    data = {
+        "layers": list(range(layers)),
+        "num_experts": experts,
+        "top_k": first["top_k"],
+        "load": selected_CLN.sum(0).tolist(),
+        "domains": {name: selected_CLN[c].tolist() for c, name in enumerate(categories)},
+        "colored_text": first["passages"],
+    }
+    return Snapshot(arm.name, color, Routing.parse(data, Path(arm.name)), arm.name)

@@ -1,0 +1,45 @@
+"""Texts whose tokens carry the expert that the middle MoE layer ranks first (P3 Fig. 1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from moe_finetune.upcycle.texts import Texts
+
+TOKENS = 120
+
+
+def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[str, Any]]:
+    """The beginning of ``count`` test texts of different categories, as the report colours them.
+
+    Each has ``category``, ``layer``, ``tokens`` (their text) and ``experts``.
+    """
+    import torch
+
+    from moe_finetune.capture.recorder import Recorder, model_facts
+
+    layers = model_facts(model).moe_layers
+    middle = len(layers) // 2
+    records: list[Any] = []
+    chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int) if count else []
+    found = []
+    with (
+        torch.no_grad(),
+        Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
+    ):
+        for category in dict.fromkeys(chosen):
+            ids_T = texts.windows("test", int(category), TOKENS)[0]
+            records.clear()
+            model(input_ids=torch.from_numpy(ids_T.astype(np.int64))[None], use_cache=False)
+            found.append(
+                {
+                    "category": texts.categories[category],
+                    "layer": layers[middle],
+                    "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
+                    "experts": records[middle].logits_TE.argmax(-1).tolist(),
+                }
+            )
+    return found

@@ -1,0 +1,122 @@
+"""What the arms' measurements say together: means over seeds, intervals, paired differences."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.upcycle.recipe import UpcycleRecipe, safe_name
+from moe_finetune.upcycle.stages import MEASURED_FILE
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95 % interval (Student's t; NaN ends for one seed)."""
+
+    values: tuple[float, ...]
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Estimate from one value a seed."""
+        from scipy.stats import t
+
+        array = np.asarray(values, float)
+        mean, half = float(array.mean()), math.nan
+        if len(array) > 1:
+            spread = float(array.std(ddof=1)) / math.sqrt(len(array))
+            half = float(t.ppf(0.5 + LEVEL / 2, len(array) - 1)) * spread
+        return cls(tuple(map(float, array)), mean, mean - half, mean + half)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values; None for an unknown end."""
+        ends = [None if math.isnan(end) else end for end in (self.low, self.high)]
+        return {"mean": self.mean, "interval": ends, "seeds": list(self.values)}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm's measurements, a mapping for each seed."""
+
+    name: str
+    measured: tuple[dict[str, Any], ...]
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has experts."""
+        return "routing" in self.measured[0]["splits"]["test"]
+
+    def estimate(self, read: Callable[[dict[str, Any]], float]) -> Estimate:
+        """Estimate of a number that ``read`` takes from each seed's measurements."""
+        return Estimate.of([read(each) for each in self.measured])
+
+
+METRICS: dict[str, Callable[[dict[str, Any], str], float]] = {
+    "perplexity": lambda m, split: m["splits"][split]["perplexity"]["mean"],
+    "perplexity_of_all_tokens": lambda m, split: m["splits"][split]["perplexity"]["of_all_tokens"],
+    "cmr_1": lambda m, split: m["splits"][split]["routing"]["cmr_1"]["mean"],
+    "cmr_2": lambda m, split: m["splits"][split]["routing"]["cmr_2"]["mean"],
+    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"],
+    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"],
+}
+OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
+
+
+def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
+    """The measurements of every arm and seed; all steps ``measured`` are done."""
+    arms = []
+    for name in recipe.arms:
+        files = [
+            output / f"seed-{seed}" / "measured" / safe_name(name) / MEASURED_FILE
+            for seed in recipe.seeds
+        ]
+        measured = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        arms.append(Arm(name, tuple(measured)))
+    return arms
+
+
+def summarize(arms: Sequence[Arm]) -> dict[str, Any]:
+    """``results.json``: every metric of every arm and split, and paired differences on test.
+
+    A difference is the last arm's value minus another's of the same seed; an interval that does
+    not hold 0 says that they differ.
+    """
+    from moe_finetune.upcycle.texts import SPLITS
+
+    found: dict[str, Any] = {"arms": {}, "differences_on_test": {}}
+    for arm in arms:
+        splits: dict[str, Any] = {}
+        for split in SPLITS:
+            splits[split] = {
+                name: arm.estimate(lambda m, read=read, split=split: read(m, split)).to_mapping()
+                for name, read in METRICS.items()
+                if arm.routed or name not in OF_ROUTERS
+            }
+        found["arms"][arm.name] = {"parameters": arm.measured[0]["parameters"], "splits": splits}
+        if "judgement" in arm.measured[0]:
+            accuracy = arm.estimate(lambda m: m["judgement"]["accuracy"])
+            found["arms"][arm.name]["judgement_accuracy"] = accuracy.to_mapping()
+    last = arms[-1]
+    for other in arms[:-1]:
+        names = METRICS if last.routed and other.routed else METRICS.keys() - set(OF_ROUTERS)
+        found["differences_on_test"][f"{last.name} - {other.name}"] = {
+            name: difference(last, other, name).to_mapping() for name in METRICS if name in names
+        }
+    return found
+
+
+def difference(arm: Arm, other: Arm, metric: str, split: str = "test") -> Estimate:
+    """Paired difference of a metric, ``arm`` minus ``other``, seed by seed."""
+    read = METRICS[metric]
+    pairs = zip(arm.measured, other.measured, strict=True)
+    return Estimate.of([read(a, split) - read(b, split) for a, b in pairs])

@@ -1,0 +1,348 @@
+"""The stages of an upcycle as steps: what each reads, and what it makes.
+
+Folders: ``texts/`` (tokenizer, split and tokenized texts) · ``dense/`` · ``clusters/`` (assignment
+and table) · ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · ``seed-S/arms/ARM`` ·
+``seed-S/measured/ARM``. Everything below ``seed-S`` follows from that seed, the rest is shared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.evaluation.files import sha256_file, sha256_json, write_atomic
+from moe_finetune.families.loading import load_tokenizer, local_folder
+from moe_finetune.recipe import resolve_method
+from moe_finetune.upcycle.clustering import check_pins, cluster_categories
+from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
+from moe_finetune.upcycle.ledger import Step
+from moe_finetune.upcycle.recipe import ArmSection, UpcycleRecipe, safe_name
+from moe_finetune.upcycle.texts import Texts, read_categories
+
+STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
+TABLE_FILE, CLUSTERS_FILE, MEASURED_FILE = "table.safetensors", "clusters.json", "measured.json"
+
+
+@dataclass(frozen=True)
+class Upcycle:
+    """The recipe at work in a folder: what every step needs of it."""
+
+    recipe: UpcycleRecipe
+    output: Path
+
+    # -- what several steps read --------------------------------------------------------------
+
+    @cached_property
+    def categories(self) -> dict[str, list[str]]:
+        """Raw texts by category."""
+        return read_categories(self.recipe.texts)
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Tokenized texts; the step ``texts`` is done."""
+        return Texts.load(self.output / "texts")
+
+    @cached_property
+    def given_dense(self) -> Path | None:
+        """Folder of the recipe's dense checkpoint, if there is one."""
+        section = self.recipe.dense
+        return None if section.path is None else local_folder(section.path, True, section.revision)
+
+    @property
+    def dense(self) -> Path:
+        """The dense checkpoint that everything starts from."""
+        return self.given_dense or self.output / "dense"
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return self.recipe.clusters.count
+
+    @cached_property
+    def clusters_C(self) -> np.ndarray:
+        """Cluster of each category; the step ``clusters`` is done."""
+        held = json.loads((self.output / "clusters" / CLUSTERS_FILE).read_text(encoding="utf-8"))
+        return np.array([held["cluster"][name] for name in self.texts.categories], np.int64)
+
+    @cached_property
+    def table(self) -> FrequencyTable:
+        """Token frequencies; the step ``clusters`` is done."""
+        return self._load_table(self.output / "clusters" / TABLE_FILE)
+
+    def _load_table(self, path: Path) -> FrequencyTable:
+        from moe_finetune.upcycle.dense import load_dense_config
+
+        vocabulary = int(load_dense_config(self.dense).vocab_size)
+        digest = tokenizer_hash(self.output / "texts")
+        return FrequencyTable.load(path, digest, vocabulary, self.experts)
+
+    # -- the steps ----------------------------------------------------------------------------
+
+    def steps(self) -> list[Step]:
+        """All steps in an order in which they can be done."""
+        return [*self._shared(), *(s for seed in self.recipe.seeds for s in self._of_seed(seed))]
+
+    def _shared(self) -> Iterator[Step]:
+        recipe = self.recipe
+        pretrain = recipe.dense.pretrain
+        of_texts: dict[str, Any] = {
+            "texts": sha256_json(self.categories),
+            "seed": recipe.texts.seed,
+            "tokenizer": pretrain.vocab_size
+            if pretrain
+            else tokenizer_hash(self.given_dense or Path()),
+        }
+        yield Step("texts", "dense", of_texts, (), self._make_texts)
+        if pretrain is not None:
+            of_dense = {
+                "pretrain": pretrain.model_dump(),
+                "max_length": recipe.texts.max_length,
+                "dtype": recipe.dense.dtype,
+            }
+            yield Step("dense", "dense", of_dense, ("texts",), self._make_dense)
+        clusters = recipe.clusters.model_dump()
+        if recipe.clusters.table is not None:
+            clusters["table"] = _file_identity(recipe.clusters.table)
+        vocabulary = ("dense",) if pretrain else ()
+        yield Step("clusters", "cluster", clusters, ("texts", *vocabulary), self._make_clusters)
+
+    def _of_seed(self, seed: int) -> Iterator[Step]:
+        recipe, at = self.recipe, f"seed-{seed}"
+        dense: dict[str, Any] = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length}
+        if self.given_dense is not None:
+            dense["dense"] = folder_identity(self.given_dense)
+        root = ("clusters",) if recipe.dense.pretrain is None else ("clusters", "dense")
+        given = recipe.experts.checkpoints
+        trained: tuple[str, ...] = ()
+        if given is None:
+            trained = tuple(f"{at}/experts/{n}" for n in range(self.experts))
+            shared = recipe.experts.model_dump(exclude={"processes", "checkpoints"})
+            for n, name in enumerate(trained):
+                make = _Training(self, seed, expert=n)
+                yield Step(name, "experts", {**dense, **shared, "seed": seed}, root, make)
+        merge: dict[str, Any] = {**recipe.merge.model_dump(), "seed": seed}
+        if given is not None:
+            merge["experts"] = [folder_identity(local_folder(path)) for path in given]
+        yield Step(f"{at}/merged", "merge", merge, trained or root, _Merge(self, seed))
+        if any(arm.start == "router" for arm in recipe.arms.values()):
+            yield Step(
+                f"{at}/router",
+                "router",
+                {**dense, **recipe.router.model_dump(), "seed": seed},
+                (f"{at}/merged", "clusters"),
+                _Training(self, seed),
+            )
+        for name, arm in recipe.arms.items():
+            starts = {"merged": (f"{at}/merged",), "router": (f"{at}/router",), "dense": root}
+            inputs = {
+                **dense,
+                **recipe.finetune.model_dump(),
+                "arm": arm.model_dump(mode="json"),
+                "seed": seed,
+            }
+            place = f"{at}/arms/{safe_name(name)}"
+            yield Step(place, "finetune", inputs, starts[arm.start], _Training(self, seed, arm))
+            measured = recipe.evaluation.model_dump()
+            judged = recipe.evaluation.judgement
+            if judged is not None and judged.file is not None:
+                measured["judgement"]["file"] = _file_identity(judged.file)
+            measured |= {"length": recipe.texts.max_length, "dense": arm.start == "dense"}
+            yield Step(
+                f"{at}/measured/{safe_name(name)}",
+                "evaluate",
+                measured,
+                (place, "clusters"),
+                _Measuring(self, f"{at}/arms/{safe_name(name)}", arm),
+            )
+
+    # -- making the shared folders ------------------------------------------------------------
+
+    def _make_texts(self, target: Path, work: Path) -> None:
+        from moe_finetune.demo.tokenizer import train_tokenizer
+        from moe_finetune.upcycle.texts import split_texts
+
+        section = self.recipe.dense.pretrain
+        seed = self.recipe.texts.seed
+        if section is None:
+            tokenizer = load_tokenizer(self.dense)
+        else:
+            parts = (split_texts(texts, seed)["train"] for texts in self.categories.values())
+            tokenizer = train_tokenizer((text for part in parts for text in part), section.vocab_size)
+        made = work / "made"
+        made.mkdir(exist_ok=True)
+        Texts.tokenize(self.categories, tokenizer, seed).save(made)
+        tokenizer.save_pretrained(made)
+        made.rename(target)
+
+    def _make_dense(self, target: Path, work: Path) -> None:
+        from moe_finetune.upcycle.dense import new_llama
+        from moe_finetune.upcycle.training import Job, run_job
+
+        section = self.recipe.dense.pretrain
+        assert section is not None
+        length = self.recipe.texts.max_length
+        tokenizer = load_tokenizer(self.output / "texts")
+        start = work / "start"
+        new_llama(section, tokenizer, length).save_pretrained(start)
+        tokenizer.save_pretrained(start)
+        everything = range(len(self.texts.categories))
+        rows_RS = self.texts.blocks(everything, length, section.seed)
+        job = Job(start, rows_RS, section.trainer, section.seed, self.recipe.dense.dtype)
+        run_job(job, work, target)
+
+    def _make_clusters(self, target: Path, work: Path) -> None:
+        from moe_finetune.upcycle.dense import load_dense_config
+
+        section, names = self.recipe.clusters, self.texts.categories
+        vocabulary = int(load_dense_config(self.dense).vocab_size)
+        counts_CV = self.texts.counts(vocabulary)
+        made = work / "made"
+        made.mkdir(exist_ok=True)
+        clusters_C = np.arange(len(names)) % section.count
+        if self.recipe.counts_clusters:
+            pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
+            check_pins(len(names), section.count, pinned)
+            clusters_C = cluster_categories(
+                counts_CV, section.count, pinned, seed=section.seed, restarts=section.restarts
+            )
+        if section.table is not None:
+            table = self._load_table(Path(section.table))
+        else:
+            digest = tokenizer_hash(self.output / "texts")
+            table = count_table(counts_CV, clusters_C, section.count, digest)
+        table.save(made / TABLE_FILE)
+        cluster = {name: int(n) for name, n in zip(names, clusters_C, strict=True)}
+        tokens = {name: int(counts.sum()) for name, counts in zip(names, counts_CV, strict=True)}
+        text = json.dumps({"cluster": cluster, "train_tokens": tokens}, indent=2) + "\n"
+        write_atomic(made / CLUSTERS_FILE, text)
+        made.rename(target)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A step that trains: an expert, the routers (neither given), or an arm."""
+
+    upcycle: Upcycle
+    seed: int
+    arm: ArmSection | None = None
+    expert: int | None = None
+
+    def __call__(self, target: Path, work: Path) -> None:
+        from moe_finetune.upcycle.training import Job, run_job
+
+        upcycle, recipe = self.upcycle, self.upcycle.recipe
+        at, length = upcycle.output / f"seed-{self.seed}", recipe.texts.max_length
+        everything: Any = range(len(upcycle.texts.categories))
+        seed = 1000 * self.seed
+        if self.expert is not None:
+            own = np.flatnonzero(upcycle.clusters_C == self.expert)
+            seed += 1 + self.expert
+            job = Job(
+                upcycle.dense,
+                upcycle.texts.blocks(own.tolist(), length, seed),
+                recipe.experts.trainer,
+                seed,
+                recipe.dense.dtype,
+                lora=recipe.experts.lora,
+            )
+        elif self.arm is None:
+            table = str(upcycle.output / "clusters" / TABLE_FILE)
+            method = resolve_method("supervised_routing", terms={"supervised_routing": {"table": table}})
+            rows_RS = upcycle.texts.blocks(everything, length, seed)
+            job = Job(
+                at / "merged",
+                rows_RS,
+                recipe.router.trainer,
+                seed,
+                recipe.dense.dtype,
+                method=method,
+                routers_only=True,
+            )
+        else:
+            start = {"dense": upcycle.dense, "merged": at / "merged", "router": at / "router"}
+            job = Job(
+                start[self.arm.start],
+                upcycle.texts.blocks(everything, length, seed),
+                {**recipe.finetune.trainer, **self.arm.trainer},
+                seed,
+                recipe.dense.dtype,
+                method=None if self.arm.start == "dense" else self.arm.method,
+                lora=recipe.finetune.lora,
+            )
+        run_job(job, work, target)
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """The step that puts the experts of a seed together."""
+
+    upcycle: Upcycle
+    seed: int
+
+    def __call__(self, target: Path, work: Path) -> None:
+        from moe_finetune.upcycle.merge import merge_experts
+
+        recipe = self.upcycle.recipe
+        experts = self.upcycle.output / f"seed-{self.seed}" / "experts"
+        folders = [experts / str(n) for n in range(self.upcycle.experts)]
+        if recipe.experts.checkpoints is not None:
+            folders = [local_folder(path) for path in recipe.experts.checkpoints]
+            if tokenizer_hash(folders[0]) != tokenizer_hash(self.upcycle.output / "texts"):
+                raise CheckpointError(
+                    f"experts.checkpoints: {folders[0]} has another tokenizer than the dense model "
+                    f"{self.upcycle.dense}; give experts trained from it"
+                )
+        section = recipe.merge
+        merge_experts(
+            folders, target, top_k=section.top_k, router_std=section.router_std, seed=self.seed
+        )
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """The step that measures one arm."""
+
+    upcycle: Upcycle
+    checkpoint: str
+    arm: ArmSection
+
+    def __call__(self, target: Path, work: Path) -> None:
+        from moe_finetune.upcycle.measure import measure
+
+        upcycle = self.upcycle
+        found = measure(
+            upcycle.output / self.checkpoint,
+            upcycle.texts,
+            upcycle.table,
+            upcycle.recipe,
+            moe=self.arm.start != "dense",
+        )
+        made = work / "made"
+        made.mkdir(exist_ok=True)
+        write_atomic(made / MEASURED_FILE, json.dumps(found, ensure_ascii=False) + "\n")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made.rename(target)
+
+
+def folder_identity(folder: Path) -> list[Any]:
+    """What stands for a checkpoint in a hash: small files by content, weights by size and time."""
+    found: list[Any] = []
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        if path.suffix == ".safetensors":
+            stat = path.stat()
+            found.append([path.name, stat.st_size, stat.st_mtime_ns])
+        elif path.suffix in (".json", ".model"):
+            found.append([path.name, sha256_file(path)])
+    return found
+
+
+def _file_identity(path: str) -> str:
+    """SHA-256 of a file's bytes, or its name where it does not exist (its step will say so)."""
+    return sha256_file(Path(path)) if Path(path).is_file() else path

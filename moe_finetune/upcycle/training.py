@@ -1,0 +1,160 @@
+"""One training of the way from dense to MoE: start from a checkpoint, leave a checkpoint.
+
+Training runs on the toolkit's resumable TRL trainer. ``work`` holds its checkpoints and log as long
+as it runs, so that a killed one goes on; ``output`` appears when it is done.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.recipe import DataSection, LoraSection, Method, ModelSection, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_QUIET = {"report_to": [], "logging_steps": 20, "save_strategy": "steps", "save_steps": 200}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one training is made of.
+
+    Attributes:
+        start: checkpoint folder to start from, dense or MoE.
+        rows_RS: token ids, ``(rows, length)``; every token is learned.
+        trainer: TRL's arguments by name.
+        seed: of the order of rows, of dropout and of new adapters.
+        dtype: of the weights, in training and on disk.
+        method: losses inside the MoE layers; None trains a dense model.
+        lora: an adapter that is merged afterwards; None trains the whole model.
+        routers_only: train nothing but the routers, on the method's losses alone: the language
+            model's own loss gets no weight.
+    """
+
+    start: Path
+    rows_RS: np.ndarray
+    trainer: dict[str, Any]
+    seed: int
+    dtype: str
+    method: Method | None = None
+    lora: LoraSection | None = None
+    routers_only: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """The toolkit's recipe of this training."""
+        router_lora = LoraSection(rank=1, targets=[])
+        return Recipe(
+            model=ModelSection(path=str(self.start), dtype=self.dtype),  # type: ignore[arg-type]
+            method=self.method or Method(),
+            lora=router_lora if self.routers_only else self.lora,
+            data=DataSection(train="rows", max_length=self.rows_RS.shape[1]),
+            trainer={**_QUIET, **self.trainer, "seed": self.seed},
+        )
+
+
+def run_job(job: Job, work: Path, output: Path) -> None:
+    """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``."""
+    from transformers import set_seed
+
+    from moe_finetune.families.loading import load_model, load_tokenizer
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.training.resumable import find_checkpoint
+    from moe_finetune.training.save import save_trained
+    from moe_finetune.upcycle.dense import load_dense
+    from moe_finetune.upcycle.signals import StopUpcycle
+
+    recipe = job.recipe
+    tokenizer = load_tokenizer(job.start)
+    set_seed(job.seed)
+    model: Any
+    if job.method is None:
+        model = _dense_lora(load_dense(job.start, job.dtype), job.lora)
+    else:
+        model = add_lora(load_model(job.start, job.dtype), recipe.lora, "full")
+    work.mkdir(parents=True, exist_ok=True)
+    for left in ("adapter", "merged"):
+        shutil.rmtree(work / left, ignore_errors=True)
+    trainer, close = build(job, recipe, model, tokenizer, work)
+    begun = (work / "checkpoints").is_dir()
+    checkpoint = find_checkpoint(work / "checkpoints") if begun else None
+    with StopUpcycle(work) as stop:
+        trainer.add_callback(stop)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            close()
+    if job.method is None and job.lora is not None:
+        model = model.merge_and_unload()
+    saved = save_trained(model, tokenizer, recipe, work)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if saved.name == "adapter":
+        from moe_finetune.weights import merge_adapter
+
+        merge_adapter(job.start, saved, output)
+    else:
+        saved.rename(output)
+
+
+def build(
+    job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work: Path
+) -> tuple[Any, Any]:
+    """TRL's trainer of this job, and a function that takes its method off the model."""
+    from datasets import Dataset
+
+    from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.numerics import NumericsGuard
+    from moe_finetune.training.sft import RunLog, RunTrainer, training_arguments
+
+    class RouterTrainer(RunTrainer):
+        """Gives the language model's own loss no weight; injected terms do not depend on it."""
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        ) -> Any:
+            found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+            return (found[0] * 0.0, found[1]) if return_outputs else found * 0.0
+
+    rows = job.rows_RS.tolist()
+    arguments = training_arguments(recipe, work)
+    trainer = (RouterTrainer if job.routers_only else RunTrainer)(
+        model=model,  # type: ignore[arg-type]
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        processing_class=tokenizer,
+    )
+    callback = SpecializationCallback(
+        recipe.method, dropout=job.lora.dropout if job.lora is not None else 0.0
+    )
+    if job.method is not None:
+        callback.attach(trainer)
+    trainer.guard = NumericsGuard(work, "stop", callback)
+    place = 1 if job.method is not None else 0
+    for own in (RunLog(work), trainer.guard):
+        trainer.callback_handler.callbacks.insert(place, own)
+        place += 1
+    return trainer, callback.close
+
+
+def _dense_lora(model: Any, lora: LoraSection | None) -> Any:
+    """The dense model with an adapter on attention and feed-forward, or all of it trainable."""
+    if lora is None:
+        return model.requires_grad_(True)
+    from peft import LoraConfig, get_peft_model
+
+    assert lora.rank is not None and lora.alpha is not None
+    targets = [f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
