@@ -721,6 +721,35 @@ def study(
         raise typer.Exit(1)
 
 
+@app.command()
+def upcycle(
+    items: RecipeItems,
+    output: Output,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            "--stage",
+            help="dense, cluster, experts, merge, router, finetune or evaluate alone.",
+        ),
+    ] = None,
+    expert: Annotated[
+        int | None,
+        typer.Option("--expert", metavar="N", help="Of the stage experts this one alone."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in OUTPUT; finished steps are kept.")
+    ] = False,
+) -> None:
+    """Make a MoE of a dense model: cluster texts, train experts, merge, teach routers, compare.
+
+    Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
+    """
+    from moe_finetune.upcycle.command import upcycle_files
+
+    files, overrides = split_items(items)
+    print(f"upcycle: {upcycle_files(files, overrides, output, stage, expert, resume)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
