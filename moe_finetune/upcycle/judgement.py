@@ -91,9 +91,7 @@ def questions(
     return solved, asked
 
 
-def _of_file(
-    tokenizer: Any, section: JudgementSection
-) -> tuple[list[Question], list[Question]]:
+def _of_file(tokenizer: Any, section: JudgementSection) -> tuple[list[Question], list[Question]]:
     from moe_finetune.evaluation.files import read_rows
 
     rows = read_rows(str(section.file), required=("question", "answer"))

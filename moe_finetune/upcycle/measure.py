@@ -57,9 +57,7 @@ class RoutingPool:
         self.selected_CLN = np.zeros((categories, layers, experts), np.int64)
         self.first_CLN = np.zeros_like(self.selected_CLN)
 
-    def add(
-        self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray
-    ) -> None:
+    def add(self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray) -> None:
         """Add one layer's record; ``category_T`` is of the tokens that the mask keeps."""
         keep = record.mask_T
         logits_TN = record.logits_TE[keep].float().cpu().numpy()
@@ -107,7 +105,9 @@ def measure(
     model = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
     model.eval()
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    found["splits"] = {split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS}
+    found["splits"] = {
+        split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS
+    }
     if moe:
         config = model.config
         found["top_k"] = int(config.num_experts_per_tok)
@@ -171,7 +171,9 @@ def _of_split(
             "mean": float(perplexities.mean()),
             "std": float(perplexities.std()),
             "count": len(losses),
-            "of_all_tokens": float(np.exp(np.average([loss for _, loss, _ in losses], weights=weights))),
+            "of_all_tokens": float(
+                np.exp(np.average([loss for _, loss, _ in losses], weights=weights))
+            ),
         },
         "losses": [round(loss, 6) for _, loss, _ in losses],
         "categories": [category for category, _, _ in losses],

@@ -27,7 +27,7 @@ class PretrainSection(Section):
     intermediate_size: int = Field(default=256, ge=8)
     layers: int = Field(default=4, ge=1)
     seed: int = 0
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
 
 
 class DenseSection(Section):
@@ -64,7 +64,7 @@ class ExpertSection(Section):
 
     checkpoints: list[str] | None = Field(default=None, description="one a cluster, in order")
     lora: LoraSection | None = None
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
     processes: int = Field(default=1, ge=1, description="1: in turn; more: as many at once")
 
 
@@ -78,7 +78,7 @@ class MergeSection(Section):
 class RouterSection(Section):
     """Training of the routers alone, on supervised routing."""
 
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
 
 
 class ArmSection(Section):
@@ -88,7 +88,7 @@ class ArmSection(Section):
 
     start: Literal["dense", "merged", "router"]
     method: Method = Method()
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
 
     @field_validator("method", mode="before")
     @classmethod
@@ -108,7 +108,7 @@ class FinetuneSection(Section):
     """The last stage, of every arm: the whole model, or LoRA that is merged afterwards."""
 
     lora: LoraSection | None = None
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = Field(default={})
 
 
 class JudgementSection(Section):
@@ -157,7 +157,7 @@ class UpcycleRecipe(Section):
     finetune: FinetuneSection = FinetuneSection()
     arms: dict[str, ArmSection] = Field(default_factory=_paper_arms)
     evaluation: EvaluationSection = EvaluationSection()
-    seeds: list[int] = [0]
+    seeds: list[int] = Field(default=[0])
 
     @model_validator(mode="after")
     def _agree(self) -> UpcycleRecipe:
@@ -225,9 +225,7 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
         yield f"arms: {', '.join(recipe.arms)}: two names give the same folder"
 
 
-def _cluster_problems(
-    clusters: ClusterSection, names: list[str], counted: bool
-) -> Iterator[str]:
+def _cluster_problems(clusters: ClusterSection, names: list[str], counted: bool) -> Iterator[str]:
     if counted and len(names) < clusters.count:
         yield (
             f"texts.categories: {len(names)} categories are fewer than the {clusters.count} "

@@ -174,7 +174,9 @@ class Upcycle:
             tokenizer = load_tokenizer(self.dense)
         else:
             parts = (split_texts(texts, seed)["train"] for texts in self.categories.values())
-            tokenizer = train_tokenizer((text for part in parts for text in part), section.vocab_size)
+            tokenizer = train_tokenizer(
+                (text for part in parts for text in part), section.vocab_size
+            )
         made = work / "made"
         made.mkdir(exist_ok=True)
         Texts.tokenize(self.categories, tokenizer, seed).save(made)
@@ -254,7 +256,9 @@ class _Training:
             )
         elif self.arm is None:
             table = str(upcycle.output / "clusters" / TABLE_FILE)
-            method = resolve_method("supervised_routing", terms={"supervised_routing": {"table": table}})
+            method = resolve_method(
+                "supervised_routing", terms={"supervised_routing": {"table": table}}
+            )
             rows_RS = upcycle.texts.blocks(everything, length, seed)
             job = Job(
                 at / "merged",

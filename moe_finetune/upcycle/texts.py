@@ -69,7 +69,11 @@ def split_texts(texts: Sequence[str], seed: int) -> dict[Split, list[str]]:
     count = len(texts)
     tenth = max(1, round(count / 10))
     order = np.random.default_rng([seed, count]).permutation(count)
-    ends = {"test": order[:tenth], "validation": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
+    ends = {
+        "test": order[:tenth],
+        "validation": order[tenth : 2 * tenth],
+        "train": order[2 * tenth :],
+    }
     return {split: [texts[i] for i in sorted(ends[split])] for split in SPLITS}
 
 
