@@ -164,7 +164,8 @@ def _of_split(
     finally:
         if recorder is not None:
             recorder.restore()
-    perplexities = np.exp([loss for _, loss, _ in losses])
+    loss_T = [loss for _, loss, _ in losses]
+    perplexities = np.exp(loss_T)
     weights = [tokens - 1 for _, _, tokens in losses]
     found: dict[str, Any] = {
         "perplexity": {
@@ -175,7 +176,7 @@ def _of_split(
                 np.exp(np.average([loss for _, loss, _ in losses], weights=weights))
             ),
         },
-        "losses": [round(loss, 6) for _, loss, _ in losses],
+        "losses": [round(loss, 6) for loss in loss_T],
         "categories": [category for category, _, _ in losses],
     }
     return found | ({"routing": pool.summary()} if pool is not None else {})

@@ -140,7 +140,7 @@ def merge_experts(
         UnsupportedModelError: a model type without a MoE.
         OutputExistsError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.weights.writer import Content, write_files
+    from moe_finetune.weights.writer import write_files
 
     started = time.perf_counter()
     output = Path(output)
@@ -205,7 +205,7 @@ def open_expert(path: str | Path) -> Expert:
 
 
 def check_alike(experts: Sequence[Expert]) -> None:
-    """Raise CheckpointError unless all experts have the first one's tokenizer, sizes and tensors."""
+    """Raise CheckpointError unless all have the first one's tokenizer, sizes and tensors."""
     first = experts[0]
     tokenizer = tokenizer_hash(first.folder)
     for other in experts[1:]:

@@ -75,7 +75,8 @@ def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
         rows = []
         for arm in chosen:
             found = arm.estimate(lambda m, metric=metric: METRICS[metric](m, "test"))
-            said = f"{arm.name}: {found.mean:.3f}, each seed {', '.join(f'{v:.3f}' for v in found.values)}"
+            seeds = ", ".join(f"{value:.3f}" for value in found.values)
+            said = f"{arm.name}: {found.mean:.3f}, each seed {seeds}"
             dot = Dot(found.mean, found.low, found.high, colors[arm.name], said)
             rows.append((arm.name, [dot], float("nan")))
         note = "Mean over seeds and its 95 % interval."
