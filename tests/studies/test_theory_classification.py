@@ -95,7 +95,10 @@ def test_a_stack_trains_as_its_models_would_alone(arm):
         # The package's losses of outputs compute in float64 when they are given it.
         torch.testing.assert_close(loss, sum(wanted), rtol=1e-9, atol=0)
         for optimizer, value in zip(optimizers, (loss, *wanted), strict=True):
-            optimizer.zero_grad()
+            # An expert that no sample chose has a zero gradient in the stack, not none.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
             value.backward()
             optimizer.step()
     for m, model in enumerate(alone):

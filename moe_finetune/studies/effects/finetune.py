@@ -6,7 +6,6 @@ Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, set_seed
 
-from moe_finetune.capture.recorder import backbone_of
+from moe_finetune.capture.recorder import config_facts
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
-from moe_finetune.families.loading import load_config, load_model, load_tokenizer
+from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder
 from moe_finetune.layered_yaml import Tree, merge_mappings
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
@@ -30,7 +29,6 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.data import load_dataset_for
 from moe_finetune.training.sft import METRICS_FILE, build_trainer
 
-log = logging.getLogger(__name__)
 TOPICS_SEED = 0
 
 
@@ -38,13 +36,15 @@ class Workbench:
     """What all arms of a study share: checkpoint, data, held-out tasks, token frequencies.
 
     Args:
-        section: the study's ``finetune``.
+        section: the study's ``finetune``; its ``recipe.model.path``, where there is one, takes the
+            place of the demo's checkpoint.
         folder: where data and token frequencies are written.
     """
 
     def __init__(self, section: FinetuneSection, folder: Path):
         self.section = section
-        self.checkpoint = ensure_demo_checkpoint()
+        named = section.recipe.get("model", {}).get("path")
+        self.checkpoint = local_folder(named) if named else ensure_demo_checkpoint()
         self.folder = folder
         self.data = folder / "data"
         if not self.data.is_dir():
@@ -54,12 +54,9 @@ class Workbench:
         recipe = self.recipe({"preset": "none"}, seed=0)
         self.train, validation = load_dataset_for(recipe.data, self.tokenizer, recipe.seed)
         self.validation = validation.to_list() if validation is not None else []
-        config: Any = load_config(self.checkpoint)
-        self.frequencies_VE = topic_frequencies(
-            [row["input_ids"] for row in self.train.to_list()],
-            config.vocab_size,
-            config.num_experts,
-        )
+        facts = config_facts(load_config(self.checkpoint))
+        documents = [row["input_ids"] for row in self.train.to_list()]
+        self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)
         write_table(self.frequencies_VE, folder / TABLE)
 
     def recipe(self, method: dict[str, Any], seed: int) -> Recipe:
@@ -164,7 +161,6 @@ def run_finetune(
     model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
     set_seed(seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
-    assert not backbone_of(model).config.output_router_logits
     train = bench.train.shuffle(seed)
     trainer, callback = build_trainer(recipe, folder, model, bench.tokenizer, train, None)
     probe = Probe(bench, callback, bench.section.probes)

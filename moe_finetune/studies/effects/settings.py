@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree, merge_mappings
 from moe_finetune.recipe import Section, resolve_method
 from moe_finetune.validation import describe
 
 KIND = "miniature"
 TABLE = "token_frequencies.safetensors"
+
+
+def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"unknown key '{name}'{did_you_mean(name, known)}")
+    return values
 
 
 class RecoverySection(Section):
@@ -31,6 +40,13 @@ class ClassificationSection(Section):
 
     arms: list[Literal["baseline", "orthogonality", "dpp", "ncl"]] = Field(min_length=1)
     setting: dict[str, int | float] = Field(default_factory=dict)
+
+    @field_validator("setting")
+    @classmethod
+    def _known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.studies.theory.classification import Setting
+
+        return _fields_of(Setting, value)
 
 
 class FinetuneSection(Section):
@@ -70,6 +86,20 @@ class ScratchSection(Section):
     steps: int = Field(default=100, ge=4)
     learning_rate: float = Field(default=3e-3, gt=0)
     gradient_norm: float = Field(default=1.0, gt=0)
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.demo.pretrain import PretrainConfig
+
+        return _fields_of(PretrainConfig, value)
+
+    @field_validator("mixture")
+    @classmethod
+    def _mixture(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.demo.batches import Mixture
+
+        return _fields_of(Mixture, value)
 
 
 class Miniature(Section):

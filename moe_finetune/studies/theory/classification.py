@@ -130,7 +130,7 @@ def run_arm(
 def measure(routed: Routed, labels_MT: torch.Tensor) -> dict[str, Any]:
     """Accuracy, effective rank and heat maps of every fold's model on its test part."""
     hits_M = (routed.logits_MTC.argmax(-1) == labels_MT).float().mean(1)
-    outputs_METC = routed.outputs_MTEC.transpose(1, 2).double().numpy()
+    outputs_METC = routed.outputs_MTEC.detach().transpose(1, 2).double().numpy()
     ranks = [
         effective_rank(outputs_ETC.reshape(len(outputs_ETC), -1)) for outputs_ETC in outputs_METC
     ]

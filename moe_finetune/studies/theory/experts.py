@@ -45,7 +45,8 @@ class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
 
     Weights of the selected experts are renormalised to sum 1. Every expert is computed on every
-    sample: at this size that is faster than sorting samples by expert.
+    sample: at this size that is faster than sorting samples by expert. An expert that no sample of
+    a batch selects has a zero gradient.
 
     Args:
         models: M.
