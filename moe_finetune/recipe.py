@@ -10,14 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     SerializeAsAny,
+    Tag,
     ValidationError,
     field_serializer,
     field_validator,
@@ -28,8 +30,6 @@ from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import Tree, dotted, load_tree, merge_mappings
 from moe_finetune.validation import describe
 
-Paths = str | list[str]
-
 
 class Section(BaseModel):
     """A mapping of the recipe: unknown keys and values of another type are refused."""
@@ -38,13 +38,19 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The checkpoint to start from."""
+    """The checkpoint to start from.
+
+    ``init: random`` takes only config and tokenizer from it, lays ``config`` over the former and
+    trains a model from scratch, without an adapter.
+    """
 
     path: str = Field(min_length=1, description="folder or hub id")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     revision: str | None = None
     tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
     attn_implementation: str | None = None
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
 
 
 class Perturbations(Section):
@@ -105,6 +111,40 @@ class LoraSection(Section):
         return self
 
 
+class DataSource(Section):
+    """One of several sources, with columns of its own; what is unset is the section's.
+
+    ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
+    place, as a label of a classification task; ``limit`` counts the rows that are kept.
+    """
+
+    path: str = Field(min_length=1, description="file, folder or hub id")
+    format: Literal["auto", "messages", "prompt_completion", "text"] | None = None
+    columns: dict[str, str] | None = None
+    template: dict[str, str] | None = None
+    split: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    where: dict[str, list[str | int]] = Field(default={})
+    words: dict[str, list[str]] = Field(default={})
+
+    @model_validator(mode="after")
+    def _agree(self) -> DataSource:
+        if self.columns and self.template:
+            raise ValueError("columns and template cannot be combined; keep one of them")
+        return self
+
+
+def _kind(value: Any) -> str:
+    return "Text" if isinstance(value, str) else "Source"
+
+
+# Told apart by their type, so that an error is the one of what was meant.
+Source = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
+]
+Paths = str | list[Source]
+
+
 class DataSection(Section):
     """The examples, and how they become tokens."""
 
@@ -149,6 +189,9 @@ class EvaluationSection(Section):
 
     suite: str = Field(min_length=1, description="name or file of a suite")
     backend: Literal["vllm", "hf"] = "vllm"
+    only: list[str] | None = Field(
+        default=None, min_length=1, description="labels of the suite's tasks"
+    )
     limit: int | None = Field(default=None, ge=1)
     data_dir: str | None = Field(default=None, description="folder of local task data")
     vllm: dict[str, Any] = {}
@@ -327,6 +370,13 @@ def _terms(terms: Any) -> dict[str, BaseModel]:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
+    if recipe.model.init == "random":
+        if lora is not None:
+            yield "lora: an adapter over random weights learns nothing of use; set lora: null"
+        if router == "frozen":
+            yield "router.train: 'frozen' would keep random routers; set it to full"
+    elif recipe.model.config:
+        yield "model.config: changes a model that is made anew; set model.init: random"
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -12,7 +13,7 @@ from moe_finetune.layered_yaml import Key, dotted
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
     """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[tuple[str, str], list[str]] = {}
     lines: list[str] = []
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
@@ -29,8 +30,14 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             lines.append(f"{key}: {cause}")
         else:
             start = f"{key}: {item['input']!r} is not right; wanted "
-            wanted.setdefault(start, []).append(in_words(item["msg"]))
-    return lines + [start + " or ".join(dict.fromkeys(texts)) for start, texts in wanted.items()]
+            wanted.setdefault((key, start), []).append(in_words(item["msg"]))
+    keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in wanted]
+    return lines + [
+        start + " or ".join(dict.fromkeys(texts))
+        for (key, start), texts in wanted.items()
+        # of the branches of a union, the one that went deeper is the one that was meant
+        if not any(other.startswith(f"{key}.") for other in keys)
+    ]
 
 
 _WORDS = {
@@ -51,23 +58,26 @@ def in_words(message: str) -> str:
 
 
 def _is_union_tag(part: str | int) -> bool:
-    """Pydantic puts the branch of a union into the location: ``list[str]``, ``str``."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    """Pydantic puts the branch of a union into the location: ``list[str]``, ``DataSource``."""
+    if not isinstance(part, str):
+        return False
+    # recipe keys are lower case, so a capital begins the name of a section's class
+    return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
     """Known keys of the (nested) section at ``loc``."""
     for part in loc:
         field = model.model_fields.get(str(part))
-        nested = (
-            [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)]
-            if field
-            else []
-        )
+        nested = list(_models(field.annotation)) if field else []
         if nested:
             model = nested[0]
     return list(model.model_fields)
 
 
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that an annotation names, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

@@ -1,4 +1,7 @@
-"""What ``moe-finetune study`` does: carry a study out, or show its plan."""
+"""What ``moe-finetune study`` does: carry a study out, or show its plan.
+
+A recipe of ``kind: miniature`` is one of :mod:`moe_finetune.studies.effects`.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,45 @@ def carry_out_study(
     recipe: str, overrides: Sequence[str], output: Path, resume: bool, shard: str | None
 ) -> int:
     """Run the study, print what became of it, and return how many of its runs have failed."""
-    from moe_finetune.studies import load_study, run_study
+    from moe_finetune.studies import run_study
+    from moe_finetune.studies.effects.settings import is_miniature
+    from moe_finetune.studies.recipe import find_study, load_study
 
-    results = run_study(load_study(recipe, overrides), output, resume, parse_shard(shard))
+    part = parse_shard(shard)
+    file = find_study(recipe)
+    if is_miniature(file):
+        from moe_finetune.studies.effects.study import run_miniature
+
+        return run_miniature(file, output, overrides, resume=resume, part=part or (1, 1))
+    results = run_study(load_study(file, overrides), output, resume, part)
+    table = output / "tables" / "study.txt"
+    if results.finished:
+        print(table.read_text(encoding="utf-8"))
     print(f"{len(results.finished)} of {len(results.runs)} runs finished")
     failed = [run for run in results.runs if run.state == "failed"]
     for run in failed:
         print(f"failed: {run.arm} seed {run.seed}: {run.reason}")
     if results.finished:
-        print(f"tables: {output / 'tables'}\nreport: {output / 'report' / 'index.html'}")
+        print(f"tables: {table.parent}\nreport: {output / 'report' / 'index.html'}")
     return len(failed)
+
+
+def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
+    """Print the plan of a study."""
+    from moe_finetune.studies import expand
+    from moe_finetune.studies.effects.settings import is_miniature
+    from moe_finetune.studies.recipe import find_study, load_study
+
+    file = find_study(recipe)
+    if is_miniature(file):
+        from moe_finetune.studies.effects.study import plan_miniature
+
+        print(plan_miniature(file, overrides))
+        return
+    from moe_finetune.studies.plan import plan_text
+
+    study = load_study(file, overrides)
+    print(plan_text(study, expand(study), output))
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

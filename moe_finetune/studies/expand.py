@@ -55,8 +55,9 @@ def expand(study: StudyRecipe) -> list[Run]:
         RecipeError: a run whose recipe is not valid; the arm is named.
     """
     base = _layers(study.tree, ("base",))
-    axes = {name: _choices(study, name) for name in study.axes}
+    axes = _kept(study, {name: _choices(study, name) for name in study.axes})
     baseline_of(study, {name: [c.name for c in choices] for name, choices in axes.items()})
+    _check_together(study)
     _check_overrides(study)
     runs: list[Run] = []
     for chosen in itertools.product(*axes.values()):
@@ -109,6 +110,24 @@ def baseline_of(study: StudyRecipe, names: dict[str, list[str]]) -> dict[str, st
             )
         found[axis] = name
     return found
+
+
+def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
+    """The choices that ``only`` leaves, in the order it lists them."""
+    for axis, wanted in study.only.items():
+        place = study.tree.origin(("only", axis)) or study.name
+        if axis not in axes:
+            raise StudyError(f"{place}: only.{axis}: unknown axis{did_you_mean(axis, axes)}")
+        known = {choice.name: choice for choice in axes[axis]}
+        for name in wanted:
+            if name not in known:
+                raise StudyError(
+                    f"{place}: only.{axis}: unknown value '{name}'{did_you_mean(name, known)}"
+                )
+        if not wanted or len(set(wanted)) < len(wanted):
+            raise StudyError(f"{place}: only.{axis}: wanted at least one value, each once")
+        axes = {**axes, axis: [known[name] for name in wanted]}
+    return axes
 
 
 def _named(value: Any, axis: str, known: list[str]) -> str | None:
@@ -202,6 +221,17 @@ def _folder(origin: str) -> Path:
     """The folder that paths written at ``origin`` are relative to."""
     file = Path(origin.rpartition(":")[0])
     return file.parent if file.is_file() else Path()
+
+
+def _check_together(study: StudyRecipe) -> None:
+    place = study.tree.origin(("together",)) or study.name
+    for axis in study.together:
+        if axis not in study.axes:
+            raise StudyError(
+                f"{place}: together: unknown axis '{axis}'{did_you_mean(axis, study.axes)}"
+            )
+        if isinstance(study.baseline, dict) and axis in study.baseline:
+            raise StudyError(f"{place}: together: '{axis}' is an axis of the baseline as well")
 
 
 def _check_overrides(study: StudyRecipe) -> None:

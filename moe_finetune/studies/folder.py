@@ -54,7 +54,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
     held = (output / MANIFEST).exists()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.exists() and (not output.is_dir() or any(_foreign(output))):
         if not held:
             raise OutputExistsError(f"{output} holds other files; choose another --output")
         if not resume:
@@ -63,8 +63,6 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             )
     for run in runs:
         check_run(run, output)
-    for run in runs:
-        write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
     names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}
     manifest = {
         "schema": SCHEMA,
@@ -74,6 +72,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         "axes": names,
         "seeds": study.seeds,
         "baseline": baseline_of(study, names),
+        "together": study.together,
         "benchmarks": study.benchmarks,
         "metrics": study.metrics,
         "runs": [
@@ -81,7 +80,15 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             for r in runs
         ],
     }
+    # First of all, because it is what makes the folder a study that others may join.
     write_atomic(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    for run in runs:
+        write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
+
+
+def _foreign(output: Path) -> Iterable[Path]:
+    """What lies in the folder, but for files that are just being written."""
+    return (path for path in output.iterdir() if not path.name.endswith(".partial"))
 
 
 def check_run(run: Run, output: Path) -> None:

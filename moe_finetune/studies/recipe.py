@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from moe_finetune.errors import StudyError
+from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.layered_yaml import Tree, load_tree
 from moe_finetune.recipe import Recipe, Section
 from moe_finetune.validation import describe
@@ -56,6 +56,7 @@ class PlanSection(Section):
 
     hardware: str = "NVIDIA H100 SXM 80 GB"
     peak_tflops: float = Field(default=989.0, gt=0)
+    memory_gib: float = Field(default=80.0, gt=0, description="of one device")
     utilization: float = Field(default=0.15, gt=0, le=1)
     devices: int = Field(default=1, ge=1)
     tokens: float | None = Field(
@@ -71,7 +72,11 @@ class StudyRecipe(Section):
     source: str = Field(default="", description="paper and table or figure")
     base: dict[str, Any] = Field(default={})
     axes: dict[str, list[Any] | dict[str, Any]] = Field(default={})
+    only: dict[str, list[str]] = Field(default={}, description="axis -> the arms to keep of it")
     seeds: list[int] = Field(min_length=1)
+    together: list[str] = Field(
+        default=[], description="axes whose runs share a row: each benchmark from its own run"
+    )
     baseline: str | int | float | dict[str, Any] | None = None
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
     metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
@@ -79,7 +84,7 @@ class StudyRecipe(Section):
     plan: PlanSection = PlanSection()
 
     _tree: Tree = PrivateAttr(default_factory=Tree)
-    _overrides: list[str] = PrivateAttr(default_factory=list)
+    _given: list[str] = PrivateAttr(default_factory=list)
     _source: Path | None = PrivateAttr(default=None)
 
     @field_validator("seeds")
@@ -98,12 +103,31 @@ class StudyRecipe(Section):
     @property
     def overrides(self) -> list[str]:
         """Recipe keys of the command line, laid over every run."""
-        return self._overrides
+        return [item for item in self._given if _first_key(item) in Recipe.model_fields]
+
+    @property
+    def given(self) -> list[str]:
+        """Everything that the command line gave."""
+        return self._given
 
     @property
     def file(self) -> Path | None:
         """The study's file, where it was read from one."""
         return self._source
+
+
+def find_study(path: str | Path) -> Path:
+    """The file of a study: ``path`` itself, or the shipped one of that name."""
+    from moe_finetune.demo.path import recipes_folder
+
+    path = Path(path)
+    if path.is_file() or path.suffix or len(path.parts) > 1:
+        return path
+    shipped = recipes_folder() / "studies" / f"{path}.yaml"
+    if not shipped.is_file():
+        known = [file.stem for file in shipped.parent.glob("*.yaml")]
+        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), known)}")
+    return shipped
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
@@ -118,12 +142,11 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
         StudyError: what is wrong, with file, line and key.
         RecipeError: a file that cannot be read.
     """
-    path = _find(path)
-    every_run = [item for item in overrides if _first_key(item) in Recipe.model_fields]
-    own = [item for item in overrides if item not in every_run]
+    path = find_study(path)
+    own = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
     tree = load_tree([path], own)
     study = study_from_tree(tree, path.stem)
-    study._overrides, study._source = every_run, path
+    study._given, study._source = list(overrides), path
     return study
 
 
@@ -136,21 +159,6 @@ def study_from_tree(tree: Tree, name: str) -> StudyRecipe:
         raise StudyError("\n".join(_placed(tree, line) for line in lines)) from None
     study._tree = tree
     return study
-
-
-def _find(path: str | Path) -> Path:
-    from moe_finetune.demo.path import recipes_folder
-
-    path = Path(path)
-    if path.is_file() or path.suffix or len(path.parts) > 1:
-        return path
-    shipped = recipes_folder() / "studies" / f"{path}.yaml"
-    if not shipped.is_file():
-        from moe_finetune.errors import did_you_mean
-
-        known = [file.stem for file in shipped.parent.glob("*.yaml")]
-        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), known)}")
-    return shipped
 
 
 def _first_key(override: str) -> str:

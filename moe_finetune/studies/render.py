@@ -18,7 +18,7 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     axes = list(table.groups[0].values) if table.groups else []
     writer.writerow([
-        *axes, "arm", "label", "column", "metric", "better", "seeds", "mean", "std", "best", "rank",
+        *axes, "label", "column", "metric", "better", "seeds", "mean", "std", "best", "rank",
         "difference", "low", "high", "test", "p", "p_holm", "verdict",
     ])  # fmt: skip
     for group, row in table.rows:
@@ -29,7 +29,7 @@ def to_csv(table: Table) -> str:
             t = cell.test
             tested = [t.difference, t.low, t.high, t.name, t.p, t.p_holm, t.verdict] if t else []
             writer.writerow([
-                *group.values.values(), row.arm, row.label, column.name, column.metric,
+                *group.values.values(), row.label, column.name, column.metric,
                 column.better, len(cell.values), cell.mean, cell.std, int(cell.best), cell.rank,
                 *tested, *[""] * (7 - len(tested)),
             ])  # fmt: skip

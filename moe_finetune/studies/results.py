@@ -89,6 +89,7 @@ class StudyResults:
         name, title, source: as in the recipe.
         axes: names of the values on each axis, in order.
         baseline: the baseline's value on the axes that it names.
+        together: axes whose runs share a row of the table.
         benchmarks: labels to tabulate, or None for all.
         metrics: other values to tabulate, and which direction is better.
         runs: every run, in the order of the study.
@@ -101,6 +102,7 @@ class StudyResults:
     axes: dict[str, list[str]]
     seeds: list[int]
     baseline: dict[str, str]
+    together: list[str]
     benchmarks: list[str] | None
     metrics: dict[str, str]
     runs: list[RunResult] = field(default_factory=list)
@@ -133,7 +135,10 @@ def load_results(output: str | Path) -> StudyResults:
     if content.get("schema") != disk.SCHEMA:
         raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
     runs = [_run(output, row) for row in content["runs"]]
-    plain = ("name", "title", "source", "axes", "seeds", "baseline", "benchmarks", "metrics")
+    plain = (
+        *("name", "title", "source", "axes", "seeds", "baseline", "together"),
+        *("benchmarks", "metrics"),
+    )
     return StudyResults(output, **{key: content[key] for key in plain}, runs=runs)
 
 

@@ -49,9 +49,8 @@ class Cell:
 
 @dataclass
 class Row:
-    """One arm of a group; ``label`` names what varies within the group."""
+    """One line of a group; ``label`` names what varies within the group."""
 
-    arm: str
     label: str
     cells: dict[str, Cell]
     baseline: bool = False
@@ -107,30 +106,32 @@ def make_table(results: StudyResults) -> Table:
     """Compute the table from the finished runs.
 
     Raises:
-        StudyError: a benchmark or metric that no run has.
+        StudyError: a benchmark or metric that no run has, or that two runs of a row have.
         EvaluationError: arms that were tested on other items or prompts.
     """
-    compared = list(results.baseline) or list(results.axes)
-    label = "-".join(results.baseline[axis] for axis in results.baseline) or None
+    shared = set(results.together)
+    compared = list(results.baseline) or [axis for axis in results.axes if axis not in shared]
+    label = "-".join(results.baseline.values()) or None
     groups: dict[str, Group] = {}
-    columns = _columns(results)
+    runs_of: dict[tuple[str, str], list[RunResult]] = {}
     for arm, values in results.arms.items():
-        runs = results.of(arm)
-        if not runs:
-            continue
-        own = {axis: value for axis, value in values.items() if axis not in compared}
+        own = {a: v for a, v in values.items() if a not in compared and a not in shared}
         name = ", ".join(own.values())
-        within = "-".join(values[axis] for axis in compared) or arm
+        within = "-".join(values[axis] for axis in compared) or results.name
+        if runs := results.of(arm):
+            groups.setdefault(name, Group(name, own, []))
+            runs_of.setdefault((name, within), []).extend(runs)
+    columns = _columns(results)
+    for (name, within), runs in runs_of.items():
         cells = {c.name: cell for c in columns if (cell := _cell(c, runs)) is not None}
-        group = groups.setdefault(name, Group(name, own, []))
-        group.rows.append(Row(arm, within, cells, baseline=within == label))
+        groups[name].rows.append(Row(within, cells, baseline=within == label))
     table = Table(
         results.name, results.title, results.source, results.seeds, columns, list(groups.values()),
         label,
     )  # fmt: skip
     _rank(table)
     if label is not None:
-        _compare(table, results)
+        _compare(table, runs_of)
     _note_missing(table, results)
     return table
 
@@ -172,12 +173,22 @@ def _value(column: Column, run: RunResult) -> float | None:
 
 
 def _cell(column: Column, runs: list[RunResult]) -> Cell | None:
-    values = {run.seed: v for run in runs if (v := _value(column, run)) is not None}
-    if not values:
+    """Mean and spread over seeds; of a metric that several runs of a seed have, their mean."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if (value := _value(column, run)) is not None:
+            found.setdefault(run.seed, []).append(value)
+    if not found:
         return None
-    array = np.array(list(values.values()), float)
+    if column.benchmark and any(len(values) > 1 for values in found.values()):
+        raise StudyError(
+            f"together: several runs of a row have the benchmark '{column.name}'; let each "
+            "evaluate its own with evaluation.only"
+        )
+    by_seed = {seed: float(np.mean(values)) for seed, values in found.items()}
+    array = np.array(list(by_seed.values()))
     std = float(array.std(ddof=1)) if len(array) > 1 else None
-    return Cell(values, float(array.mean()), std)
+    return Cell(by_seed, float(array.mean()), std)
 
 
 def _rank(table: Table) -> None:
@@ -201,7 +212,7 @@ def _rank(table: Table) -> None:
     table.ranks = {label: float(np.mean(values)) for label, values in ranks.items()}
 
 
-def _compare(table: Table, results: StudyResults) -> None:
+def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> None:
     gains: dict[str, list[tuple[float, float]]] = {}
     for group in table.groups:
         base = next((row for row in group.rows if row.baseline), None)
@@ -213,7 +224,8 @@ def _compare(table: Table, results: StudyResults) -> None:
                 if row is base or not {column.name} <= row.cells.keys() & base.cells.keys():
                     continue
                 cell, other = row.cells[column.name], base.cells[column.name]
-                cell.test = _test(column, results.of(row.arm), results.of(base.arm))
+                both = (runs_of[group.name, row.label], runs_of[group.name, base.label])
+                cell.test = _test(column, cell, other, *both)
                 if column.benchmark:
                     gains.setdefault(row.label, []).append((cell.mean, other.mean))
     for label, cells in gains.items():
@@ -241,16 +253,15 @@ def _correct(tests: list[tuple[Column, PairedTest]]) -> None:
             test.verdict = "better" if higher == (column.better == "higher") else "worse"
 
 
-def _test(column: Column, runs: list[RunResult], base: list[RunResult]) -> PairedTest | None:
+def _test(
+    column: Column, cell: Cell, other: Cell, runs: list[RunResult], base: list[RunResult]
+) -> PairedTest | None:
     """Test an arm against the baseline over the seeds that both have."""
-    by_seed = {run.seed: run for run in base}
-    pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
-    values = [(_value(column, a), _value(column, b)) for a, b in pairs]
-    both = [i for i, pair in enumerate(values) if None not in pair]
-    if not both:
+    seeds = [seed for seed in cell.values if seed in other.values]
+    if not seeds:
         return None
     if column.benchmark:
-        sides = [[_items(pairs[i][side], column.name) for i in both] for side in (0, 1)]
+        sides = [_items(column, side, seeds) for side in (runs, base)]
         check_joined(column.name, sides)
         keys = list(sides[0][0])
         values_SN, base_SN = (
@@ -258,13 +269,19 @@ def _test(column: Column, runs: list[RunResult], base: list[RunResult]) -> Paire
         )
         if not np.isnan([values_SN, base_SN]).any():
             return compare_items(values_SN, base_SN)
-    whole = np.array([values[i] for i in both], float)
-    return compare_seeds(whole[:, 0], whole[:, 1])
+    values, others = ([c.values[seed] for seed in seeds] for c in (cell, other))
+    return compare_seeds(np.array(values), np.array(others))
 
 
-def _items(run: RunResult, label: str) -> dict[Any, tuple[str, float]]:
-    assert run.evaluation is not None
-    return item_values(run.folder / "eval", run.evaluation["tasks"][label])
+def _items(column: Column, runs: list[RunResult], seeds: list[int]) -> list[dict[Any, Any]]:
+    """Items of the benchmark for each seed, from the run that has it."""
+    found: dict[int, dict[Any, Any]] = {}
+    for run in runs:
+        if run.seed in seeds and _value(column, run) is not None:
+            assert run.evaluation is not None
+            task = run.evaluation["tasks"][column.name]
+            found[run.seed] = item_values(run.folder / "eval", task)
+    return [found[seed] for seed in seeds]
 
 
 def _note_missing(table: Table, results: StudyResults) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.errors import DataError
-from moe_finetune.recipe import DataSection
-from moe_finetune.training.rows import Form, Former
-from moe_finetune.training.sources import Row, read_rows
+from moe_finetune.recipe import DataSection, Paths
+from moe_finetune.training.mixture import SourceReader
+from moe_finetune.training.rows import Form
+from moe_finetune.training.sources import Row
 from moe_finetune.training.tokenize import IGNORED, set_chat_template, tokenize_row
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def load_dataset_for(
     return train, validation
 
 
-def prepare(sources: str | list[str], data: DataSection, tokenizer: Any, name: str) -> Dataset:
+def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str) -> Dataset:
     """Read, tokenize and cut the rows of ``sources``, in their order; log what became of them."""
     from datasets import Dataset
 
@@ -113,20 +114,20 @@ def prepare(sources: str | list[str], data: DataSection, tokenizer: Any, name: s
     return kept.select_columns(["input_ids", "labels"])
 
 
-def _read(sources: str | list[str], data: DataSection) -> tuple[list[str], list[Row]]:
+def _read(sources: Paths, data: DataSection) -> tuple[list[str], list[Row]]:
     places: list[str] = []
     rows: list[Row] = []
     for source in [sources] if isinstance(sources, str) else sources:
-        former = Former(data.format, data.columns, data.template)
-        before = len(rows)
-        for place, row in read_rows(source, data.split):
+        reader = SourceReader.of(source, data)
+        path, before = reader.source.path, len(rows)
+        for place, row in reader:
             if data.limit is not None and len(rows) >= data.limit:
                 break
-            rows.append(former(place, row))
+            rows.append(row)
             places.append(place)
         if len(rows) == before and (data.limit is None or before < data.limit):
-            raise DataError(f"{source} is empty; wanted at least one row")
-        _check_form(source, former.form, data)
+            raise DataError(f"{path} is empty; wanted at least one row")
+        _check_form(path, reader.former.form, data)
     if not rows:
         raise DataError("data.train is an empty list; name a file, folder or hub dataset")
     return places, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def save_trained(
             save_state(partial / BIAS_FILE, balancer.effective(moe_layers(model)))
     else:
         model.save_pretrained(partial, state_dict=weights)
+        _name_dtype(partial, recipe.model.dtype)
         tokenizer.save_pretrained(partial)
     for path in partial.rglob("*"):
         sync(path)
@@ -93,6 +95,13 @@ def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) ->
         config.save_pretrained(str(folder))
     finally:
         config.inference_mode = mode
+
+
+def _name_dtype(folder: Path, dtype: str) -> None:
+    """Let the config name the type of the saved weights; transformers writes the trained one's."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def _whole_model(model: nn.Module, dtype: str) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ def test_every_run_is_an_ordinary_run_in_its_own_folder(finished):
 
 def test_table_holds_mean_and_spread_of_the_runs_own_results(finished):
     results = load_results(finished)
-    rows = {(row["arm"], row["column"]): row for row in table_rows(finished)}
+    rows = {(row["label"], row["column"]): row for row in table_rows(finished)}
     assert set(rows) == {
         (arm, column)
         for arm in ARMS

@@ -1,0 +1,73 @@
+"""The sources of a recipe's data, each with its own columns, read and brought into a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.recipe import DataSection, DataSource
+from moe_finetune.training.rows import Former
+from moe_finetune.training.sources import Placed, Row, read_rows
+
+
+@dataclass
+class SourceReader:
+    """Reads one source of ``data``; iterate once. ``former.form`` then says what it holds."""
+
+    source: DataSource
+    former: Former
+    split: str
+
+    @classmethod
+    def of(cls, source: str | DataSource, data: DataSection) -> SourceReader:
+        """The reader of a source; a bare path takes everything from the section."""
+        if isinstance(source, str):
+            source = DataSource(path=source)
+        own = bool(source.columns or source.template)
+        former = Former(
+            source.format or data.format,
+            source.columns if own else data.columns,
+            source.template if own else data.template,
+        )
+        return cls(source, former, source.split or data.split)
+
+    def __iter__(self) -> Iterator[Placed]:
+        source, kept = self.source, 0
+        for place, row in read_rows(source.path, self.split):
+            if not _wanted(place, row, source.where):
+                continue
+            if source.limit is not None and kept >= source.limit:
+                return
+            kept += 1
+            yield place, self.former(place, _worded(place, row, source.words))
+        if not kept and source.where:
+            raise DataError(
+                f"{source.path} has no row where "
+                + " and ".join(
+                    f"{field} is one of {values}" for field, values in source.where.items()
+                )
+            )
+
+
+def _wanted(place: str, row: Row, where: dict[str, list[str | int]]) -> bool:
+    return all(_field(place, row, field, "where") in values for field, values in where.items())
+
+
+def _worded(place: str, row: Row, words: dict[str, list[str]]) -> Row:
+    changed = dict(row)
+    for field, names in words.items():
+        number = _field(place, row, field, "words")
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise DataError(
+                f"{place}: '{field}': wanted a number from 0 to {len(names) - 1} (data words), got "
+                f"{number!r}"
+            )
+        changed[field] = names[number]
+    return changed
+
+
+def _field(place: str, row: Row, field: str, key: str) -> object:
+    if field not in row:
+        raise DataError(f"{place}: no field '{field}' (data {key}){did_you_mean(field, row)}")
+    return row[field]

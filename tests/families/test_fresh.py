@@ -1,0 +1,159 @@
+"""Models from scratch: sizes from the config, random weights everywhere, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.families import family_of
+from moe_finetune.families.fresh import check_vocabulary, fresh_config, fresh_model
+from moe_finetune.families.loading import load_model
+from moe_finetune.recipe import Recipe
+from moe_finetune.run import run_recipe
+from tests import tiny
+
+
+@pytest.fixture
+def without_weights(tiny_checkpoint, tmp_path):
+    """A copy of a tiny checkpoint that has config and tokenizer only."""
+
+    def copy(family: str) -> Path:
+        ignored = shutil.ignore_patterns("*.safetensors*")
+        return Path(shutil.copytree(tiny_checkpoint(family), tmp_path / family, ignore=ignored))
+
+    return copy
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_every_weight_is_random_and_of_the_families_size(family, without_weights):
+    folder = without_weights(family)
+    config = fresh_config(folder, {"num_experts_per_tok": 2, "num_hidden_layers": 2})
+    model = fresh_model(config, seed=5)
+    assert family_of(config).top_k(config) == 2 and len(model.get_decoder().layers) == 2
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    checked = set()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if values.ndim == 1:
+            continue  # norms begin at 1
+        assert values.isfinite().all(), name
+        assert float(values.std()) == pytest.approx(config.initializer_range, rel=0.12), name
+        if values.ndim == 3:  # experts
+            flat = values.flatten(1)
+            assert float((flat - flat.roll(1, 0)).abs().max(1).values.min()) > 0, name
+        checked.add(name.rsplit(".", 1)[-1])
+    assert {"gate_up_proj", "down_proj", "weight"} <= checked
+    same, other = fresh_model(config, seed=5), fresh_model(config, seed=6)
+    router = next(n for n, _ in model.named_parameters() if n.endswith("gate.weight"))
+    assert torch.equal(same.get_parameter(router), model.get_parameter(router))
+    assert not torch.equal(other.get_parameter(router), model.get_parameter(router))
+
+
+@pytest.mark.parametrize("shared", [None, 1])
+def test_shared_experts_come_and_go(shared, without_weights):
+    config = fresh_config(without_weights("deepseek_moe"), {"n_shared_experts": shared})
+    names = [name for name, _ in fresh_model(config, 0).named_parameters() if "shared" in name]
+    assert bool(names) == (shared is not None)
+
+
+def test_number_of_experts(without_weights):
+    config = fresh_config(without_weights("qwen3_moe"), {"num_experts": 7})
+    model = fresh_model(config, 0)
+    experts = next(p for n, p in model.named_parameters() if n.endswith("experts.down_proj"))
+    assert experts.shape == (7, 192, 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_expert": 3}, "model.config.num_expert: is no key .*did you mean 'num_experts'"),
+        ({"model_type": "olmoe"}, "model.config.model_type: is no key of .* that can be changed"),
+        ({"num_experts_per_tok": 13}, "13 experts of 12 cannot be selected"),
+        ({"num_experts": "many"}, "model.config: qwen3_moe refuses it"),
+        ({"num_hidden_layers": 0}, "none of the 0 layers has experts"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(changes, message, without_weights):
+    with pytest.raises(RecipeError, match=message):
+        fresh_config(without_weights("qwen3_moe"), changes)
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
+    folder = without_weights("qwen3_moe")
+    with pytest.raises(CheckpointError, match=r"260 tokens .* vocab_size is 99"):
+        check_vocabulary(fresh_config(folder, {"vocab_size": 99}), folder)
+
+
+def recipe(path: Path | str, **sections) -> Recipe:
+    model = {"init": "random", **sections.pop("model", {})}
+    options = {"lora": None, "model": {"path": str(path), **model}, **sections}
+    return Recipe.from_preset("specialization_coupling_scratch", str(path), "a.jsonl", **options)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"lora": {"rank": 4}}, "lora: an adapter over random weights .* set lora: null"),
+        ({"router": {"train": "frozen"}}, "router.train: 'frozen' would keep random routers"),
+        ({"router": {"train": "lora"}}, "router.train: 'lora' needs a `lora:` section"),
+        ({"model": {"init": "checkpoint", "config": {"num_experts": 3}}},
+         "model.config: changes a model that is made anew; set model.init: random"),
+        ({"model": {"init": "rand"}}, "model.init: 'rand' is not right; wanted 'checkpoint'"),
+    ],
+)  # fmt: skip
+def test_contradictions(sections, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe("m", **sections)
+
+
+def test_lora_is_on_by_default_so_it_must_be_turned_off():
+    with pytest.raises(RecipeError, match=re.escape("set lora: null")):
+        Recipe.from_preset("none", "m", "a.jsonl", model={"path": "m", "init": "random"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weights, tmp_path):
+    folder = without_weights("deepseek_moe")
+    data = tmp_path / "train.jsonl"
+    rows = [{"text": f"{a} and {a} are {2 * a}. " * 3} for a in range(60)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"n_routed_experts": 10, "num_hidden_layers": 2, "n_shared_experts": None}
+    run = run_recipe(
+        recipe(
+            folder,
+            model={"config": config, "dtype": dtype},
+            data={"train": str(data), "max_length": 64},
+            trainer={
+                "max_steps": 4,
+                "per_device_train_batch_size": 4,
+                "logging_steps": 1,
+                "learning_rate": 0.01,
+                "seed": 3,
+            },
+        ),
+        tmp_path / "run",
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if row["kind"] == "train"]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.3, "it learns"
+    assert {"losses/load_balance", "losses/specialization"} <= train[0].keys()
+    assert not (run / "adapter").exists()
+    saved = json.loads((run / "merged" / "config.json").read_text())
+    assert (saved["n_routed_experts"], saved["n_shared_experts"]) == (10, None)
+    assert saved["dtype"] == dtype and saved["num_hidden_layers"] == 2
+    trained = load_model(run / "merged")
+    assert trained.dtype == getattr(torch, dtype)
+    start = fresh_model(fresh_config(folder, config), seed=3)
+    begun = dict(start.named_parameters())
+    assert {n for n, _ in trained.named_parameters()} == begun.keys()
+    moved = {n for n, p in trained.named_parameters() if not torch.equal(p.float(), begun[n])}
+    assert moved == begun.keys()
+    distance = max(float((p.float() - begun[n]).abs().max()) for n, p in trained.named_parameters())
+    assert distance < 0.08, "training began somewhere else than at these weights"
