@@ -86,7 +86,19 @@ def base_folder(recipe: Recipe) -> Path:
     """The folder of the recipe's checkpoint, at its revision where it is one of the hub's."""
     from moe_finetune.families.loading import local_folder
 
-    return local_folder(recipe.model.path, revision=recipe.model.revision)
+    weights = recipe.model.init == "checkpoint"
+    return local_folder(recipe.model.path, weights, recipe.model.revision)
+
+
+def start_model(recipe: Recipe) -> Any:
+    """The model that training starts from: the checkpoint's weights, or random ones."""
+    from moe_finetune.families.fresh import fresh_config, fresh_model
+    from moe_finetune.families.loading import load_model
+
+    base, attention = base_folder(recipe), recipe.model.attn_implementation
+    if recipe.model.init == "random":
+        return fresh_model(fresh_config(base, recipe.model.config), recipe.seed, attention)
+    return load_model(base, dtype=recipe.model.dtype, attn_implementation=attention)
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,9 @@ class Inputs:
 def check_inputs(recipe: Recipe) -> Inputs:
     """Find whatever is wrong with checkpoint, method, data or suite before the run begins."""
     from moe_finetune.capture.recorder import config_facts
-    from moe_finetune.evaluation.suites import load_suite
+    from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.families import family_of
+    from moe_finetune.families.fresh import check_vocabulary, fresh_config
     from moe_finetune.families.loading import load_config, load_tokenizer
     from moe_finetune.inspection import meta_model
     from moe_finetune.lora.targets import lora_config
@@ -112,8 +125,12 @@ def check_inputs(recipe: Recipe) -> Inputs:
     from moe_finetune.weights.fit import check_fit
 
     base = base_folder(recipe)
-    config = load_config(base)
-    check_fit(open_checkpoint(base), config)
+    if recipe.model.init == "random":
+        config = fresh_config(base, recipe.model.config)
+        check_vocabulary(config, recipe.model.tokenizer or base)
+    else:
+        config = load_config(base)
+        check_fit(open_checkpoint(base), config)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)
@@ -127,7 +144,9 @@ def check_inputs(recipe: Recipe) -> Inputs:
     if recipe.lora is not None and recipe.lora.targets:
         lora_config(meta_model(config), recipe.lora, recipe.router.train)
     if recipe.evaluation is not None:
-        load_suite(recipe.evaluation.suite)
+        suite = load_suite(recipe.evaluation.suite)
+        if recipe.evaluation.only is not None:
+            select(suite, recipe.evaluation.only)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     return Inputs(tokenizer, *load_dataset_for(recipe.data, tokenizer, recipe.seed))
 
@@ -152,7 +171,6 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     """Fine-tune and leave the adapter (or, without LoRA, the model) in the run's folder."""
     from transformers import set_seed
 
-    from moe_finetune.families.loading import load_model
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.training import ranks
@@ -165,11 +183,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
     if recipe.numerics.deterministic:
         make_deterministic()
-    model: Any = load_model(
-        base_folder(recipe),
-        dtype=recipe.model.dtype,
-        attn_implementation=recipe.model.attn_implementation,
-    )
+    model: Any = start_model(recipe)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
     log.info("LoRA coverage\n%s", lora_coverage(model).table())
@@ -249,6 +263,7 @@ def evaluate(recipe: Recipe, output: Path) -> None:
         vllm=section.vllm,
         limit=section.limit,
         data_dir=section.data_dir,
+        only=section.only,
     )
 
 
