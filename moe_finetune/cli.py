@@ -38,6 +38,13 @@ class Backend(enum.StrEnum):
     server = "server"
 
 
+class Recorder(enum.StrEnum):
+    """What runs a checkpoint whose routing is recorded."""
+
+    hf = "hf"
+    vllm = "vllm"
+
+
 class Overflow(enum.StrEnum):
     """What happens to prompts that are longer than the context."""
 
@@ -388,6 +395,12 @@ def analyze(
         bool, typer.Option("--probabilities", help="Store all experts' probabilities.")
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+    backend: Annotated[
+        Recorder, typer.Option("--backend", "-b", help="vllm tells the selected experts only.")
+    ] = Recorder.hf,
+    vllm: Annotated[
+        list[str] | None, typer.Option("--vllm", metavar="KEY=VALUE", help="Engine argument.")
+    ] = None,
 ) -> None:
     """Record which experts the tokens go to, measure it, and draw a page.
 
@@ -398,6 +411,7 @@ def analyze(
     --limit 200 --output analysis/my-moe
     """
     from moe_finetune.analysis import analyze as run_analysis
+    from moe_finetune.layered_yaml import load_tree
 
     page = run_analysis(
         source,
@@ -408,6 +422,8 @@ def analyze(
         max_length=max_length,
         probabilities=probabilities,
         dtype=dtype,
+        backend=backend.value,
+        engine=load_tree([], vllm or []).values,
     )
     print(f"report: {page}")
 
@@ -572,41 +588,76 @@ def write_json(document: object, output: Path | None) -> None:
         output.write_text(text + "\n", encoding="utf-8")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def place(
+    context: typer.Context,
     trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Plan file to write; with --bench a folder.")
+    ],
     max_imbalance: Annotated[
         float, typer.Option("--max-imbalance", min=1.0, help="Largest rank load over the mean.")
     ] = 1.3,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Routing groups (n_group), which stay whole.")
+    ] = 1,
+    bench: Annotated[
+        Path | None,
+        typer.Option("--bench", metavar="FILE", help="Measure vLLM's samples/s on these rows."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="TRACE", help="Bench: another model, placed by its own."),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Bench: rows.")] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", min=1, help="Bench: tokens of an answer.")
+    ] = 128,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Bench: times each.")] = 3,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Bench: say what would be started.")
+    ] = False,
 ) -> None:
     """Plan which rank holds which expert, so that tokens cross ranks less; for `permute`.
 
     Plans on the first half of the sequences and shows what that does to the other half.
 
-    Example: moe-finetune place traces/law --ranks 8 --output plan.json
-    """
-    import numpy as np
+    With --bench FILE it measures samples/s of vLLM under expert parallelism, on as many GPUs as
+    ranks: the trace's checkpoint with experts in round robin, the same placed by the plan, and the
+    checkpoint of --against placed by its own plan. What follows -- goes to `vllm serve`.
 
+    Example: moe-finetune place traces/law --ranks 8 --output plan.json
+
+    \b
+    moe-finetune place traces/aux --against traces/coupling --ranks 8 --bench law.jsonl -o bench
+    """
     from moe_finetune.capture.trace import RoutingTrace
-    from moe_finetune.metrics import placement_metrics
-    from moe_finetune.placement import plan_placement
-    from moe_finetune.placement.plan import PlacementPlan
-    from moe_finetune.placement.simulate import baseline_placements
+    from moe_finetune.placement.held_out import plan_trace
+    from moe_finetune.placement.throughput import Bench, run_bench
 
     opened = RoutingTrace.open(trace)
-    info, ids, sequence_T = opened.info, opened.load("ids"), opened.load("seq")
-    seen_T = sequence_T <= np.median(sequence_T)
-    if seen_T.all():
-        raise typer.BadParameter("the trace holds one sequence; wanted several, to judge the plan")
-    ranks_LE = plan_placement(ids[seen_T], info.num_experts, ranks, max_imbalance=max_imbalance)
-    plan = PlacementPlan.of(info.model_type, info.layers, ranks, ranks_LE)
-    order_LE = baseline_placements(len(info.layers), info.num_experts, ranks)["index_order"]
-    for name, placement in {"index order": order_LE, "planned": ranks_LE}.items():
-        held_out = placement_metrics(ids[~seen_T], placement)
-        print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in held_out.items()))
-    plan.write(output)
+    if bench is not None:
+        asked = Bench(
+            ranks=ranks,
+            rows=bench,
+            output=output,
+            max_imbalance=max_imbalance,
+            groups=groups,
+            samples=samples,
+            output_tokens=output_tokens,
+            repeat=repeat,
+            extra=tuple(context.args),
+        )
+        traces = [opened, *([RoutingTrace.open(against)] if against is not None else [])]
+        print(run_bench(asked, traces, dry_run))
+        return
+    if against is not None or dry_run or context.args:
+        raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")
+    found = plan_trace(opened, ranks, max_imbalance, groups)
+    for name, metrics in found.metrics.items():
+        print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+    found.plan.write(output)
     print(f"plan: {output}")
 
 

@@ -35,6 +35,7 @@ def plan_placement(
     num_ranks: int,
     max_imbalance: float = 1.3,
     *,
+    num_groups: int = 1,
     seed: int = 0,
 ) -> np.ndarray:
     """Ranks for the experts of every layer, so that a token's choices meet on few ranks.
@@ -46,17 +47,31 @@ def plan_placement(
         max_imbalance: largest over mean dispatches per rank to stay under on *other* tokens of the
             same kind. The plan keeps a margin for the drift that the trace shows. Where a single
             expert is too hot for it, the excess is made as small as swaps can.
+        num_groups: G of a router that first chooses groups of E/G consecutive experts (DeepSeek's
+            ``n_group``). A group may move but not be torn apart, or the model would route
+            differently; so the ranks must divide the groups.
         seed: of the search; the same seed gives the same plan.
 
     Returns ``ranks_LE`` ``(L, E)`` int64 with exactly E/R experts per rank and layer. Raises
-    RecipeError when the ranks do not divide the experts, TraceError for too few tokens, ValueError
-    for wrong shapes.
+    RecipeError when ranks or groups do not divide what they share out, TraceError for too few
+    tokens, ValueError for wrong shapes.
     """
     if num_ranks < 1 or num_experts % num_ranks:
         fitting = [r for r in range(1, num_experts + 1) if num_experts % r == 0]
         raise RecipeError(
             f"num_ranks: {num_ranks} ranks do not divide {num_experts} experts evenly; "
             f"use one of {fitting}"
+        )
+    if num_groups < 1 or num_experts % num_groups:
+        raise RecipeError(
+            f"num_groups: {num_groups} groups do not divide {num_experts} experts evenly; give the "
+            "n_group of the model's config.json"
+        )
+    if num_groups > 1 and num_groups % num_ranks:
+        fitting = [r for r in range(1, num_groups + 1) if num_groups % r == 0]
+        raise RecipeError(
+            f"num_ranks: {num_ranks} ranks would tear the {num_groups} routing groups (n_group) "
+            f"apart, and the model would route differently; use one of {fitting}"
         )
     if not max_imbalance > 1:
         raise RecipeError(
@@ -68,12 +83,14 @@ def plan_placement(
             f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; "
             "record at least as many tokens as experts, better a hundred times as many"
         )
-    counts = count_coactivation(index, num_experts)
+    size = num_experts // num_groups if num_groups > 1 else 1
+    counts = count_coactivation(index, num_experts).blocks(size)
     slots_LRS = _Search(counts, num_ranks, max_imbalance, seed).run()
-    ranks_LE = np.empty(counts.load_LE.shape, np.int64)
-    rank_of_slot = np.arange(num_experts)[None, :] // (num_experts // num_ranks)
-    np.put_along_axis(ranks_LE, slots_LRS.reshape(ranks_LE.shape), rank_of_slot, axis=1)
-    return ranks_LE
+    # What is placed is a block: a group of experts, or a single one.
+    ranks_LB = np.empty(counts.load_LE.shape, np.int64)
+    rank_of_slot = np.arange(ranks_LB.shape[1])[None, :] // (ranks_LB.shape[1] // num_ranks)
+    np.put_along_axis(ranks_LB, slots_LRS.reshape(ranks_LB.shape), rank_of_slot, axis=1)
+    return np.repeat(ranks_LB, size, axis=1)
 
 
 class _Search:

@@ -1,0 +1,62 @@
+"""Plan on the first half of a trace's sequences, judge on the other half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moe_finetune.errors import TraceError
+from moe_finetune.metrics import placement_metrics
+from moe_finetune.placement.partition import plan_placement
+from moe_finetune.placement.plan import PlacementPlan
+from moe_finetune.placement.simulate import baseline_placements
+
+if TYPE_CHECKING:
+    from moe_finetune.capture.trace import RoutingTrace
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A plan, and what it and simpler placements do to tokens that it has not seen.
+
+    Attributes:
+        plan: made on the first half.
+        metrics: ``index order``, ``round robin`` and ``planned`` -> :func:`placement_metrics`.
+    """
+
+    plan: PlacementPlan
+    metrics: dict[str, dict[str, float]]
+
+
+def plan_trace(
+    trace: RoutingTrace, num_ranks: int, max_imbalance: float = 1.3, num_groups: int = 1
+) -> HeldOut:
+    """Plan and judge the placement of a trace's model on ``num_ranks`` ranks.
+
+    ``num_groups``: the model's routing groups (``n_group``), which stay whole.
+
+    Raises:
+        TraceError: one sequence only, or fewer tokens than experts.
+        RecipeError: ranks or groups that do not fit the experts.
+    """
+    info, ids_TLK, sequence_T = trace.info, trace.load("ids"), trace.load("seq")
+    seen_T = sequence_T <= np.median(sequence_T)
+    if seen_T.all():
+        raise TraceError(
+            f"{trace.path}: holds one sequence; wanted several, to judge the plan on others"
+        )
+    ranks_LE = plan_placement(
+        ids_TLK[seen_T], info.num_experts, num_ranks, max_imbalance, num_groups=num_groups
+    )
+    simple = baseline_placements(len(info.layers), info.num_experts, num_ranks)
+    placements = {
+        "index order": simple["index_order"],
+        "round robin": simple["round_robin"],
+        "planned": ranks_LE,
+    }
+    return HeldOut(
+        PlacementPlan.of(info.model_type, info.layers, num_ranks, ranks_LE),
+        {name: placement_metrics(ids_TLK[~seen_T], placed) for name, placed in placements.items()},
+    )

@@ -1,0 +1,283 @@
+"""``place --bench``: samples/s in vLLM under expert parallelism, as P1's Table 17 compares them.
+
+Arms: a checkpoint with its experts in round robin (the baseline), the same checkpoint placed by
+the plan of its trace, and another checkpoint placed by its own. Every placement is baked into the
+checkpoint's order of experts, because vLLM falls back to index order without an error where it
+cannot place in round robin. Each arm is served with the ranks in data and expert parallelism (with
+tensor parallelism alone there is no all-to-all to save) and measured by ``vllm bench serve``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import DependencyError, EvaluationError, OutputExistsError
+from moe_finetune.placement.held_out import plan_trace
+from moe_finetune.placement.plan import PlacementPlan
+from moe_finetune.placement.prompts import write_prompts
+from moe_finetune.placement.simulate import baseline_placements
+
+if TYPE_CHECKING:
+    from moe_finetune.capture.trace import RoutingTrace
+
+PORT = 8017
+READY_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What to measure; ``extra`` goes to ``vllm serve`` as it is."""
+
+    ranks: int
+    rows: Path
+    output: Path
+    max_imbalance: float = 1.3
+    groups: int = 1
+    samples: int = 512
+    output_tokens: int = 128
+    repeat: int = 3
+    port: int = PORT
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of the comparison: a checkpoint with its experts in the order of ``placement``."""
+
+    number: int
+    name: str
+    placement: str
+    base: Path
+    folder: Path
+    trace: RoutingTrace
+
+    def result(self, output: Path, turn: int) -> Path:
+        """Where the client writes what it measures the ``turn``-th time."""
+        return output / "results" / f"arm-{self.number}-{turn}.json"
+
+
+def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = False) -> str:
+    """Measure the arms and return the table; with ``dry_run`` what would be started.
+
+    Writes into ``bench.output``: ``prompts.jsonl``, ``plans/`` and ``checkpoints/`` (a copy of a
+    checkpoint for each arm), the client's own ``results/`` and ``bench.json``.
+
+    Raises:
+        OutputExistsError: the output folder holds something.
+        DependencyError: fewer GPUs than ranks, or no vLLM.
+        DataError, CheckpointError, TraceError, RecipeError: rows, checkpoints or traces that cannot
+            be used.
+        EvaluationError: a server or a client that failed.
+    """
+    if bench.output.exists() and (not bench.output.is_dir() or any(bench.output.iterdir())):
+        raise OutputExistsError(f"{bench.output} already holds something; choose another --output")
+    arms = make_arms(bench, traces)
+    if dry_run:
+        return describe(bench, arms)
+    require_gpus(bench.ranks)
+    write_prompts(bench.rows, arms[0].base, bench.samples, bench.output / "prompts.jsonl")
+    placed = [place_arm(bench, arm) for arm in arms]
+    found = []
+    for arm, metrics in zip(arms, placed, strict=True):
+        speeds = measure(bench, arm, cpu=False)
+        found.append({"arm": arm.name, "placement": arm.placement, **metrics, "speeds": speeds})
+        write_results(bench, found)
+    return table(found)
+
+
+def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
+    """Round robin and plan for the first trace's checkpoint, plan for every other's."""
+    from moe_finetune.serving import merged_folder
+
+    arms: list[Arm] = []
+    for trace in traces:
+        base = merged_folder(trace.info.checkpoint)
+        name = base.resolve().name if base.name != "merged" else base.resolve().parent.name
+        for placement in ("round robin", "planned")[bool(arms) :]:
+            folder = bench.output / "checkpoints" / f"{len(arms)}-{placement.replace(' ', '-')}"
+            arms.append(Arm(len(arms), name, placement, base, folder, trace))
+    return arms
+
+
+def server_command(bench: Bench, arm: Arm, cpu: bool) -> tuple[Any, list[str]]:
+    """Options of the server, and its arguments."""
+    from moe_finetune.serving import ServeOptions, serve_command
+
+    options = ServeOptions(
+        port=bench.port,
+        name="arm",
+        data_parallel=bench.ranks,
+        expert_parallel=True,
+        extra=bench.extra,
+    )
+    return options, serve_command(arm.folder, options, cpu)
+
+
+def client_command(bench: Bench, arm: Arm, result: Path) -> list[str]:
+    """Arguments of ``vllm bench serve``: all samples at once, answers of equal length."""
+    options = {
+        "--backend": "openai",
+        "--base-url": f"http://127.0.0.1:{bench.port}",
+        "--model": "arm",
+        "--tokenizer": str(arm.folder),
+        "--dataset-name": "custom",
+        "--dataset-path": str(bench.output / "prompts.jsonl"),
+        "--num-prompts": str(bench.samples),
+        "--custom-output-len": str(bench.output_tokens),
+        "--num-warmups": str(min(bench.samples, 2 * bench.ranks)),
+        "--temperature": "0",
+        "--result-dir": str(result.parent),
+        "--result-filename": result.name,
+    }
+    flags = ["--skip-chat-template", "--ignore-eos", "--save-result", "--disable-tqdm"]
+    head = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    return [*head, *(part for pair in options.items() for part in pair), *flags]
+
+
+def describe(bench: Bench, arms: Sequence[Arm]) -> str:
+    """What would be written and started, for a reader."""
+    lines = [
+        f"{bench.samples} rows of {bench.rows}, {bench.output_tokens} tokens each, {bench.repeat} "
+        f"times, on {bench.ranks} GPUs; needs room for {len(arms)} copies of checkpoints",
+    ]
+    for arm in arms:
+        _, server = server_command(bench, arm, cpu=False)
+        client = client_command(bench, arm, arm.result(bench.output, 0))
+        lines += [
+            "",
+            f"arm {arm.number}: {arm.name}, {arm.placement}",
+            f"  permute {arm.base} -> {arm.folder}",
+            f"  serve   {shlex.join(server)}",
+            f"  measure {shlex.join(client)}",
+        ]
+    return "\n".join(lines)
+
+
+def require_gpus(ranks: int) -> None:
+    """Raise DependencyError unless there are as many GPUs as ranks, and a vLLM for them."""
+    import torch
+
+    from moe_finetune.evaluation.environment import require_vllm
+
+    found = torch.cuda.device_count()
+    if found < ranks:
+        raise DependencyError(
+            f"--bench: {ranks} ranks need {ranks} GPUs and this machine has {found}; add --dry-run "
+            "to see what would be started, or leave --bench out to plan and simulate"
+        )
+    require_vllm()
+    if "+cpu" in importlib.metadata.version("vllm"):
+        raise DependencyError("--bench: this is vLLM's CPU build; install moe-finetune[vllm]")
+
+
+def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
+    """Write an arm's plan and checkpoint; its placement metrics on held-out tokens."""
+    from moe_finetune.weights.permute import permute_experts
+
+    found = plan_trace(arm.trace, bench.ranks, bench.max_imbalance, bench.groups)
+    plan, info = found.plan, arm.trace.info
+    if arm.placement == "round robin":
+        ranks_LE = baseline_placements(len(info.layers), info.num_experts, bench.ranks)[
+            "round_robin"
+        ]
+        plan = PlacementPlan.of(info.model_type, info.layers, bench.ranks, ranks_LE)
+    plans = bench.output / "plans"
+    plans.mkdir(parents=True, exist_ok=True)
+    plan.write(plans / f"{arm.folder.name}.json")
+    arm.folder.parent.mkdir(parents=True, exist_ok=True)
+    orders = plan.permutation_LE().tolist()
+    permute_experts(arm.base, dict(zip(plan.layers, orders, strict=True)), arm.folder)
+    return found.metrics[arm.placement]
+
+
+class _Measured(Exception):
+    """The measurement is over and the server can go."""
+
+
+def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
+    """Serve an arm and return its samples/s, once for each repetition.
+
+    Raises:
+        EvaluationError: the server was not ready or the client failed; what they said is on stderr.
+    """
+    from moe_finetune.serving import watch
+
+    speeds: list[float] = []
+    options, command = server_command(bench, arm, cpu)
+
+    def ready() -> None:
+        for turn in range(bench.repeat):
+            result = arm.result(bench.output, turn)
+            result.parent.mkdir(parents=True, exist_ok=True)
+            client = client_command(bench, arm, result)
+            code = subprocess.run(client, stdout=sys.stderr, stdin=subprocess.DEVNULL).returncode
+            if code or not result.is_file():
+                raise EvaluationError(f"{shlex.join(client)}: ended with {code}")
+            speeds.append(read_speed(result, bench.samples))
+        raise _Measured
+
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if cpu else dict(os.environ)
+    try:
+        watch(command, options, environment, ready, READY_SECONDS)
+    except _Measured:
+        return speeds
+    raise EvaluationError(f"{shlex.join(command)}: was not ready; its last lines are above")
+
+
+def read_speed(result: Path, samples: int) -> float:
+    """Samples/s from the client's result.
+
+    Raises:
+        EvaluationError: not all samples were answered.
+    """
+    found = json.loads(result.read_text(encoding="utf-8"))
+    if found["completed"] != samples:
+        raise EvaluationError(
+            f"{result}: {found['completed']} of {samples} samples were answered; look for the "
+            "server's error above, and at the rows' lengths against --max-model-len"
+        )
+    return float(found["request_throughput"])
+
+
+def write_results(bench: Bench, found: Sequence[dict[str, Any]]) -> None:
+    """Write ``bench.json`` with what has been measured so far."""
+    from moe_finetune.environment import describe_environment
+
+    document = {
+        "ranks": bench.ranks,
+        "samples": bench.samples,
+        "output_tokens": bench.output_tokens,
+        "serve": list(bench.extra),
+        "arms": list(found),
+        "date": datetime.date.today().isoformat(),
+        "environment": describe_environment(),
+    }
+    path = bench.output / "bench.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Samples/s of every arm and its gain over the first, for a reader."""
+    base = fmean(found[0]["speeds"])
+    lines = [f"{'arm':<28}{'placement':<14}{'samples/s':>10}{'±':>8}{'gain':>9}  cross-rank"]
+    for row in found:
+        speeds = row["speeds"]
+        spread = stdev(speeds) if len(speeds) > 1 else 0.0
+        lines.append(
+            f"{row['arm']:<28}{row['placement']:<14}{fmean(speeds):>10.2f}{spread:>8.2f}"
+            f"{100 * (fmean(speeds) / base - 1):>+8.1f}%  {row['cross_rank_share']:.3f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,199 @@
+"""``place``: the plan and its judgement, and the benchmark up to the GPUs that it needs."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune import cli
+from moe_finetune.capture.trace import RoutingTrace, TraceWriter
+from moe_finetune.errors import DataError, EvaluationError, TraceError
+from moe_finetune.families.loading import load_tokenizer
+from moe_finetune.metrics import placement_metrics
+from moe_finetune.placement.held_out import plan_trace
+from moe_finetune.placement.plan import PlacementPlan
+from moe_finetune.placement.prompts import prompt_of, write_prompts
+from moe_finetune.placement.simulate import baseline_placements
+from moe_finetune.placement.throughput import (
+    Bench,
+    make_arms,
+    measure,
+    place_arm,
+    read_speed,
+    table,
+)
+from tests.placement.traces import topical
+from tests.vllm_server import needs_vllm
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": "?"}]}
+    for n in range(7)
+]
+
+
+def write_trace(folder, checkpoint, tokens: int = 600, seed: int = 0):
+    ids, seq = topical(tokens, layers=3, seed=seed)
+    facts = {"model_type": "qwen3_moe", "checkpoint": str(checkpoint), "layers": range(3)}
+    with TraceWriter(folder, **facts, num_experts=12, top_k=3) as writer:
+        writer.append(ids, None, seq)
+    return folder
+
+
+@pytest.fixture()
+def inputs(tmp_path, tiny_checkpoint):
+    """A trace, another one with a checkpoint of its own, and rows."""
+    from tests import tiny
+
+    other = tiny.save("qwen3_moe", tmp_path / "coupling" / "merged", seed=5)
+    aux = write_trace(tmp_path / "aux", tiny_checkpoint("qwen3_moe"))
+    coupling = write_trace(tmp_path / "trace", other, seed=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return aux, coupling, rows
+
+
+def test_place_plans_on_one_half_and_judges_on_the_other(inputs, tmp_path, capsys):
+    aux, _, _ = inputs
+    plan = tmp_path / "plan.json"
+    assert cli.main(["place", str(aux), "--ranks", "4", "-o", str(plan)]) == 0
+    out = capsys.readouterr().out
+    trace = RoutingTrace.open(aux)
+    found = plan_trace(trace, 4)
+    held = trace.load("ids")[trace.load("seq") > np.median(trace.load("seq"))]
+    ranks_LE = PlacementPlan.read(plan).ranks_LE
+    assert found.metrics["planned"] == placement_metrics(held, ranks_LE)
+    simple = baseline_placements(3, 12, 4)
+    for name in ("index_order", "round_robin"):
+        assert found.metrics[name.replace("_", " ")] == placement_metrics(held, simple[name])
+    for metrics in found.metrics.values():
+        assert f"cross_rank_share {metrics['cross_rank_share']:.3f}" in out
+    with pytest.raises(TraceError, match="one sequence"):
+        plan_trace(RoutingTrace.open(write_trace(tmp_path / "short", "x", 17)), 4)
+    assert cli.main(["place", str(aux), "--ranks", "6", "--groups", "6", "-o", str(plan)]) == 0
+    assert cli.main(["place", str(aux), "--ranks", "4", "--groups", "6", "-o", str(plan)]) == 2
+    assert cli.main(["place", str(aux), "--ranks", "4", "--dry-run", "-o", str(plan)]) == 2
+
+
+def bench_arguments(inputs, output):
+    aux, coupling, rows = inputs
+    ranks = ["--ranks", "4", "--samples", "6", "--output-tokens", "9"]
+    return ["place", str(aux), "--against", str(coupling), *ranks, "--bench", str(rows),
+            "-o", str(output)]  # fmt: skip
+
+
+def test_the_three_arms_are_told_without_gpus(inputs, tmp_path, capsys, tiny_checkpoint):
+    extra = ["--dry-run", "--", "--max-model-len", "512"]
+    assert cli.main([*bench_arguments(inputs, tmp_path / "b"), *extra]) == 0
+    out = capsys.readouterr().out
+    heads = [line for line in out.splitlines() if line.startswith("arm ")]
+    assert heads == [
+        "arm 0: qwen3_moe, round robin",
+        "arm 1: qwen3_moe, planned",
+        "arm 2: coupling, planned",
+    ]
+    servers = [line.split() for line in out.splitlines() if line.startswith("  serve ")]
+    assert len(servers) == 3
+    for number, words in enumerate(servers):
+        assert words[words.index("--data-parallel-size") + 1] == "4"
+        assert "--enable-expert-parallel" in words and words[-2:] == ["--max-model-len", "512"]
+        assert f"/checkpoints/{number}-" in words[words.index("serve", 1) + 1]
+    clients = [line.split() for line in out.splitlines() if line.startswith("  measure ")]
+    assert all("--ignore-eos" in words and words[words.index("--num-prompts") + 1] == "6"
+               for words in clients) and len(clients) == 3  # fmt: skip
+    assert str(tiny_checkpoint("qwen3_moe")) in out and not (tmp_path / "b").exists()
+
+
+def test_without_gpus_nothing_is_started(inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert cli.main(bench_arguments(inputs, tmp_path / "b")) == 2
+    err = capsys.readouterr().err
+    assert "4 ranks need 4 GPUs and this machine has 3" in err and "--dry-run" in err
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine").write_text("")
+    assert cli.main(bench_arguments(inputs, tmp_path / "b")) == 2
+    assert "already holds something" in capsys.readouterr().err
+
+
+def test_prompts_end_where_the_answer_begins(inputs, tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    tokenizer = load_tokenizer(base)
+    assert prompt_of({"prompt": "a", "completion": "b"}, tokenizer) == "a"
+    assert prompt_of({"text": "all of it"}, tokenizer) == "all of it"
+    write_prompts(inputs[2], base, 5, tmp_path / "p.jsonl")
+    found = [json.loads(line)["prompt"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert found == [
+        f"<|im_start|>user\n{n} + 1<|im_end|><|im_start|>assistant\n" for n in range(5)
+    ]
+    with pytest.raises(DataError, match="7 rows, fewer than --samples 8"):
+        write_prompts(inputs[2], base, 8, tmp_path / "q.jsonl")
+
+
+def test_an_arm_computes_what_its_base_does(inputs, tmp_path):
+    from moe_finetune.families.loading import load_model
+    from tests import tiny
+
+    bench = Bench(ranks=4, rows=inputs[2], output=tmp_path / "b")
+    arms = make_arms(bench, [RoutingTrace.open(path) for path in inputs[:2]])
+    batch = tiny.batch()
+    for arm in arms:
+        metrics = place_arm(bench, arm)
+        plan = PlacementPlan.read(bench.output / "plans" / f"{arm.folder.name}.json")
+        round_robin = (plan.ranks_LE == np.arange(12) % 4).all()
+        assert round_robin == (arm.placement == "round robin")
+        assert 1 <= metrics["ranks_per_token"] <= 3
+        with torch.no_grad():
+            wanted, found = (load_model(f)(**batch).logits for f in (arm.base, arm.folder))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        first = load_model(arm.base).model.layers[1].mlp.gate.weight
+        assert not torch.equal(load_model(arm.folder).model.layers[1].mlp.gate.weight, first)
+
+
+def test_speeds_are_read_and_compared(tmp_path):
+    result = tmp_path / "r.json"
+    result.write_text(json.dumps({"completed": 6, "request_throughput": 2.5}))
+    assert read_speed(result, 6) == 2.5
+    with pytest.raises(EvaluationError, match="6 of 7 samples"):
+        read_speed(result, 7)
+    rows = [
+        {"arm": "aux", "placement": "round robin", "cross_rank_share": 0.875, "speeds": [4, 6]},
+        {"arm": "ours", "placement": "planned", "cross_rank_share": 0.5, "speeds": [6, 7]},
+    ]
+    lines = table(rows).splitlines()
+    assert "5.00" in lines[1] and "+0.0%" in lines[1]
+    assert "6.50" in lines[2] and "+30.0%" in lines[2] and lines[2].endswith("0.500")
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_arm_is_served_and_measured(inputs, tmp_path, monkeypatch):
+    """One rank on the CPU build: all but the number of ranks is as on GPUs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bench = Bench(
+        ranks=1,
+        rows=inputs[2],
+        output=tmp_path / "b",
+        samples=6,
+        output_tokens=9,
+        repeat=2,
+        port=port,
+        extra=("--max-model-len", "256"),
+    )
+    arm = make_arms(bench, [RoutingTrace.open(inputs[0])])[1]
+    write_prompts(bench.rows, arm.base, bench.samples, bench.output / "prompts.jsonl")
+    place_arm(bench, arm)
+    speeds = measure(bench, arm, cpu=True)
+    assert len(speeds) == 2 and min(speeds) > 0
+    answered = json.loads(arm.result(bench.output, 1).read_text())
+    assert answered["completed"] == 6 and answered["total_output_tokens"] == 6 * 9
+    with socket.socket() as probe:  # the server is gone
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
