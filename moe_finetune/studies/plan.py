@@ -54,11 +54,13 @@ def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = Non
 
 
 def _cells(cost: Cost) -> list[str]:
+    if cost.size is None or cost.memory is None:
+        return [UNKNOWN] * 4 + [_count(cost.tokens), UNKNOWN]
     return [
-        _count(cost.size and cost.size.parameters),
-        _count(cost.size and cost.size.trained),
-        UNKNOWN if cost.memory is None else f"{cost.memory / GIB:.1f}",
-        UNKNOWN if cost.size is None else str(cost.least_devices or "none"),
+        _count(cost.size.parameters),
+        _count(cost.size.trained),
+        f"{cost.memory / GIB:.1f}",
+        str(cost.least_devices or "none"),
         _count(cost.tokens),
         UNKNOWN if cost.hours is None else f"{cost.hours:.2f}",
     ]

@@ -80,6 +80,9 @@ class StudyRecipe(Section):
     baseline: str | int | float | dict[str, Any] | None = None
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
     metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
+    discard: list[Literal["merged", "checkpoints"]] = Field(
+        default=[], description="folders to delete once a run is finished, to save disk"
+    )
     launch: LaunchSection = LaunchSection()
     plan: PlanSection = PlanSection()
 

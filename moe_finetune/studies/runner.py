@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ def run_study(
 
         submit(study, runs, output)
     else:
-        carry_out(mine, output, starter(study.launch, config_folder(study)))
+        start = starter(study.launch, config_folder(study))
+        carry_out(mine, output, start, study.discard)
     results = load_results(output)
     write_tables(results)
     return results
@@ -73,14 +75,18 @@ def config_folder(study: StudyRecipe) -> Path:
     return study.file.parent if study.file is not None else Path()
 
 
-def carry_out(runs: Sequence[Run], output: Path, start: Start) -> None:
-    """Start the runs one after another; a failure is noted and the rest go on."""
+def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence[str] = ()) -> None:
+    """Start the runs one after another; a failure is noted and the rest go on.
+
+    ``discard`` names folders of a run that are deleted once it is finished.
+    """
     for number, run in enumerate(runs, 1):
         place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
         folder, failed = disk.run_folder(output, run.name), disk.failed_file(output, run.name)
         with held(output, run.name) as lock:
             if disk.state_of(output, run.name) == "finished":
                 log.info("%s: finished already", place)
+                _delete(folder, discard)
                 continue
             failed.unlink(missing_ok=True)
             log.info("%s: started", place)
@@ -89,10 +95,16 @@ def carry_out(runs: Sequence[Run], output: Path, start: Start) -> None:
             seconds = time.perf_counter() - began
             if why is None:
                 disk.record_finished(folder, run.recipe.hash, seconds)
+                _delete(folder, discard)
                 log.info("%s: finished in %.0f s", place, seconds)
             else:
                 write_atomic(failed, json.dumps({"reason": why}, indent=1) + "\n")
                 log.error("%s: failed after %.0f s: %s", place, seconds, why)
+
+
+def _delete(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_tables(results: StudyResults) -> Table | None:

@@ -232,14 +232,14 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
         zero = any(baseline == 0 for _, baseline in cells)
         table.gains[label] = None if zero else relative_gain(cells)
     for benchmark in (True, False):
+        columns = [column for column in table.columns if column.benchmark == benchmark]
         _correct([
-            (column, cell.test)
+            (column, found.test)
             for _, row in table.rows
-            for column in table.columns
-            if column.benchmark == benchmark
-            and (cell := row.cells.get(column.name)) is not None
-            and cell.test is not None
-            and cell.test.p is not None
+            for column in columns
+            if (found := row.cells.get(column.name)) is not None
+            and found.test is not None
+            and found.test.p is not None
         ])  # fmt: skip
 
 

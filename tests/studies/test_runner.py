@@ -175,6 +175,19 @@ def test_a_failed_run_is_listed_and_the_rest_go_on(ingredients, write_study, tmp
     assert results.runs[0].reason == ""
 
 
+def test_a_finished_run_gives_up_what_is_to_be_discarded(study_file, finished, tmp_path):
+    output = copy(finished, tmp_path)
+    before = table_rows(output)
+    study = load_study(study_file, ["discard=[merged, checkpoints]", "seeds=[1,2,6]"])
+    results = run_study(study, output, resume=True)
+    assert len(results.finished) == 6
+    for run in results.runs:
+        kept = {path.name for path in run.folder.iterdir()}
+        assert {"adapter", "eval", "routing"} <= kept and not {"merged", "checkpoints"} & kept
+    again = run_study(load_study(study_file, ["discard=[merged]"]), output, resume=True)
+    assert len(again.finished) == 4 and table_rows(output) == before
+
+
 def test_shards_share_a_folder(study_file, finished, tmp_path):
     output = tmp_path / "out"
     study = load_study(study_file)
