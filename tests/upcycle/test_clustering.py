@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.upcycle.clustering import (
+    assign,
+    balanced_kmeans,
+    cluster_categories,
+    tf_idf,
+)
+
+
+def sizes(labels, clusters):
+    return sorted(np.bincount(labels, minlength=clusters).tolist())
+
+
+def best_by_hand(costs, pinned):
+    """Least cost over all assignments whose sizes differ by one at most."""
+    points, clusters = costs.shape
+    best = np.inf
+    for labels in itertools.product(range(clusters), repeat=points):
+        counts = np.bincount(labels, minlength=clusters)
+        if counts.max() - counts.min() > 1 or any(labels[p] != c for p, c in pinned.items()):
+            continue
+        best = min(best, sum(costs[p, c] for p, c in enumerate(labels)))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("points", "clusters", "pinned"),
+    [
+        (6, 3, {}),
+        (7, 3, {}),
+        (5, 3, {}),
+        (8, 3, {4: 0}),
+        (7, 2, {0: 1, 3: 1, 5: 0}),
+        (3, 3, {2: 0}),
+    ],
+)
+def test_the_assignment_is_the_cheapest_with_equal_sizes(points, clusters, pinned):
+    generator = np.random.default_rng(points * 10 + clusters)
+    for _ in range(5):
+        costs = generator.exponential(size=(points, clusters)) * 7
+        labels = assign(costs, pinned)
+        counts = np.bincount(labels, minlength=clusters)
+        assert counts.max() - counts.min() <= 1
+        assert all(labels[point] == cluster for point, cluster in pinned.items())
+        total = costs[np.arange(points), labels].sum()
+        assert total == pytest.approx(best_by_hand(costs, pinned))
+
+
+@pytest.mark.parametrize(("points", "clusters"), [(24, 8), (11, 4), (5, 5), (9, 2)])
+def test_sizes_are_equal_whatever_the_points(points, clusters):
+    points_CD = np.random.default_rng(0).normal(size=(points, 3)) ** 3
+    labels = balanced_kmeans(points_CD, clusters, seed=1)
+    least, over = divmod(points, clusters)
+    assert sizes(labels, clusters) == [least] * (clusters - over) + [least + 1] * over
+
+
+def test_more_starts_never_give_a_worse_clustering():
+    points_CD = np.random.default_rng(3).normal(size=(20, 4))
+
+    def inertia(restarts):
+        labels = balanced_kmeans(points_CD, 4, seed=5, restarts=restarts)
+        return sum(
+            ((points_CD[labels == n] - points_CD[labels == n].mean(0)) ** 2).sum() for n in range(4)
+        )
+
+    found = [inertia(restarts) for restarts in (1, 4, 16, 64)]
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
+
+
+def planted(kinds=5, each=3, vocabulary=83, seed=2):
+    """Categories whose tokens come from a distribution of their kind, in a shuffled order."""
+    generator = np.random.default_rng(seed)
+    kind_C = generator.permutation(np.repeat(np.arange(kinds), each))
+    tokens_KV = generator.dirichlet(np.full(vocabulary, 0.1), size=kinds)
+    counts_CV = np.stack([generator.multinomial(4000, tokens_KV[kind]) for kind in kind_C])
+    return counts_CV, kind_C
+
+
+def test_categories_of_a_kind_meet():
+    counts_CV, kind_C = planted()
+    labels = cluster_categories(counts_CV, 5, seed=0)
+    together = labels[:, None] == labels
+    assert (together == (kind_C[:, None] == kind_C)).all()
+    assert (labels == cluster_categories(counts_CV, 5, seed=0)).all(), "a seed decides"
+
+
+def test_pins_are_kept_and_others_follow_them():
+    counts_CV, kind_C = planted()
+    first = {kind: int(np.flatnonzero(kind_C == kind)[0]) for kind in range(5)}
+    pinned = {first[0]: 3, first[1]: 2, first[4]: 0}
+    labels = cluster_categories(counts_CV, 5, pinned)
+    for category, cluster in pinned.items():
+        assert labels[category] == cluster
+        assert (labels[kind_C == kind_C[category]] == cluster).all()
+
+
+def test_tf_idf_is_scikit_learns_formula():
+    counts_CV, _ = planted(kinds=2, each=2, vocabulary=7)
+    counts_CV[:, 3] = [5, 0, 0, 0]
+    present = (counts_CV > 0).sum(0)
+    idf = np.log((1 + 4) / (1 + present)) + 1
+    expected = counts_CV * idf
+    expected = expected / np.sqrt((expected**2).sum(1, keepdims=True))
+    np.testing.assert_allclose(tf_idf(counts_CV), expected)
+
+
+@pytest.mark.parametrize(
+    ("categories", "clusters", "pinned", "said"),
+    [
+        (4, 5, {}, "4 categories are fewer than the 5 clusters"),
+        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories.*are 2 each"),
+        (7, 3, {0: 1, 1: 1, 2: 1, 3: 0, 4: 0, 5: 0}, "another cluster would stay empty"),
+        (3, 3, {0: 2, 1: 2}, "cluster 2 gets 2 categories"),
+    ],
+)
+def test_impossible_clusters_are_refused(categories, clusters, pinned, said):
+    counts_CV = np.random.default_rng(0).integers(1, 9, (categories, 11))
+    with pytest.raises(RecipeError, match=said):
+        cluster_categories(counts_CV, clusters, pinned)

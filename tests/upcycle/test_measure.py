@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.families.loading import load_model
+from moe_finetune.upcycle import merge_experts
+from moe_finetune.upcycle.frequencies import count_table
+from moe_finetune.upcycle.judgement import ANSWERS, judge, questions
+from moe_finetune.upcycle.measure import Pool, batches, measure, pad, text_losses
+from moe_finetune.upcycle.passages import passages
+from moe_finetune.upcycle.recipe import JudgementSection, UpcycleRecipe
+from moe_finetune.upcycle.texts import SPLITS, Texts
+from tests import tiny
+from tests.upcycle import dense
+
+EXPERTS, TOP_K, LENGTH = 5, 2, 23
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    files = dense.write_categories(tmp_path_factory.mktemp("texts"), 4, texts=15)
+    categories = {}
+    for name, file in files.items():
+        with open(file) as lines:
+            categories[name] = [json.loads(line)["text"] for line in lines]
+    return Texts.tokenize(categories, tiny.tokenizer(), seed=0)
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return UpcycleRecipe.model_validate(
+        {
+            "dense": {"path": "unused", "dtype": "float32"},
+            "texts": {"categories": dict.fromkeys("abcde", "unused"), "max_length": LENGTH},
+            "clusters": {"count": EXPERTS},
+            "evaluation": {"tokens_per_batch": 90, "judgement": {"items": 6, "piece": 5}},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def table(texts):
+    counts_CV = texts.counts(tiny.VOCABULARY)
+    generator = np.random.default_rng(1)
+    per_expert = generator.multinomial(1, np.full(EXPERTS, 1 / EXPERTS), counts_CV.shape)
+    by_expert = (counts_CV[..., None] * per_expert).sum(0).T
+    return count_table(by_expert, np.arange(EXPERTS), EXPERTS, "t")
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    experts = [dense.save("llama", folder / str(seed), seed) for seed in range(EXPERTS)]
+    merge_experts(experts, folder / "moe", top_k=TOP_K, router_std=0.6)
+    return folder / "moe"
+
+
+def routing_by_hand(model, rows, table):
+    """Every quantity token by token and layer by layer, from the routers' own outputs."""
+    outputs = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda m, a, output: outputs.append(output))
+        for layer in model.model.layers
+    ]
+    ranks = ([], [])
+    entropies, score_entropies = [], []
+    selected = np.zeros((4, 3, EXPERTS), int)
+    first = np.zeros((4, 3, EXPERTS), int)
+    for category, ids in rows:
+        outputs.clear()
+        with torch.no_grad():
+            model(torch.tensor([ids.tolist()]))
+        for layer, (logits, _, index) in enumerate(outputs):
+            for t, token in enumerate(ids.tolist()):
+                p = logits[t].double().softmax(-1)
+                entropies.append(-sum(float(x) * math.log(float(x)) for x in p))
+                scores = p[index[t]] / p[index[t]].sum()
+                score_entropies.append(-sum(float(x) * math.log(float(x)) for x in scores))
+                order = sorted(range(EXPERTS), key=lambda e: -float(logits[t, e]))
+                first[category, layer, order[0]] += 1
+                for expert in index[t].tolist():
+                    selected[category, layer, expert] += 1
+                counts = table.counts_VN[token]
+                if counts.sum() == 0:
+                    continue
+                for k in (0, 1):
+                    own = counts[order[k]]
+                    ranks[k].append(1 + sum(int(c > own) for c in counts))
+    for hook in hooks:
+        hook.remove()
+    return ranks, entropies, score_entropies, selected, first
+
+
+def test_measurements_are_those_of_slow_loops(moe_folder, texts, table, recipe):
+    found = measure(moe_folder, texts, table, recipe, moe=True)
+    model = load_model(moe_folder)
+    for split in SPLITS:
+        rows = [(c, ids) for c in range(4) for ids in texts.windows(split, c, LENGTH)]
+        losses = []
+        for _, ids in rows:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids.tolist()])).logits[0].double().log_softmax(-1)
+            chosen = [float(logits[t, ids[t + 1]]) for t in range(len(ids) - 1)]
+            losses.append(-sum(chosen) / len(chosen))
+        perplexities = [math.exp(loss) for loss in losses]
+        said = found["splits"][split]["perplexity"]
+        assert said["count"] == len(rows)
+        assert said["mean"] == pytest.approx(np.mean(perplexities), rel=1e-4)
+        assert said["std"] == pytest.approx(np.std(perplexities), rel=1e-3)
+        tokens = sum(len(ids) - 1 for _, ids in rows)
+        whole = sum(x * (len(ids) - 1) for x, (_, ids) in zip(losses, rows, strict=True))
+        assert said["of_all_tokens"] == pytest.approx(math.exp(whole / tokens), rel=1e-4)
+
+        ranks, entropies, score_entropies, selected, first = routing_by_hand(model, rows, table)
+        routing = found["splits"][split]["routing"]
+        for k in (0, 1):
+            summary = routing[f"cmr_{k + 1}"]
+            assert summary["count"] == len(ranks[k]) > 0
+            assert summary["mean"] == pytest.approx(np.mean(ranks[k]))
+            assert summary["std"] == pytest.approx(np.std(ranks[k]))
+        assert routing["s_rl"] == pytest.approx(np.mean(entropies), rel=1e-5)
+        assert routing["score_entropy"] == pytest.approx(np.mean(score_entropies), rel=1e-5)
+        assert np.array_equal(routing["selected"], selected)
+        assert np.array_equal(routing["first"], first)
+    assert found["top_k"] == TOP_K
+    assert found["judgement"]["count"] == 6
+
+
+def test_a_dense_model_has_perplexity_and_no_routing(texts, table, recipe, tmp_path):
+    folder = dense.save("llama", tmp_path / "dense", 2)
+    found = measure(folder, texts, table, recipe, moe=False)
+    assert "routing" not in found["splits"]["test"] and "passages" not in found
+    assert found["splits"]["test"]["perplexity"]["mean"] > 1
+
+
+def test_batching_and_padding_change_nothing():
+    model = dense.model("llama", 1)
+    generator = np.random.default_rng(0)
+    rows = [(i, generator.integers(4, 260, n)) for i, n in enumerate((9, 2, 31, 17, 5, 31))]
+    with torch.no_grad():
+        alone = {i: text_losses(model, *pad([ids]))[0] for i, ids in rows}
+        seen = {}
+        for batch in batches(rows, 40):
+            assert len(batch) == 1 or len(batch) * max(len(ids) for _, ids in batch) <= 40
+            losses = text_losses(model, *pad([ids for _, ids in batch]))
+            seen |= {i: loss for (i, _), loss in zip(batch, losses, strict=True)}
+    assert seen == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_pool_is_the_mean_and_deviation_of_all_values():
+    generator = np.random.default_rng(0)
+    parts = [generator.normal(3, 2, n) for n in (5, 1, 40)]
+    pool = Pool()
+    for part in parts:
+        pool.add(len(part), float(part.mean()), float(part.std()))
+    whole = np.concatenate(parts)
+    assert pool.summary() == pytest.approx(
+        {"mean": whole.mean(), "std": whole.std(), "count": len(whole)}
+    )
+
+
+def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts):
+    model = load_model(moe_folder)
+    shown = passages(model, tiny.tokenizer(), texts, 2)
+    assert [passage["category"] for passage in shown] == ["kind0", "kind3"]
+    ids = texts.windows("test", 3, 120)[0]
+    outputs = []
+    hook = model.model.layers[1].mlp.gate.register_forward_hook(
+        lambda m, a, output: outputs.append(output[0])
+    )
+    with torch.no_grad():
+        model(torch.tensor([ids.tolist()]))
+    hook.remove()
+    assert shown[1]["experts"] == outputs[0].argmax(-1).tolist()
+    assert shown[1]["layer"] == 1
+    assert "".join(shown[1]["tokens"]) == tiny.tokenizer().decode(ids)
+
+
+# -- judgement ------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """A model of which every prompt's answer is decided by ``says``."""
+
+    def __init__(self, says):
+        self.says = says
+        self.prompts: list[str] = []
+        self.parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def parameters(self):
+        return iter([self.parameter])
+
+    def __call__(self, input_ids, use_cache, logits_to_keep):
+        text = tiny.tokenizer().decode(input_ids[0])
+        prompt, _, _ = text.rpartition(" ")
+        self.prompts.append(prompt)
+        wanted = " yes" if self.says(prompt) else " no"
+        logits = torch.zeros(1, logits_to_keep, tiny.VOCABULARY)
+        for place, token in enumerate(tiny.tokenizer().encode(wanted)[:logits_to_keep]):
+            logits[0, place, token] = 9.0
+        return SimpleNamespace(logits=logits)
+
+
+def pieces(question: str) -> tuple[str, str]:
+    body = question.rpartition("First: ")[2].partition("\nThe second")[0]
+    first, _, second = body.partition("\nSecond: ")
+    return first, second
+
+
+def test_made_questions_have_the_right_answers(texts):
+    tokenizer = tiny.tokenizer()
+    section = JudgementSection(shots=5, items=40, piece=9)
+    solved, asked = questions(tokenizer, texts, section)
+    assert len(solved) == 5 and len(asked) == 40
+    whole = {
+        split: [tokenizer.decode(ids) for c in range(4) for ids in texts.documents(split, c)]
+        for split in ("train", "test")
+    }
+    for split, found in (("train", solved), ("test", asked)):
+        for number, question in enumerate(found):
+            first, second = pieces(tokenizer.decode(question.ids))
+            follows = any(first + second in text for text in whole[split])
+            assert question.answer == follows == (number % 2 == 0)
+
+
+def test_accuracy_is_that_of_the_likelier_answer(texts):
+    tokenizer = tiny.tokenizer()
+    section = JudgementSection(shots=3, items=20, piece=9)
+    whole = [tokenizer.decode(ids) for c in range(4) for ids in texts.documents("test", c)]
+    knows = Oracle(lambda prompt: any("".join(pieces(prompt)) in text for text in whole))
+    assert judge(knows, tokenizer, texts, section)["accuracy"] == 1
+    always = judge(Oracle(lambda prompt: True), tokenizer, texts, section)
+    assert (always["accuracy"], always["yes"], always["count"]) == (0.5, 1.0, 20)
+    assert always["stderr"] == pytest.approx(math.sqrt(0.25 / 20))
+    prompt = knows.prompts[0]
+    assert prompt.count("First: ") == 4 and [a in prompt for a in ANSWERS] == [True, True]
+
+
+def test_questions_of_a_file(texts, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    rows = [
+        f'{{"question": "Is {i} even?", "answer": {str(i % 2 == 0).lower()}}}' for i in range(9)
+    ]
+    file.write_text("\n".join(rows))
+    section = JudgementSection(file=str(file), shots=2)
+    even = Oracle(lambda prompt: int(prompt.rpartition("Is ")[2].partition(" ")[0]) % 2 == 0)
+    found = judge(even, tiny.tokenizer(), texts, section)
+    assert (found["accuracy"], found["count"], found["shots"]) == (1.0, 7, 2)
+    assert even.prompts[0].startswith("Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1")

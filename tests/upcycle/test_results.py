@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moe_finetune.upcycle.results import Arm, Estimate, difference, summarize
+from moe_finetune.upcycle.tables import tables
+
+
+def measured(perplexity, cmr=None, entropy=0.5):
+    routing = {
+        "cmr_1": {"mean": cmr, "std": 1.0},
+        "cmr_2": {"mean": 3.0, "std": 1.5},
+        "s_rl": entropy,
+        "score_entropy": 0.25,
+        "selected": [[[3, 1, 2], [2, 2, 2]]],
+    }
+    split = {"perplexity": {"mean": perplexity, "std": 2.0, "of_all_tokens": perplexity - 1}}
+    split |= {"routing": routing} if cmr is not None else {}
+    return {
+        "parameters": 10,
+        "splits": dict.fromkeys(("train", "validation", "test"), split),
+        "judgement": {"accuracy": 0.6, "stderr": 0.05, "yes": 0.4, "count": 50, "shots": 5},
+    }
+
+
+ARMS = [
+    Arm("Dense", (measured(9.0), measured(9.5), measured(9.25))),
+    Arm("BTX", (measured(8.0, 2.75), measured(8.5, 3.0), measured(8.0, 3.25))),
+    Arm("SvMoE", (measured(8.1, 2.25), measured(8.3, 2.5), measured(8.2, 2.5))),
+]
+
+
+def test_an_interval_is_students():
+    found = Estimate.of([1.0, 2.0, 4.0])
+    half = 4.302652730 * math.sqrt(7 / 3) / math.sqrt(3)  # t of 2 degrees at 97.5 %
+    assert found.mean == pytest.approx(7 / 3)
+    assert (found.low, found.high) == pytest.approx((7 / 3 - half, 7 / 3 + half))
+    assert math.isnan(Estimate.of([3.0]).low)
+    assert Estimate.of([3.0]).to_mapping()["interval"] == [None, None]
+
+
+def test_differences_are_paired_by_seed():
+    found = difference(ARMS[2], ARMS[1], "cmr_1")
+    assert found.values == (-0.5, -0.5, -0.75)
+    summary = summarize(ARMS)
+    said = summary["differences_on_test"]["SvMoE - BTX"]
+    assert said["cmr_1"]["mean"] == pytest.approx(-7 / 12)
+    assert said["perplexity"]["seeds"] == pytest.approx([0.1, -0.2, 0.2])
+    assert set(summary["differences_on_test"]["SvMoE - Dense"]) == {
+        "perplexity", "perplexity_of_all_tokens",
+    }  # fmt: skip
+    assert "cmr_1" not in summary["arms"]["Dense"]["splits"]["test"]
+
+
+def test_tables_say_every_arm():
+    found = {table.title: table for table in tables(ARMS)}
+    perplexity = found["Perplexity per text (Table 1)"]
+    assert [row[0] for row in perplexity.rows] == ["Dense", "BTX", "SvMoE"]
+    assert perplexity.rows[0][3].startswith("9.250 ± 2.00 [")
+    judged = found["Binary judgement, 5 solved examples (Table 2)"]
+    assert judged.rows[0][1].startswith("60.0 ± 5.0") and judged.rows[0][2:] == ["40", "50"]
+    ranks = found["Conditional mean rank (Table 4)"]
+    assert [row[0] for row in ranks.rows] == ["BTX", "SvMoE"]
+    assert ranks.rows[0][3].startswith("3.000 ± 1.00")
+    assert "ln 3 = 1.10" in found["Router entropy S_RL (Table 6)"].note
+    differences = found["Differences on test: SvMoE"]
+    assert differences.rows[1][2].startswith("-0.583 [") and differences.rows[0][2] == "–"
+    assert "| SvMoE | 8.200 ± 2.00 [" in perplexity.to_markdown()
