@@ -54,6 +54,7 @@ def run_upcycle(
         )
     check_folder(output, resume)
     upcycle = Upcycle(recipe, output)
+    upcycle.check()
     ledger = Ledger(output, upcycle.steps())
     if expert is None:  # else another process may be writing the same
         output.mkdir(parents=True, exist_ok=True)

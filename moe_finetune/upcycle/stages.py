@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.evaluation.files import sha256_file, sha256_json, write_atomic
 from moe_finetune.families.loading import load_tokenizer, local_folder
 from moe_finetune.recipe import resolve_method
@@ -74,14 +74,42 @@ class Upcycle:
     @cached_property
     def table(self) -> FrequencyTable:
         """Token frequencies; the step ``clusters`` is done."""
-        return self._load_table(self.output / "clusters" / TABLE_FILE)
+        return self._load_table(self.output / "clusters" / TABLE_FILE, self.output / "texts")
 
-    def _load_table(self, path: Path) -> FrequencyTable:
+    def _load_table(self, path: Path, tokenizer: Path) -> FrequencyTable:
         from moe_finetune.upcycle.dense import load_dense_config
 
         vocabulary = int(load_dense_config(self.dense).vocab_size)
-        digest = tokenizer_hash(self.output / "texts")
-        return FrequencyTable.load(path, digest, vocabulary, self.experts)
+        return FrequencyTable.load(path, tokenizer_hash(tokenizer), vocabulary, self.experts)
+
+    def check(self) -> None:
+        """Find what is wrong with pins, ready experts or a ready table before anything is written.
+
+        Raises:
+            RecipeError, DataError, CheckpointError: see the functions that are called.
+        """
+        from moe_finetune.upcycle.merge import check_alike, open_expert
+
+        section, names = self.recipe.clusters, list(self.categories)
+        if self.recipe.counts_clusters:
+            for name in section.pinned:
+                if name not in names:
+                    hint = did_you_mean(name, names)
+                    raise RecipeError(f"clusters.pinned.{name}: no such category{hint}")
+            pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
+            check_pins(len(names), section.count, pinned)
+        given = self.recipe.experts.checkpoints
+        if given is not None:
+            experts = [open_expert(local_folder(path)) for path in given]
+            check_alike(experts)
+            dense = self.given_dense
+            if dense is not None and tokenizer_hash(experts[0].folder) != tokenizer_hash(dense):
+                raise CheckpointError(
+                    f"experts.checkpoints: {given[0]} has another tokenizer than the dense model "
+                    f"{dense}; give experts trained from it"
+                )
+        if section.table is not None and self.given_dense is not None:
+            self._load_table(Path(section.table), self.given_dense)
 
     # -- the steps ----------------------------------------------------------------------------
 
@@ -210,12 +238,11 @@ class Upcycle:
         clusters_C = np.arange(len(names)) % section.count
         if self.recipe.counts_clusters:
             pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
-            check_pins(len(names), section.count, pinned)
             clusters_C = cluster_categories(
                 counts_CV, section.count, pinned, seed=section.seed, restarts=section.restarts
             )
         if section.table is not None:
-            table = self._load_table(Path(section.table))
+            table = self._load_table(Path(section.table), self.output / "texts")
         else:
             digest = tokenizer_hash(self.output / "texts")
             table = count_table(counts_CV, clusters_C, section.count, digest)
@@ -298,11 +325,6 @@ class _Merge:
         folders = [experts / str(n) for n in range(self.upcycle.experts)]
         if recipe.experts.checkpoints is not None:
             folders = [local_folder(path) for path in recipe.experts.checkpoints]
-            if tokenizer_hash(folders[0]) != tokenizer_hash(self.upcycle.output / "texts"):
-                raise CheckpointError(
-                    f"experts.checkpoints: {folders[0]} has another tokenizer than the dense model "
-                    f"{self.upcycle.dense}; give experts trained from it"
-                )
         section = recipe.merge
         merge_experts(
             folders, target, top_k=section.top_k, router_std=section.router_std, seed=self.seed
