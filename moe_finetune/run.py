@@ -179,7 +179,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.sft import build_trainer
     from moe_finetune.training.signals import StopOnSignal
-    from moe_finetune.training.snapshot import take_snapshot
+    from moe_finetune.training.snapshot import sample_examples, take_snapshot
 
     if recipe.numerics.deterministic:
         make_deterministic()
@@ -190,9 +190,10 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     trainer, callback = build_trainer(
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
-    sample = inputs.validation if inputs.validation is not None else inputs.train
+    examples = inputs.validation if inputs.validation is not None else inputs.train
+    sample = sample_examples(recipe.data, inputs.tokenizer, examples)
     if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
-        take_snapshot(model, sample, output / "routing" / "before.json")
+        take_snapshot(model, sample, output / "routing" / "before.json", None, inputs.tokenizer)
     checkpoint = find_checkpoint(output / "checkpoints") if resume else None
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
@@ -202,7 +203,8 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
             callback.close()
     method = callback.specialization
     assert method is not None
-    take_snapshot(model, sample, output / "routing" / "after.json", method.perturbation)
+    after = output / "routing" / "after.json"
+    take_snapshot(model, sample, after, method.perturbation, inputs.tokenizer)
     save_trained(model, inputs.tokenizer, recipe, output, method.balancer)
 
 

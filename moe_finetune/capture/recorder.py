@@ -178,6 +178,11 @@ class Recorder:
         self._labels: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
+    @property
+    def installed(self) -> bool:
+        """Whether the hooks are on the model."""
+        return bool(self._undo)
+
     # -- installing ---------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:

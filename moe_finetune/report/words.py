@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ WORDS: dict[str, Word] = {
     "effective_rank": Word("Effective rank", "independent directions among the experts", 1),
     "mutual_coherence": Word("Mutual coherence", "largest |cos| among a token's experts", -1),
     "mutual_information": Word("Mutual information", "nats that the expert tells of the token", 1),
+    "noise_level": Word("ERC noise level", "how far the router's rows lie apart", 1),
+    "below_barrier": Word(
+        "Below the coherence barrier", "share of tokens whose experts are sure to be told apart", 1
+    ),
     "conditional_mean_rank": Word("Conditional mean rank", "1 is the best", -1),
 }
 
@@ -71,4 +75,5 @@ def word(key: str) -> Word:
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":
         return Word(f"{plain} term", "unweighted, summed over layers", 0)
-    return known or Word(plain)
+    found = known or Word(plain)
+    return replace(found, name=f"{found.name}, validation") if head == "eval_routing" else found

@@ -20,6 +20,7 @@ from moe_finetune.capture.recorder import backbone_of
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.sample import evaluation_metrics
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.state import STATE_FILE, load_state, save_state
 from moe_finetune.training.window import AccumulationWindow
@@ -113,6 +114,20 @@ class SpecializationCallback(TrainerCallback):
         logs.update(values)
         if state.log_history:
             state.log_history[-1].update(values)
+
+    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):  # noqa: D102
+        # The recorder is at work during training alone; an evaluation by itself has no method.
+        if (
+            self.specialization is None
+            or not self.specialization.at_work
+            or eval_dataloader is None
+        ):
+            return
+        values = evaluation_metrics(self.specialization.recorder, eval_dataloader)
+        if self._window.trainer is not None:
+            self._window.trainer.log(values)
+        else:
+            state.log_history.append({**values, "step": state.global_step})
 
     def on_save(self, args, state, control, **kwargs):  # noqa: D102
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"

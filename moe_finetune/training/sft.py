@@ -96,7 +96,8 @@ class RunLog(TrainerCallback):
                 self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
                 logs["tokens_per_second"] = round(self.tokens_per_second, 1)
             self._tokens, self._time = tokens, now
-        kind = "train" if "loss" in logs else "eval" if "eval_loss" in logs else "end"
+        evaluated = any(name.startswith("eval_") for name in logs)
+        kind = "train" if "loss" in logs else "eval" if evaluated else "end"
         row = {"kind": kind, "step": state.global_step, **logs}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=float) + "\n")

@@ -6,6 +6,7 @@ Written to ``routing/before.json`` and ``routing/after.json``; the report draws 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,90 +15,90 @@ import torch
 from torch import nn
 
 from moe_finetune.capture.recorder import Perturbation, Recorder, model_facts
-from moe_finetune.capture.records import RoutingRecord
-from moe_finetune.losses.objective import LayerLoss
-from moe_finetune.metrics import (
-    conditional_activation,
-    expert_overlap,
-    gram_cosine,
-    max_violation,
-    router_cosine,
-    routing_entropy,
-    routing_variance,
-    score_variance,
-)
+from moe_finetune.metrics import conditional_activation
+from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
+from moe_finetune.recipe import DataSection
 from moe_finetune.training import ranks
+from moe_finetune.training.mixture import SourceReader
+from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
 
-MAX_TOKENS = 8192
-MAX_EMBEDDINGS = 1500
-MAX_POINTS = 450
+PASSAGE = 150
+PASSAGES = 4
+Example = Mapping[str, Any]
 
 
-class _Collector:
-    """Observer that keeps what the snapshot needs, on the host."""
+def sample_examples(
+    data: DataSection, tokenizer: Any, examples: Iterable[Example]
+) -> list[Example]:
+    """Rows with ``input_ids`` and ``domain``, 8,192 tokens in all, to take snapshots of.
 
-    def __init__(self) -> None:
-        self.index: dict[int, list[np.ndarray]] = {}
-        self.scores: dict[int, list[np.ndarray]] = {}
-        self.probabilities: dict[int, list[np.ndarray]] = {}
-        self.inputs: dict[int, list[np.ndarray]] = {}
-        self.grams: dict[int, dict[str, list[np.ndarray]]] = {}
-        self.router: dict[int, np.ndarray] = {}
+    With several files in ``data.validation`` (or else ``data.train``) the first rows of each, in
+    equal parts, each file a domain of its name; otherwise the first of ``examples``, all one.
+    """
+    named = data.validation if data.validation is not None else data.train
+    readers = [
+        SourceReader.of(source, data) for source in ([named] if isinstance(named, str) else named)
+    ]
+    if len(readers) == 1:
+        name = _name(readers[0].source.path)
+        rows = ({"input_ids": row["input_ids"], "domain": name} for row in examples)
+        return _first(rows, MAX_TOKENS)
+    from moe_finetune.training.tokenize import tokenize_row
 
-    def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
-        keep, layer = record.mask_T, record.layer
+    found: list[Example] = []
+    for reader in readers:
+        ids = (tokenize_row(row, tokenizer, False).input_ids for _, row in reader)
+        name, most = _name(reader.source.path), data.max_length
+        found += _first(
+            ({"input_ids": row[:most], "domain": name} for row in ids), MAX_TOKENS // len(readers)
+        )
+    return found
 
-        def note(store: dict[int, list[np.ndarray]], tensor: torch.Tensor) -> None:
-            store.setdefault(layer, []).append(tensor[keep].float().cpu().numpy())
 
-        self.index.setdefault(layer, []).append(record.index_TK[keep].cpu().numpy())
-        note(self.scores, record.scores_TE)
-        note(self.probabilities, record.distribution_TE)
-        note(self.inputs, record.inputs_TH)
-        grams = self.grams.setdefault(layer, {"activations": [], "outputs": []})
-        assert record.activations_gram_TKK is not None and record.outputs_gram_TKK is not None
-        grams["activations"].append(record.activations_gram_TKK[keep].float().cpu().numpy())
-        grams["outputs"].append(record.outputs_gram_TKK[keep].float().cpu().numpy())
-        self.router[layer] = record.router_weight_EH.float().cpu().numpy()
+def _name(file: str) -> str:
+    return Path(file).name.partition(".")[0] or file
+
+
+def _first(rows: Iterable[Example], tokens: int) -> list[Example]:
+    found: list[Example] = []
+    for row in rows:
+        found.append({**row, "input_ids": row["input_ids"][:tokens]})
+        tokens -= len(found[-1]["input_ids"])
+        if tokens <= 0:
+            break
+    return found
 
 
 def take_snapshot(
-    model: nn.Module, examples: Any, path: Path, perturbation: Perturbation | None = None
+    model: nn.Module,
+    examples: Iterable[Example],
+    path: Path,
+    perturbation: Perturbation | None = None,
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
-    """Record the routing of ``examples`` (rows with ``input_ids``) and write it to ``path``.
+    """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
 
-    The first rows are used, up to 8,192 tokens; the model is left in the mode it was in.
+    The model is left in the mode it was in. ``tokenizer``: to show text in the experts' colours.
     """
-    facts = model_facts(model)
-    collector = _Collector()
+    sample = Sample(model_facts(model))
+    rows = list(examples)
     was_training = model.training
     device = next(model.parameters()).device
     model.eval()
-    needs = frozenset({"activations_gram", "outputs_gram"})
+    recorder = Recorder(
+        model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation
+    )
     try:
-        with (
-            torch.no_grad(),
-            Recorder(
-                model,
-                observers=[collector],
-                needs=needs,
-                observe="all",
-                perturbation=perturbation,
-            ),
-        ):
-            tokens = 0
-            for row in examples:
-                ids = torch.tensor([row["input_ids"][: MAX_TOKENS - tokens]], device=device)
+        with torch.no_grad(), recorder:
+            for row in rows:
+                ids = torch.tensor([row["input_ids"]], device=device)
                 model(input_ids=ids, use_cache=False, logits_to_keep=1)
-                tokens += ids.shape[1]
-                if tokens >= MAX_TOKENS:
-                    break
     finally:
         model.train(was_training)
     # Every rank took part, because the model may be sharded; rank 0 writes.
-    snapshot = _summarize(collector, list(facts.moe_layers), facts.num_experts, facts.top_k)
     if ranks.rank() > 0:
-        return snapshot
+        return {}
+    snapshot = _picture(sample, rows, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(snapshot), encoding="utf-8")
@@ -105,75 +106,80 @@ def take_snapshot(
     return snapshot
 
 
-def _summarize(seen: _Collector, layers: list[int], experts: int, top_k: int) -> dict[str, Any]:
-    index = {layer: np.concatenate(seen.index[layer]) for layer in layers}
-    scores = {layer: np.concatenate(seen.scores[layer]) for layer in layers}
-    probabilities = {layer: np.concatenate(seen.probabilities[layer]) for layer in layers}
-    inputs = {layer: np.concatenate(seen.inputs[layer]) for layer in layers}
-    load = {layer: np.bincount(index[layer].ravel(), minlength=experts) for layer in layers}
-    grams = {
-        kind: {layer: np.concatenate(seen.grams[layer][kind]) for layer in layers}
-        for kind in ("activations", "outputs")
-    }
-
-    def overlap(layer: int) -> float:
-        rows = slice(0, MAX_EMBEDDINGS)
-        return float(expert_overlap(inputs[layer][rows], probabilities[layer][rows].argmax(1)))
-
-    metrics = {
-        "max_violation": lambda layer: max_violation(load[layer]),
-        "entropy": lambda layer: routing_entropy(probabilities[layer]),
-        "score_variance": lambda layer: score_variance(scores[layer]),
-        "routing_variance": lambda layer: routing_variance(probabilities[layer]),
-        "expert_overlap": overlap,
-        "router_cosine": lambda layer: router_cosine(seen.router[layer]),
-    }
-    if top_k > 1:
-        metrics["activation_cosine"] = lambda layer: gram_cosine(grams["activations"][layer])
-        metrics["output_cosine"] = lambda layer: gram_cosine(grams["outputs"][layer])
-    values = {name: [float(of(layer)) for layer in layers] for name, of in metrics.items()}
-    middle = len(layers) // 2
-    snapshot: dict[str, Any] = {
+def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:
+    layers, middle = sample.layers, sample.middle
+    found: dict[str, Any] = {
         "layers": layers,
-        "num_experts": experts,
-        "top_k": top_k,
-        "tokens": len(index[layers[0]]),
-        "load": [load[layer].tolist() for layer in layers],
-        "mean_probability": [probabilities[layer].mean(0).round(6).tolist() for layer in layers],
+        "num_experts": sample.num_experts,
+        "top_k": sample.top_k,
+        "tokens": len(sample.rows("index", layers[0])),
+        "load": [sample.load_E(layer).tolist() for layer in layers],
+        "mean_probability": [
+            sample.rows("probabilities", layer).mean(0).round(6).tolist() for layer in layers
+        ],
         "metrics": {
-            name: {"per_layer": row, "mean": float(np.mean(row))} for name, row in values.items()
+            name: {"per_layer": values, "mean": _mean(values)}
+            for name, values in sample.metrics().items()
         },
+        "coherence": sample.coherence(),
         "embeddings": principal_points(
-            layers[middle],
-            inputs[layers[middle]],
-            probabilities[layers[middle]].argmax(1),
-            load[layers[middle]],
+            middle, sample.rows("inputs", middle), sample.top_N(middle), sample.load_E(middle)
         ),
     }
-    if middle + 1 < len(layers):
-        low, high = layers[middle], layers[middle + 1]
-        table = conditional_activation(index[low], index[high], experts)
-        snapshot["conditional_activation"] = {
-            "layers": [low, high],
+    if sample.gate_rows_EDH is not None:
+        experts = gate_experts(sample.num_experts)
+        found["gate_rows_tsne"] = gate_row_points(middle, sample.gate_rows_EDH, experts)
+    place = layers.index(middle)
+    if place + 1 < len(layers):
+        above = layers[place + 1]
+        table = conditional_activation(
+            sample.rows("index", middle), sample.rows("index", above), sample.num_experts
+        )
+        found["conditional_activation"] = {
+            "layers": [middle, above],
             "matrix": np.asarray(table).round(4).tolist(),
         }
-    return snapshot
+    domain_T = np.repeat([row["domain"] for row in rows], [len(row["input_ids"]) for row in rows])
+    names = list(dict.fromkeys(row["domain"] for row in rows))
+    if len(names) > 1:
+        found["domains"] = {name: _counts(sample, domain_T == name) for name in names}
+    if tokenizer is not None:
+        found["colored_text"] = _passages(sample, rows, tokenizer, names)
+    return found
 
 
-def principal_points(
-    layer: int, inputs_NH: np.ndarray, top_N: np.ndarray, load_E: np.ndarray
-) -> dict[str, Any]:
-    """First two principal components of tokens whose top expert is one of the three busiest."""
-    busiest = np.argsort(-load_E, kind="stable")[:3]
-    chosen = np.flatnonzero(np.isin(top_N, busiest))[:MAX_POINTS]
-    if len(chosen) < 3:
-        return {"layer": layer, "points": []}
-    rows = inputs_NH[chosen].astype(np.float32)
-    centered = rows - rows.mean(0)
-    _, _, axes = np.linalg.svd(centered, full_matrices=False)
-    flat = centered @ axes[:2].T
-    points = [
-        [round(float(x), 4), round(float(y), 4), int(expert)]
-        for (x, y), expert in zip(flat, top_N[chosen], strict=True)
+def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
+    """Dispatches per layer and expert of some tokens."""
+    return [
+        np.bincount(
+            sample.rows("index", layer)[here_T].ravel(), minlength=sample.num_experts
+        ).tolist()
+        for layer in sample.layers
     ]
-    return {"layer": layer, "points": points}
+
+
+def _passages(
+    sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
+) -> list[dict[str, Any]]:
+    """The start of each domain's first example, with the top expert of the middle layer."""
+    top_T = sample.rows("probabilities", sample.middle).argmax(1)
+    starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
+    found = []
+    for name in names[:PASSAGES]:
+        number = next(n for n, row in enumerate(rows) if row["domain"] == name)
+        ids = rows[number]["input_ids"][:PASSAGE]
+        first = int(starts[number])
+        found.append(
+            {
+                "layer": sample.middle,
+                "domain": name,
+                "tokens": [tokenizer.decode([int(token)]) for token in ids],
+                "experts": top_T[first : first + len(ids)].tolist(),
+            }
+        )
+    return found
+
+
+def _mean(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return float(np.mean(there)) if there else None

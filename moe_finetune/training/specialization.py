@@ -111,6 +111,11 @@ class Specialization:
             name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad
         }
 
+    @property
+    def at_work(self) -> bool:
+        """Whether the hooks are on the model."""
+        return self.recorder.installed
+
     def restore(self) -> None:
         """Leave the model as it was."""
         self.recorder.restore()

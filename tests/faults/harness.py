@@ -162,6 +162,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _serve() -> None:
+    import sklearn.manifold  # noqa: F401
     import torch
     import tqdm
     import trl  # noqa: F401

@@ -21,7 +21,7 @@ def _group(name: str) -> str:
         return GROUPS[0]
     if name.startswith("losses/"):
         return GROUPS[1]
-    if name.startswith("routing/"):
+    if name.startswith(("routing/", "eval_routing/")):
         return GROUPS[2]
     return GROUPS[3] if name in OPTIMISATION else OTHERS
 

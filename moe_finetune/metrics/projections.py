@@ -1,0 +1,64 @@
+"""Points in the plane for pictures: principal components of tokens, t-SNE of gate rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+BUSIEST = 3
+MOST_POINTS = 450
+EVERY = 8  # P2 Fig. 4 shows experts i with i mod 8 = 0
+ROWS_AN_EXPERT = 40
+
+
+def principal_points(
+    layer: int, inputs_NH: np.ndarray, top_N: np.ndarray, load_E: np.ndarray
+) -> dict[str, Any]:
+    """First two principal components of tokens whose top expert is one of the three busiest.
+
+    ``inputs_NH`` ``(N, H)`` embeddings, ``top_N`` their top experts, ``load_E`` dispatches. Returns
+    ``layer`` and ``points`` ``[x, y, expert]`` of at most 450 tokens, none below 3 tokens. Source:
+    P0 Fig. 5.
+    """
+    busiest = np.argsort(-load_E, kind="stable")[:BUSIEST]
+    chosen = np.flatnonzero(np.isin(top_N, busiest))[:MOST_POINTS]
+    if len(chosen) < 3:
+        return {"layer": layer, "points": []}
+    rows = inputs_NH[chosen].astype(np.float32)
+    centered = rows - rows.mean(0)
+    _, _, axes = np.linalg.svd(centered, full_matrices=False)
+    return {"layer": layer, "points": _points(centered @ axes[:2].T, top_N[chosen])}
+
+
+def gate_experts(num_experts: int) -> list[int]:
+    """The experts whose gate rows are drawn: every eighth."""
+    return list(range(0, num_experts, EVERY))
+
+
+def gate_row_points(layer: int, rows_EDH: np.ndarray, experts_E: list[int]) -> dict[str, Any]:
+    """t-SNE of the rows of some experts' gate projections.
+
+    ``rows_EDH`` ``(E, D, H)`` rows of the experts numbered ``experts_E``; at most 40 a expert,
+    evenly spread, are drawn. Returns ``layer`` and ``points`` ``[x, y, expert]``. Source: P2 Fig. 4
+    (perplexity 30, or a third of the rows where there are fewer; started from the principal
+    components, so that it repeats).
+    """
+    from sklearn.manifold import TSNE
+
+    step = -(-rows_EDH.shape[1] // ROWS_AN_EXPERT)
+    chosen = rows_EDH[:, ::step].astype(np.float32)
+    rows = chosen.reshape(-1, rows_EDH.shape[2])
+    labels = np.repeat(experts_E, chosen.shape[1])
+    if len(rows) < 4:
+        return {"layer": layer, "points": []}
+    perplexity = min(30.0, len(rows) / 3)
+    flat = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(rows)
+    return {"layer": layer, "points": _points(flat, labels)}
+
+
+def _points(flat_N2: np.ndarray, experts_N: np.ndarray) -> list[list[float | int]]:
+    return [
+        [round(float(x), 4), round(float(y), 4), int(expert)]
+        for (x, y), expert in zip(flat_N2, experts_N, strict=True)
+    ]

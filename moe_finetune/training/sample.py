@@ -1,0 +1,190 @@
+"""Routing of a sample of tokens, collected on the host, and the metrics that need vectors.
+
+Shape legend: T tokens, N tokens whose embeddings are kept, E routed experts, K selected, H hidden,
+D expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_finetune.capture.recorder import Recorder
+from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.losses.base import ModelFacts
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.metrics import (
+    coherence_barrier,
+    gram_cosine,
+    max_violation,
+    noise_level,
+    router_cosine,
+    routing_entropy,
+    routing_variance,
+    score_variance,
+)
+from moe_finetune.metrics.coherence import gram_coherence
+from moe_finetune.metrics.experts import separation
+from moe_finetune.metrics.projections import gate_experts
+
+MAX_TOKENS = 8192
+MAX_EMBEDDINGS = 1500
+MAX_BATCHES = 8
+NEEDS = frozenset({"activations_gram", "outputs_gram"})
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+class Sample:
+    """Observer that keeps what metrics and pictures need of the first tokens it sees.
+
+    Attributes:
+        layers: decoder indices of the MoE layers; ``middle`` is the one that pictures show.
+        gate_rows_EDH: of the experts ``gate_experts`` names, in the middle layer.
+    """
+
+    def __init__(self, facts: ModelFacts, max_tokens: int = MAX_TOKENS, pictures: bool = True):
+        self.layers = list(facts.moe_layers)
+        self.middle = self.layers[len(self.layers) // 2]
+        self.num_experts, self.top_k = facts.num_experts, facts.top_k
+        self.gate_rows_EDH: np.ndarray | None = None
+        self._left = dict.fromkeys(self.layers, max_tokens)
+        self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
+        self._router: dict[int, np.ndarray] = {}
+        self._pictures = pictures
+
+    def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
+        """Keep one layer of one forward."""
+        layer = record.layer
+        room = self._left[layer]
+        at_T = record.mask_T.nonzero().squeeze(1)[:room]
+        embedded = max(0, MAX_EMBEDDINGS - self._count(layer))
+        self._left[layer] = room - len(at_T)
+        self._note("index", layer, record.index_TK[at_T])
+        self._note("scores", layer, record.scores_TE[at_T].float())
+        self._note("probabilities", layer, record.distribution_TE[at_T].float())
+        self._note("inputs", layer, record.inputs_TH[at_T[:embedded]].float())
+        for kind in ("activations_gram", "outputs_gram"):
+            gram_TKK = getattr(record, f"{kind}_TKK")
+            assert gram_TKK is not None
+            self._note(kind, layer, gram_TKK[at_T].float())
+        self._router[layer] = record.router_weight_EH.detach().float().cpu().numpy()
+        if self._pictures and layer == self.middle and self.gate_rows_EDH is None:
+            assert record.expert_factors is not None
+            gate_EDH = record.expert_factors("gate").of(gate_experts(self.num_experts))
+            self.gate_rows_EDH = gate_EDH.cpu().numpy()
+
+    def _note(self, name: str, layer: int, rows: Tensor) -> None:
+        held = self._kept.setdefault(name, {}).setdefault(layer, [])
+        held.append(rows.detach().cpu().numpy())
+
+    def _count(self, layer: int) -> int:
+        return sum(map(len, self._kept.get("inputs", {}).get(layer, [])))
+
+    def rows(self, name: str, layer: int) -> np.ndarray:
+        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), ``inputs`` (N, H), a gram."""
+        held = self._kept[name][layer]
+        if len(held) > 1:
+            self._kept[name][layer] = held = [np.concatenate(held)]
+        return held[0]
+
+    def load_E(self, layer: int) -> np.ndarray:
+        """Dispatches."""
+        return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
+
+    def top_N(self, layer: int) -> np.ndarray:
+        """Top expert of each token of which ``inputs`` are kept."""
+        count = len(self.rows("inputs", layer))
+        return self.rows("probabilities", layer)[:count].argmax(1)
+
+    def metrics(self) -> dict[str, list[float | None]]:
+        """Metrics by name, a list over layers each; None where one does not exist."""
+        found: dict[str, list[float | None]] = {}
+        for layer in self.layers:
+            for name, value in self._layer_metrics(layer).items():
+                found.setdefault(name, []).append(None if value is None else float(value))
+        return found
+
+    def _layer_metrics(self, layer: int) -> dict[str, float | None]:
+        probabilities_TE = self.rows("probabilities", layer)
+        overlap, clusters = separation(self.rows("inputs", layer), self.top_N(layer))
+        found: dict[str, float | None] = {
+            "max_violation": max_violation(self.load_E(layer)),
+            "entropy": routing_entropy(probabilities_TE),
+            "score_variance": score_variance(self.rows("scores", layer)),
+            "routing_variance": routing_variance(probabilities_TE),
+            "expert_overlap": overlap,
+            "silhouette": clusters,
+            "router_cosine": router_cosine(self._router[layer]),
+            "noise_level": noise_level(self._router[layer]),
+        }
+        if self.top_k > 1:
+            found["activation_cosine"] = gram_cosine(self.rows("activations_gram", layer))
+            found["output_cosine"] = gram_cosine(self.rows("outputs_gram", layer))
+        return found
+
+    def coherence(self) -> dict[str, Any] | None:
+        """Mutual coherence of the selected experts' outputs per layer; None for one expert."""
+        if self.top_k == 1:
+            return None
+        barrier = coherence_barrier(self.top_k)
+        rows = []
+        for layer in self.layers:
+            coherence_T = gram_coherence(self.rows("outputs_gram", layer))
+            below = float((coherence_T < barrier).mean())
+            rows.append({"mean": float(coherence_T.mean()), "share_below": below})
+        return {"barrier": barrier, "per_layer": rows}
+
+
+@contextmanager
+def sampling(recorder: Recorder, sample: Sample) -> Iterator[None]:
+    """Let ``sample`` observe an installed recorder's forwards instead of what observes it."""
+    before = recorder.observers, recorder.needs, recorder.observe
+    recorder.observers, recorder.needs, recorder.observe = [sample], NEEDS, "all"
+    try:
+        yield
+    finally:
+        recorder.observers, recorder.needs, recorder.observe = before
+
+
+def evaluation_metrics(
+    recorder: Recorder, batches: Iterable[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Metrics that need vectors, on the first batches of an evaluation: ``eval_routing/<name>``.
+
+    Means over layers, of this rank's share of the data. Every rank must call: with a sharded model
+    each takes part in the others' forwards, which is why batches are counted and not tokens.
+    """
+    from moe_finetune.capture.recorder import model_facts
+
+    model: Any = recorder.model
+    sample = Sample(model_facts(model), pictures=False)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    # Left before its end, accelerate's wrapper would stay the "active" loader and confuse training.
+    batches = getattr(batches, "base_dataloader", batches)
+    try:
+        # What a loader draws to start must not change what training draws next.
+        with torch.no_grad(), sampling(recorder, sample), torch.random.fork_rng(devices=[]):
+            for number, batch in enumerate(batches, start=1):
+                inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
+                model(**inputs, use_cache=False, logits_to_keep=1)
+                if number == MAX_BATCHES:
+                    break
+    finally:
+        model.train(was_training)
+    found = sample.metrics()
+    coherence = sample.coherence()
+    if coherence is not None:
+        found["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]
+        found["below_barrier"] = [row["share_below"] for row in coherence["per_layer"]]
+    return {
+        f"eval_routing/{name}": float(np.mean([v for v in values if v is not None]))
+        for name, values in found.items()
+        if any(value is not None for value in values)
+    }

@@ -1,0 +1,176 @@
+"""Snapshots hold what the report draws, and evaluations measure what needs vectors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
+from moe_finetune.metrics.experts import separation
+from moe_finetune.recipe import DataSection, LoraSection
+from moe_finetune.training.sample import Sample, evaluation_metrics
+from moe_finetune.training.snapshot import sample_examples, take_snapshot
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    made = add_lora(tiny.model("qwen3_moe"), LoraSection(rank=4, alpha=12.0), "full")
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return made
+
+
+def examples() -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = {"law": (23, 9), "math": (14,)}
+    return [
+        {"domain": name, "input_ids": torch.randint(4, 260, (n,), generator=generator).tolist()}
+        for name, rows in lengths.items()
+        for n in rows
+    ]
+
+
+def records(model, rows):
+    """Every layer's records of one forward per row."""
+    seen: dict[int, list] = {}
+    needs = frozenset({"outputs", "activations"})
+    recorder = Recorder(
+        model,
+        observers=[lambda record, _: seen.setdefault(record.layer, []).append(record)],
+        needs=needs,
+        observe="all",
+    )
+    with torch.no_grad(), recorder:
+        for row in rows:
+            model(input_ids=torch.tensor([row["input_ids"]]))
+    return seen
+
+
+def test_a_snapshot_is_what_the_layers_computed(model, tmp_path):
+    rows = examples()
+    model.train()
+    found = take_snapshot(model, rows, tmp_path / "s.json", None, tiny.tokenizer())
+    assert model.training and json.loads((tmp_path / "s.json").read_text()) == found
+    model.eval()
+    seen = records(model, rows)
+    top_k, barrier = 3, coherence_barrier(3)
+    for layer in range(3):
+        index = torch.cat([r.index_TK for r in seen[layer]]).numpy()
+        assert found["load"][layer] == np.bincount(index.ravel(), minlength=12).tolist()
+        law = np.bincount(index[:32].ravel(), minlength=12).tolist()
+        assert found["domains"]["law"][layer] == law
+        outputs_TKH = torch.cat([r.outputs_TKH for r in seen[layer]])
+        assert outputs_TKH.shape[:2] == (46, top_k)
+        coherence_T = token_coherence(outputs_TKH)
+        row = found["coherence"]["per_layer"][layer]
+        assert row["mean"] == pytest.approx(coherence_T.mean(), rel=1e-4)
+        assert row["share_below"] == pytest.approx((coherence_T < barrier).mean())
+        inputs = torch.cat([r.inputs_TH for r in seen[layer]])
+        top = torch.cat([r.probs_TE for r in seen[layer]]).argmax(1)
+        metrics = {name: value["per_layer"][layer] for name, value in found["metrics"].items()}
+        overlap, clusters = separation(inputs, top)
+        assert metrics["expert_overlap"] == pytest.approx(overlap)
+        assert metrics["silhouette"] == pytest.approx(clusters)
+        gram = outputs_TKH @ outputs_TKH.transpose(1, 2)
+        assert metrics["output_cosine"] == pytest.approx(gram_cosine(gram), rel=1e-4)
+    middle = torch.cat([r.probs_TE for r in seen[1]]).argmax(1).tolist()
+    law, math = found["colored_text"]
+    assert (law["domain"], math["domain"]) == ("law", "math") and law["layer"] == 1
+    assert law["experts"] == middle[:23] and math["experts"] == middle[32:]
+    assert law["tokens"] == [tiny.tokenizer().decode([i]) for i in rows[0]["input_ids"]]
+    points = found["gate_rows_tsne"]["points"]
+    assert {point[2] for point in points} == {0, 8} and found["gate_rows_tsne"]["layer"] == 1
+
+
+def test_gate_rows_have_the_adapter_in_them(model):
+    sample = Sample(model_facts(model))
+    recorder = Recorder(model, observers=[sample], observe="all",
+                        needs=frozenset({"activations_gram", "outputs_gram"}))  # fmt: skip
+    with torch.no_grad(), recorder:
+        model(input_ids=torch.arange(4, 15)[None])
+    merged = add_lora(tiny.model("qwen3_moe"), LoraSection(rank=4, alpha=12.0), "full")
+    merged.load_state_dict(model.state_dict())
+    whole = merged.merge_and_unload().model.layers[1].mlp.experts.gate_up_proj[[0, 8], :48]
+    np.testing.assert_allclose(sample.gate_rows_EDH, whole.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_keeps_to_its_limit(model):
+    sample = Sample(model_facts(model), max_tokens=17)
+    recorder = Recorder(model, observers=[sample], observe="all",
+                        needs=frozenset({"activations_gram", "outputs_gram"}))  # fmt: skip
+    batch = tiny.batch()
+    with torch.no_grad(), recorder:
+        for _ in range(2):
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "scores", "outputs_gram"))
+
+
+def test_every_file_is_a_domain(tmp_path):
+    for name, lines in {"law": ["the court", "a writ"], "math": ["1 + 1"]}.items():
+        text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("law", "math")]
+    tokenizer = tiny.tokenizer()
+    data = DataSection(train=files, max_length=6)
+    found = sample_examples(data, tokenizer, [])
+    assert [row["domain"] for row in found] == ["law", "law", "math"]
+    assert tokenizer.decode(found[0]["input_ids"]) == "the co"
+    one = DataSection(train=files[0])
+    many = ({"input_ids": list(range(3000)), "labels": []} for _ in range(100))
+    found = sample_examples(one, tokenizer, many)
+    assert [len(row["input_ids"]) for row in found] == [3000, 3000, 2192]
+    assert {row["domain"] for row in found} == {"law"} and next(many)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_evaluations_measure_what_needs_vectors(tmp_path, attached):
+    torch.manual_seed(0)
+    made = add_lora(tiny.model("olmoe"), LoraSection(rank=4, alpha=12.0), "full")
+    rows = Dataset.from_list([{"input_ids": r["input_ids"], "labels": r["input_ids"]}
+                              for r in examples() * 2])  # fmt: skip
+    callback = SpecializationCallback("orthogonal_variance")
+    arguments = SFTConfig(
+        output_dir=str(tmp_path), max_steps=2, eval_strategy="steps", eval_steps=1, use_cpu=True,
+        per_device_train_batch_size=2, per_device_eval_batch_size=4, report_to=[],
+        router_aux_loss_coef=0.0, save_strategy="no", logging_steps=1, seed=5,
+    )  # fmt: skip
+    trainer = SFTTrainer(model=made, args=arguments, train_dataset=rows, eval_dataset=rows,
+                         processing_class=tiny.tokenizer(), callbacks=[callback])  # fmt: skip
+    if attached:
+        callback.attach(trainer)
+    trainer.train()
+    history = trainer.state.log_history
+    found = [row for row in history if "eval_routing/expert_overlap" in row]
+    assert [row["step"] for row in found] == [1, 2]
+    trained = [row["routing/max_violation"] for row in history if "loss" in row]
+    assert len(trained) == 2  # the evaluations' forwards are not counted among the training's
+    made.eval()
+    recorder = Recorder(made)
+    with recorder:
+        again = evaluation_metrics(recorder, trainer.get_eval_dataloader())
+        assert recorder.observers == [] and recorder.observe == "train"
+    for name, value in again.items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5), name
+    assert {"eval_routing/silhouette", "eval_routing/mutual_coherence",
+            "eval_routing/output_cosine"} <= set(again)  # fmt: skip
+
+
+def test_measuring_draws_nothing_that_training_would(model):
+    loader = torch.utils.data.DataLoader([{"input_ids": torch.arange(4, 24)}], batch_size=1)
+    recorder = Recorder(model)
+    with recorder:
+        before = torch.get_rng_state()
+        evaluation_metrics(recorder, loader)
+        assert torch.equal(torch.get_rng_state(), before)
