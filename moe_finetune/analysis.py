@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ import numpy as np
 
 from moe_finetune.errors import DataError, OutputExistsError
 from moe_finetune.metrics import top_choice
+from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.metrics.summary import summarize_trace
 
 if TYPE_CHECKING:
-    from moe_finetune.balancing.bias import BiasBalancer
     from moe_finetune.capture.trace import RoutingTrace
     from moe_finetune.capture.tracing import Measures
 
@@ -47,6 +46,8 @@ def analyze(
     max_length: int = 2048,
     probabilities: bool = False,
     dtype: str = "auto",
+    backend: str = "hf",
+    engine: Mapping[str, Any] | None = None,
 ) -> Path:
     """Analyze the routing of a checkpoint on ``data``, or of a trace; return the page's path.
 
@@ -59,9 +60,13 @@ def analyze(
         max_length: tokens of a row; what is longer is cut.
         probabilities: store the probabilities of all experts in the trace.
         dtype: of the weights.
+        backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which tells the
+            selected experts and nothing else.
+        engine: vLLM's own arguments.
 
     Raises:
         OutputExistsError, TraceError, CheckpointError, AdapterError: as their names say.
+        DependencyError, CaptureError: vLLM cannot be used, or not for this.
         DataError: data without a checkpoint or the reverse, or rows that cannot be used.
     """
     output, found = Path(output), find_trace(source)
@@ -75,7 +80,16 @@ def analyze(
         raise OutputExistsError(f"{output} already holds something; choose another --output")
     if found is not None:
         return write_analysis(found, output)
-    from moe_finetune.families.loading import load_tokenizer
+    if backend == "vllm" and (adapter is not None or probabilities):
+        raise DataError(
+            "vLLM tells the selected experts of an ordinary checkpoint: merge an adapter first, "
+            "and leave --probabilities out; or use --backend hf"
+        )
+    if backend != "vllm" and engine:
+        raise DataError("arguments of vLLM's engine need --backend vllm")
+    from moe_finetune.capture.tracing_checkpoint import record
+    from moe_finetune.capture.tracing_vllm import trace_vllm
+    from moe_finetune.families.loading import load_tokenizer, local_folder
 
     tokenizer = load_tokenizer(source)
     sequences = {
@@ -83,7 +97,14 @@ def analyze(
         for domain, files in (data or {}).items()
     }
     try:
-        measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
+        measures = None
+        if backend == "vllm":
+            base = local_folder(source)
+            trace_vllm(
+                base, sequences, output / "trace", name=str(source), dtype=dtype, engine=engine
+            )
+        else:
+            measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
     except BaseException:
         shutil.rmtree(output / "trace", ignore_errors=True)  # half a trace is of no use
         raise
@@ -118,80 +139,6 @@ def read_sequences(
     if not found:
         raise DataError(f"{', '.join(files)}: no rows; wanted at least one")
     return found
-
-
-def record(
-    checkpoint: str | Path,
-    folder: Path,
-    sequences: Mapping[str, Sequence[np.ndarray]],
-    adapter: str | Path | None = None,
-    probabilities: bool = False,
-    dtype: str = "auto",
-) -> Measures:
-    """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
-    import torch
-
-    from moe_finetune.capture.tracing import trace_model
-    from moe_finetune.families.loading import load_model, local_folder
-
-    base = local_folder(checkpoint)
-    device = "cuda" if torch.cuda.is_available() else None
-    model: Any = load_model(base, dtype=dtype, device_map=device)
-    balancer = None
-    if adapter is not None:
-        model = with_adapter(model, base, Path(adapter))
-        balancer = stored_bias(model, Path(adapter))
-    return trace_model(
-        model,
-        sequences,
-        folder,
-        checkpoint=str(checkpoint),
-        probabilities=probabilities,
-        perturbation=balancer,
-    )
-
-
-def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
-    """``model`` with the adapter over it, through PEFT, in eval mode.
-
-    Raises:
-        AdapterError: the adapter is damaged or belongs to another base.
-    """
-    from peft import PeftModel
-
-    from moe_finetune.weights import open_checkpoint
-    from moe_finetune.weights.adapter import open_adapter
-    from moe_finetune.weights.expand import expand_selection
-    from moe_finetune.weights.plan import plan_merge
-
-    opened = open_adapter(adapter)
-    plan_merge(open_checkpoint(base), [(opened, 1.0)])  # every tensor has its place, or it raises
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = adapter
-        if opened.metadata.experts is not None:
-            folder = expand_selection(adapter, base, Path(scratch) / "adapter")
-        return PeftModel.from_pretrained(model, folder).eval()
-
-
-def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
-    """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
-    import torch
-
-    from moe_finetune.balancing.bias import BiasBalancer
-    from moe_finetune.balancing.selection import Rule
-    from moe_finetune.capture.recorder import model_facts, moe_layers
-    from moe_finetune.training.save import load_bias
-
-    stored = load_bias(adapter)
-    if stored is None:
-        return None
-    facts = model_facts(model)
-    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
-    for layer in moe_layers(model):
-        effective = torch.tensor(stored[layer.index])
-        own = Rule(layer.family, layer.experts.config, layer.router).own_bias(effective)
-        balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
-    return balancer
 
 
 def write_analysis(
@@ -252,15 +199,17 @@ def snapshot(
     if measures is not None:
         found["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
         found["coherence"] = measures.coherence()
+        if measures.gate_rows_EDH is not None:
+            experts = gate_experts(info.num_experts)
+            rows = gate_row_points(layers[middle], measures.gate_rows_EDH, experts)
+            found["gate_rows_tsne"] = rows
     if trace.num_embeddings:
-        from moe_finetune.training.snapshot import principal_points
-
         chunks = list(trace.chunks("embeddings", "embedding_labels"))
         rows_NH = np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks])
         top_N = np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks])
         load_E = arrays["load_LE"][middle]
         found["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
-    if tokenizer is not None and trace.has("token_ids"):
+    if tokenizer is not None and trace.has("token_ids") and trace.has("weights"):
         found["colored_text"] = passages(trace, tokenizer, middle)
     return found
 

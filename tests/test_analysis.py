@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.analysis import analyze, find_trace, with_adapter
+from moe_finetune.analysis import analyze, find_trace
 from moe_finetune.capture.trace import RoutingTrace, TraceWriter
+from moe_finetune.capture.tracing_checkpoint import with_adapter
 from moe_finetune.errors import AdapterError, DataError, OutputExistsError, TraceError
 from moe_finetune.families.loading import load_model, load_tokenizer
 from moe_finetune.metrics import conditional_activation, mutual_coherence
@@ -208,3 +209,35 @@ def test_compare_traces_prints_and_writes(tmp_path, capsys):
     assert cli.main(["compare", str(a), str(tmp_path)]) == 2
     assert cli.main(["compare", str(a), str(write_trace(tmp_path / "c", 3, 10))]) == 2
     assert "experts a layer" in capsys.readouterr().err
+
+
+def test_neighbours_of_equal_length_share_a_forward(tmp_path, tiny_checkpoint):
+    from moe_finetune.capture.tracing import equal_lengths, trace_model
+
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(4, 260, length) for length in (5, 5, 5, 7, 5, 5)]
+    assert [b.shape for b in equal_lengths(texts)] == [(3, 5), (1, 7), (2, 5)]
+    assert [b.shape for b in equal_lengths(texts, 11)] == [(2, 5), (1, 5), (1, 7), (2, 5)]
+    assert [b.shape for b in equal_lengths(texts, 4)] == [(1, len(t)) for t in texts]
+    model, shapes = load_model(tiny_checkpoint("olmoe")), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    trace_model(model, {"a": texts[:4], "b": texts[4:]}, tmp_path / "t", checkpoint="x")
+    assert shapes == [(3, 5), (1, 7), (2, 5)]
+    trace = RoutingTrace.open(tmp_path / "t")
+    assert trace.load("seq").tolist() == np.repeat(range(6), [len(t) for t in texts]).tolist()
+    np.testing.assert_array_equal(trace.load("token_ids"), np.concatenate(texts))
+    ids, weights = trace.load("ids"), trace.load("weights")
+    seen = []
+    router = model.model.layers[1].mlp.gate
+    router.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        for text in texts:
+            model(input_ids=torch.tensor(text)[None])
+    np.testing.assert_array_equal(
+        np.sort(ids[:, 1]), torch.cat([out[2] for out in seen]).sort(-1).values
+    )
+    wanted = torch.cat([out[1] for out in seen]).sort(-1).values
+    np.testing.assert_allclose(np.sort(weights[:, 1]), wanted, atol=1e-3)

@@ -5,7 +5,7 @@ Shape legend: T tokens (batch x sequence), E routed experts, K selected, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -95,3 +95,12 @@ class ProjectionFactors:
     a_ErI: Tensor | None = None
     b_EOr: Tensor | None = None
     scaling: float = 1.0
+
+    def of(self, experts: Sequence[int]) -> Tensor:
+        """The projections of some experts, float32 ``(len(experts), O, I)``, built and detached."""
+        chosen = list(experts)
+        built_EOI = self.weight_EOI[chosen].detach().float()
+        if self.a_ErI is not None and self.b_EOr is not None:
+            change_EOI = self.b_EOr[chosen].detach().float() @ self.a_ErI[chosen].detach().float()
+            built_EOI = built_EOI + self.scaling * change_EOI
+        return built_EOI

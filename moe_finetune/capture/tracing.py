@@ -1,11 +1,11 @@
 """Run a model over sequences and write its routing as a trace, with sums that a trace lacks.
 
-Shape legend: T tokens, L MoE layers, E routed experts, K selected, H hidden, N sampled tokens.
+Shape legend: B sequences, T tokens, L MoE layers, E experts, K selected, H hidden, N sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from moe_finetune.capture.trace import TraceWriter
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.metrics import coherence_barrier, gram_cosine, router_cosine
 from moe_finetune.metrics.coherence import gram_coherence
+from moe_finetune.metrics.projections import gate_experts
 
 EMBEDDINGS = 4000
+AT_ONCE = 8192
 NEEDS = frozenset({"activations_gram", "outputs_gram"})
 
 
@@ -35,6 +37,8 @@ class Measures:
         self.cosines_L = {"activation_cosine": np.zeros(count), "output_cosine": np.zeros(count)}
         self.coherence_L, self.below_L = np.zeros(count), np.zeros(count)
         self.router_cosine_L = np.zeros(count)
+        self.middle = count // 2
+        self.gate_rows_EDH: np.ndarray | None = None
 
     def add(self, place: int, record: RoutingRecord) -> None:
         """Add the tokens of one layer's record."""
@@ -43,6 +47,10 @@ class Measures:
         self.entropy_L[place] += torch.special.entr(distribution_TE).sum().item()
         if not self.tokens:
             self.router_cosine_L[place] = router_cosine(record.router_weight_EH.float().cpu())
+        if place == self.middle and self.gate_rows_EDH is None:
+            assert record.expert_factors is not None
+            gate_EDH = record.expert_factors("gate").of(gate_experts(self.probability_LE.shape[1]))
+            self.gate_rows_EDH = gate_EDH.cpu().numpy()
         if self.top_k == 1:
             return
         assert record.activations_gram_TKK is not None and record.outputs_gram_TKK is not None
@@ -88,9 +96,10 @@ def trace_model(
     perturbation: Perturbation | None = None,
     seed: int = 0,
 ) -> Measures:
-    """Write the routing of ``sequences`` (token ids by domain) to ``folder``, one forward each.
+    """Write the routing of ``sequences`` (token ids by domain) to ``folder``.
 
-    Embeddings of about 4,000 tokens are sampled. The model is left in the mode it was in.
+    Neighbours of equal length share a forward; nothing is padded. Embeddings of about 4,000 tokens
+    are sampled. The model is left in the mode it was in.
 
     Args:
         model: a transformers causal language model or a PEFT model around one.
@@ -132,29 +141,42 @@ def trace_model(
         with torch.no_grad(), writer, recorder:
             number = 0
             for domain, texts in sequences.items():
-                for ids_T in texts:
+                for ids_BT in equal_lengths(texts):
                     records.clear()
-                    ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
+                    ids = torch.from_numpy(ids_BT.astype(np.int64)).to(device)
                     model(input_ids=ids, use_cache=False, logits_to_keep=1)
                     for place, record in enumerate(records):
                         measures.add(place, record)
-                    measures.tokens += len(ids_T)
-                    _append(writer, records, ids_T, number, domain, probabilities)
-                    number += 1
+                    measures.tokens += ids_BT.size
+                    _append(writer, records, ids_BT, number, domain, probabilities)
+                    number += len(ids_BT)
     finally:
         records.clear()
         model.train(was_training)
     return measures
 
 
+def equal_lengths(texts: Sequence[np.ndarray], most: int = AT_ONCE) -> Iterator[np.ndarray]:
+    """Stack runs of sequences of one length, of at most ``most`` tokens together (or one)."""
+    batch: list[np.ndarray] = []
+    for ids_T in texts:
+        if batch and (len(ids_T) != len(batch[0]) or (len(batch) + 1) * len(ids_T) > most):
+            yield np.stack(batch)
+            batch = []
+        batch.append(ids_T)
+    if batch:
+        yield np.stack(batch)
+
+
 def _append(
     writer: TraceWriter,
     records: list[RoutingRecord],
-    ids_T: np.ndarray,
+    ids_BT: np.ndarray,
     number: int,
     domain: str,
     probabilities: bool,
 ) -> None:
+    ids_T = ids_BT.reshape(-1)
     positions_N = writer.sample(len(ids_T))
     at = torch.from_numpy(positions_N).to(records[0].index_TK.device)
 
@@ -164,7 +186,7 @@ def _append(
     writer.append(
         stacked([r.index_TK for r in records]),
         stacked([r.weights_TK.float() for r in records]),
-        np.full(len(ids_T), number),
+        np.repeat(np.arange(number, number + len(ids_BT)), ids_BT.shape[1]),
         domain,
         probs_TLE=stacked([r.probs_TE for r in records]) if probabilities else None,
         token_ids_T=ids_T,

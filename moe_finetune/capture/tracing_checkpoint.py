@@ -1,0 +1,88 @@
+"""Record the routing of a checkpoint, with an adapter and its loss-free bias where it has them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.balancing.bias import BiasBalancer
+
+if TYPE_CHECKING:
+    from moe_finetune.capture.tracing import Measures
+
+
+def record(
+    checkpoint: str | Path,
+    folder: Path,
+    sequences: Mapping[str, Sequence[np.ndarray]],
+    adapter: str | Path | None = None,
+    probabilities: bool = False,
+    dtype: str = "auto",
+) -> Measures:
+    """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
+    import torch
+
+    from moe_finetune.capture.tracing import trace_model
+    from moe_finetune.families.loading import load_model, local_folder
+
+    base = local_folder(checkpoint)
+    device = "cuda" if torch.cuda.is_available() else None
+    model: Any = load_model(base, dtype=dtype, device_map=device)
+    balancer = None
+    if adapter is not None:
+        model = with_adapter(model, base, Path(adapter))
+        balancer = stored_bias(model, Path(adapter))
+    return trace_model(
+        model,
+        sequences,
+        folder,
+        checkpoint=f"{checkpoint} + {adapter}" if adapter is not None else str(checkpoint),
+        probabilities=probabilities,
+        perturbation=balancer,
+    )
+
+
+def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
+    """``model`` with the adapter over it, through PEFT, in eval mode.
+
+    Raises:
+        AdapterError: the adapter is damaged or belongs to another base.
+    """
+    from peft import PeftModel
+
+    from moe_finetune.weights import open_checkpoint
+    from moe_finetune.weights.adapter import open_adapter
+    from moe_finetune.weights.expand import expand_selection
+    from moe_finetune.weights.plan import plan_merge
+
+    opened = open_adapter(adapter)
+    plan_merge(open_checkpoint(base), [(opened, 1.0)])  # every tensor has its place, or it raises
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = adapter
+        if opened.metadata.experts is not None:
+            folder = expand_selection(adapter, base, Path(scratch) / "adapter")
+        return PeftModel.from_pretrained(model, folder).eval()
+
+
+def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
+    """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
+    import torch
+
+    from moe_finetune.balancing.selection import Rule
+    from moe_finetune.capture.recorder import model_facts, moe_layers
+    from moe_finetune.training.save import load_bias
+
+    stored = load_bias(adapter)
+    if stored is None:
+        return None
+    facts = model_facts(model)
+    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
+    for layer in moe_layers(model):
+        effective = torch.tensor(stored[layer.index])
+        own = Rule(layer.family, layer.experts.config, layer.router).own_bias(effective)
+        balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
+    return balancer
