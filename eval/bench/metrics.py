@@ -1,6 +1,6 @@
 """Speed and memory of the metrics: 1 million tokens x 26 layers x 6 of 64 experts.
 
-    python eval/bench/metrics.py [--tokens 1000000] [--sample 2000]
+    python eval/bench/metrics.py [--tokens 1000000] [--sample 2000] [--save]
 
 Writes a synthetic trace in chunks, summarises it in a fresh process, and prints JSON. Wanted: at
 most 30 s and 2 GB for the summary on 2 cores. The routing is a topic model, not a real router; the
@@ -27,6 +27,7 @@ from moe_finetune.metrics import placement_metrics
 from moe_finetune.metrics.summary import summarize_trace
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 26, 64, 6, 2048
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write(folder: Path, tokens: int, sample: int) -> None:
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--sample", type=int, default=2000)
     parser.add_argument("--measure", type=Path, help="summarise this trace, in this process")
+    parser.add_argument("--save", action="store_true", help="also write results/metrics.json")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, options.sample)))
@@ -110,9 +112,13 @@ def main() -> None:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "date": time.strftime("%Y-%m-%d"),
     }
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.save:
+        (RESULTS / "metrics.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Placement on the real routing of DeepSeek-V2-Lite, judged on tokens it was not planned on.
 
-    python eval/bench/placement.py [--data FOLDER] [--ranks 8] [--max-imbalance 1.3] [--seed 0]
+    python eval/bench/placement.py [--data FOLDER] [--ranks 8] [--max-imbalance 1.3] [--save]
 
 Plans on the first half of each trace's tokens and prints, as JSON, the table on the second half.
 Wanted with 8 ranks: cross-rank share <= 0.72, ranks per token <= 3.5, imbalance <= 1.30, planned
@@ -25,6 +25,7 @@ from moe_finetune.placement.simulate import compare_placements
 
 HIDDEN = 2048  # of DeepSeek-V2-Lite
 HERE = Path(__file__).resolve()
+RESULTS = HERE.parent / "results"
 DATA = Path(os.environ.get("MOE_FINETUNE_DATA", HERE.parents[3] / "shared" / "data"))
 
 
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--max-imbalance", type=float, default=1.3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="also write results/placement.json")
     options = parser.parse_args()
     halves: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for task in ("intent", "law"):
@@ -83,9 +85,13 @@ def main() -> None:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "date": time.strftime("%Y-%m-%d"),
     }
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.save:
+        (RESULTS / "placement.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

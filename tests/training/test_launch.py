@@ -1,0 +1,126 @@
+"""A recipe through ``accelerate launch``: two processes on the CPU, top to bottom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+STEPS, GLOBAL_BATCH = 4, 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    tiny.save("qwen3_moe", folder / "base")
+    rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}" + " ." * (n % 3)} for n in range(24)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = {
+        "model": {"path": str(folder / "base"), "dtype": "float32"},
+        "method": {
+            "preset": "orthogonal_variance",
+            # What depends on how a batch is cut is taken over all of it, or left out.
+            "terms": {"load_balance": {"scope": "global_batch"}, "variance": {"weight": 0.0}},
+        },
+        "lora": {"rank": 4, "alpha": 8.0},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 32, "packing": False},
+        "trainer": {
+            "per_device_train_batch_size": GLOBAL_BATCH,
+            "max_steps": STEPS,
+            "save_steps": 1,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            # With 1e-8 Adam turns the rounding of a gradient near zero into a whole step.
+            "adam_epsilon": 1e-5,
+            "report_to": [],
+            "disable_tqdm": True,
+        },
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    return folder / "recipe.yaml"
+
+
+def start(recipe, output, processes, *more):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--multi_gpu",
+              "--mixed_precision", "no", "--main_process_port", str(port), "-m"]  # fmt: skip
+    train = ["moe_finetune.cli", "train", str(recipe), *more, "--output", str(output)]
+    batch = f"trainer.per_device_train_batch_size={GLOBAL_BATCH // processes}"
+    return subprocess.Popen(
+        [sys.executable, "-m", *(launch if processes > 1 else []), *train, batch],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    text, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, text[-4000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def straight(recipe, tmp_path_factory):
+    """The same recipe by one process and by two."""
+    folder = tmp_path_factory.mktemp("straight")
+    for processes in (1, 2):
+        finish(start(recipe, folder / str(processes), processes))
+    return folder / "1", folder / "2"
+
+
+def rows(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+
+def test_two_processes_make_the_run_of_one(straight):
+    one, two = straight
+    assert [row["step"] for row in rows(two)] == list(range(1, STEPS + 1))
+    for a, b in zip(rows(one), rows(two), strict=True):
+        for name in ("loss", "losses/load_balance", "routing/max_violation"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
+    weights = [load_file(run / "adapter" / "adapter_model.safetensors") for run in straight]
+    assert weights[0].keys() == weights[1].keys()
+    apart = max(float((weights[0][n] - weights[1][n]).abs().max()) for n in weights[0])
+    assert apart < 1e-5
+    for part in ("merged/config.json", "report/index.html", "routing/before.json",
+                 "routing/after.json", "summary.json", "environment.json"):  # fmt: skip
+        assert (two / part).is_file(), part
+    ranks = sorted(file.name for file in (two / "checkpoints").glob("*/rank-*.safetensors"))
+    assert set(ranks) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path):
+    run = tmp_path / "run"
+    process = start(recipe, run, 2)
+    limit = time.monotonic() + 300
+    while not (run / "checkpoints" / "checkpoint-2").is_dir():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (run / "adapter").exists()
+    finish(start(recipe, run, 2, "--resume"))
+    name = "adapter/adapter_model.safetensors"
+    assert (run / name).read_bytes() == (straight[1] / name).read_bytes()
+    logged = [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows(run)]
+    wanted = [{k: v for k, v in row.items() if k != "tokens_per_second"}
+              for row in rows(straight[1])]  # fmt: skip
+    assert logged == wanted
