@@ -87,8 +87,9 @@ def plan_placement(
     counts = count_coactivation(index, num_experts).blocks(size)
     slots_LRS = _Search(counts, num_ranks, max_imbalance, seed).run()
     # What is placed is a block: a group of experts, or a single one.
-    ranks_LB = np.empty(counts.load_LE.shape, np.int64)
-    rank_of_slot = np.arange(ranks_LB.shape[1])[None, :] // (ranks_LB.shape[1] // num_ranks)
+    blocks = num_experts // size
+    ranks_LB = np.empty((index.shape[1], blocks), np.int64)
+    rank_of_slot = np.arange(blocks)[None, :] // (blocks // num_ranks)
     np.put_along_axis(ranks_LB, slots_LRS.reshape(ranks_LB.shape), rank_of_slot, axis=1)
     return np.repeat(ranks_LB, size, axis=1)
 
