@@ -81,8 +81,8 @@ def run_job(job: Job, work: Path, output: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     for left in ("adapter", "merged"):
         shutil.rmtree(work / left, ignore_errors=True)
-    trainer, close = build(job, recipe, model, tokenizer, work)
     begun = (work / "checkpoints").is_dir()
+    trainer, close = build(job, recipe, model, tokenizer, work)
     checkpoint = find_checkpoint(work / "checkpoints") if begun else None
     with StopUpcycle(work) as stop:
         trainer.add_callback(stop)

@@ -44,7 +44,7 @@ def test_copies_of_one_model_compute_its_function_whatever_the_routers_say(kind,
     with torch.no_grad():
         got, expected = moe(ids).logits, original(ids).logits
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert len(chosen[0].unique()) == EXPERTS, "the routers are random, not silent"
+    assert len(chosen[0].unique()) > 2, "tokens differ in their experts"
     assert report.model_type == moe.config.model_type == ("mixtral", "qwen3_moe")["qwen" in kind]
     assert report.bytes_written == sum(f.stat().st_size for f in (tmp_path / "moe").iterdir())
     assert load_tokenizer(tmp_path / "moe").get_vocab() == load_tokenizer(folder).get_vocab()
