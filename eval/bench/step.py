@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -174,7 +173,7 @@ class Variant:
     def __init__(self, name, model, arguments):
         self.name, self.model = name, model
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, foreach=True)
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         terms = terms_of(name)
         self.context = contextlib.nullcontext
         if terms is not None:
@@ -225,6 +224,8 @@ def time_variants(arguments, names) -> dict[str, list[float]]:
     for round_ in range(arguments.rounds + arguments.warmup):
         order = variants if round_ % 2 == 0 else variants[::-1]
         for variant in order:
+            for _ in range(arguments.settle):
+                variant.step(batch)
             synchronize(arguments.device)
             start = time.perf_counter()
             variant.step(batch)
@@ -253,7 +254,9 @@ def peak_memory(arguments, name) -> float:
 
 def memory_child(arguments) -> None:
     def rss() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        # Not ru_maxrss, which starts at what the parent had when it forked.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 1e6
 
     torch.ones(64, 64) @ torch.ones(64, 64)
     before = rss()
@@ -304,6 +307,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=0,
+        help="untimed steps of a variant before its timed one, so that it finds the allocator as "
+        "it left it and not as another variant did",
+    )
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--metrics", action="store_true", help="the callback's cheap metrics too")
     parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)

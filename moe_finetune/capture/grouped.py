@@ -1,17 +1,45 @@
 """Products of rows grouped by expert: one kernel call on GPUs, one product an expert on CPUs.
 
-Shape legend: S rows sorted by expert (tokens x selected), E experts, I inputs, O outputs.
+Shape legend: S rows sorted by expert (tokens x selected), P rows of a part, E experts, I inputs,
+O outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 ALIGNMENT_BYTES = 16
+PART_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of some consecutive experts.
+
+    Attributes:
+        rows: where they lie among the sorted rows.
+        slots_P: row -> flat pair ``t*K + k``.
+        tokens_P: row -> token.
+        experts: those with rows; None when the device computes groups by itself.
+        sizes: how many rows each of them has.
+        offsets_E: int32 ends of the groups, for the device.
+    """
+
+    rows: slice
+    slots_P: Tensor
+    tokens_P: Tensor
+    experts: list[int] | None
+    sizes: list[int]
+    offsets_E: Tensor
+
+    def split(self, rows_PX: Tensor) -> tuple[Tensor, ...]:
+        """The part's rows, expert by expert."""
+        return rows_PX.split(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -21,7 +49,6 @@ class Groups:
     Attributes:
         slots_S: sorted row -> flat pair ``t*K + k``; stable, so it repeats exactly.
         tokens_S: sorted row -> token.
-        inverse_S: flat pair -> sorted row.
         offsets_E: int32 ends of the groups in sorted rows, on the device.
         bounds: the same as Python integers with a leading 0, or None when the device computes
             groups by itself (reading them would stall the GPU's queue).
@@ -29,7 +56,6 @@ class Groups:
 
     slots_S: Tensor
     tokens_S: Tensor
-    inverse_S: Tensor
     offsets_E: Tensor
     bounds: list[int] | None
 
@@ -38,18 +64,57 @@ class Groups:
         """Sort the selected experts ``index_TK`` into groups."""
         flat_S = index_TK.reshape(-1)
         slots_S = torch.argsort(flat_S, stable=True)
-        inverse_S = torch.empty_like(slots_S)
-        inverse_S[slots_S] = torch.arange(slots_S.numel(), device=slots_S.device)
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
         counts_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
         offsets_E = counts_E.cumsum(0)
         return cls(
             slots_S=slots_S,
             tokens_S=slots_S // index_TK.shape[-1],
-            inverse_S=inverse_S,
             offsets_E=offsets_E.to(torch.int32),
             bounds=None if on_device else [0, *offsets_E.tolist()],
         )
+
+    def parts(self, row_bytes: int) -> list[Part]:
+        """Experts to take at a time.
+
+        All on a device that computes groups; else about 4 MiB of rows of ``row_bytes``, so that
+        what one product wrote is in the cache when the next reads it.
+        """
+        if self.bounds is None:
+            rows = slice(0, self.slots_S.numel())
+            return [Part(rows, self.slots_S, self.tokens_S, None, [], self.offsets_E)]
+        limit = max(1, PART_BYTES // row_bytes)
+        parts: list[Part] = []
+        experts, sizes = list[int](), list[int]()
+        first = 0
+        for expert, (start, end) in enumerate(pairwise(self.bounds)):
+            if experts and end - first > limit:
+                parts.append(self._part(slice(first, start), experts, sizes))
+                experts, sizes, first = [], [], start
+            if end > start:
+                experts.append(expert)
+                sizes.append(end - start)
+        if experts:
+            parts.append(self._part(slice(first, self.bounds[-1]), experts, sizes))
+        return parts
+
+    def _part(self, rows: slice, experts: list[int], sizes: list[int]) -> Part:
+        return Part(rows, self.slots_S[rows], self.tokens_S[rows], experts, sizes, self.offsets_E)
+
+    def inverse(self) -> Tensor:
+        """Flat pair ``t*K + k`` -> sorted row."""
+        inverse_S = torch.empty_like(self.slots_S)
+        inverse_S[self.slots_S] = torch.arange(inverse_S.numel(), device=inverse_S.device)
+        return inverse_S
+
+    def buffer(self, width: int, like: Tensor) -> Tensor | None:
+        """Memory (S, width) that the parts' products are written into, ``out`` of the products.
+
+        None on a device that computes groups: its one product is the whole.
+        """
+        if self.bounds is None:
+            return None
+        return like.new_empty(self.slots_S.numel(), width)
 
 
 def usable_on_device(*matrices: Tensor) -> bool:
@@ -63,32 +128,73 @@ def usable_on_device(*matrices: Tensor) -> bool:
     )
 
 
-def rows_times_transposed(rows_SI: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
-    """``out[s] = weight[expert(s)] @ rows[s]``, (S, O)."""
-    return _rows_times(rows_SI, weight_EOI.transpose(1, 2), groups)
+def rows_times_transposed(
+    rows_PI: Tensor, weight_EOI: Tensor, part: Part, out: Tensor | None = None
+) -> Tensor:
+    """``result[p] = weight[expert(p)] @ rows[p]``, (P, O).
+
+    ``out``: a buffer of all sorted rows; the part's rows of it are filled and returned.
+    """
+    return _rows_times(rows_PI, weight_EOI.transpose(1, 2), part, out, 1.0)
 
 
-def rows_times(rows_SO: Tensor, weight_EOI: Tensor, groups: Groups) -> Tensor:
-    """``out[s] = rows[s] @ weight[expert(s)]``, (S, I)."""
-    return _rows_times(rows_SO, weight_EOI, groups)
+def rows_times(rows_PO: Tensor, weight_EOI: Tensor, part: Part, scale: float = 1.0) -> Tensor:
+    """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, I)."""
+    return _rows_times(rows_PO, weight_EOI, part, None, scale)
 
 
-def _rows_times(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    if groups.bounds is None:
-        return grouped_mm(rows, weight, offs=groups.offsets_E)
-    out = rows.new_empty(rows.shape[0], weight.shape[2])
-    for expert, (start, end) in enumerate(zip(groups.bounds, groups.bounds[1:], strict=False)):
-        if end > start:
-            torch.mm(rows[start:end], weight[expert], out=out[start:end])
-    return out
+def add_rows_times_transposed(
+    into_PO: Tensor, rows_PI: Tensor, weight_EOI: Tensor, part: Part, scale: float
+) -> None:
+    """``into[p] += scale * weight[expert(p)] @ rows[p]``, in place."""
+    _add_rows_times(into_PO, rows_PI, weight_EOI.transpose(1, 2), part, scale)
 
 
-def outer_sums(left_SO: Tensor, right_SI: Tensor, groups: Groups) -> Tensor:
-    """``out[e] = sum over the rows of e of left[s] right[s]^T``, (E, O, I): a weight's gradient."""
-    if groups.bounds is None:
-        return grouped_mm(left_SO.t(), right_SI, offs=groups.offsets_E)
-    out = left_SO.new_zeros(len(groups.bounds) - 1, left_SO.shape[1], right_SI.shape[1])
-    for expert, (start, end) in enumerate(zip(groups.bounds, groups.bounds[1:], strict=False)):
-        if end > start:
-            torch.mm(left_SO[start:end].t(), right_SI[start:end], out=out[expert])
-    return out
+def add_rows_times(into_PI: Tensor, rows_PO: Tensor, weight_EOI: Tensor, part: Part) -> None:
+    """``into[p] += rows[p] @ weight[expert(p)]``, in place."""
+    _add_rows_times(into_PI, rows_PO, weight_EOI, part, 1.0)
+
+
+def _rows_times(
+    rows: Tensor, weight: Tensor, part: Part, out: Tensor | None, scale: float
+) -> Tensor:
+    if part.experts is None:
+        product = grouped_mm(rows, weight, offs=part.offsets_E)
+        return product if scale == 1.0 else product.mul_(scale)
+    result = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out[part.rows]
+    for expert, into, left in zip(part.experts, part.split(result), part.split(rows), strict=True):
+        into.addmm_(left, weight[expert], beta=0, alpha=scale)
+    return result
+
+
+def _add_rows_times(into: Tensor, rows: Tensor, weight: Tensor, part: Part, scale: float) -> None:
+    if part.experts is None:
+        into.add_(grouped_mm(rows, weight, offs=part.offsets_E), alpha=scale)
+        return
+    for expert, into_e, left in zip(part.experts, part.split(into), part.split(rows), strict=True):
+        into_e.addmm_(left, weight[expert], alpha=scale)
+
+
+class OuterSums:
+    """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
+
+    Filled part by part; experts without rows are 0.
+    """
+
+    def __init__(self, like_EOI: Tensor, groups: Groups, scale: float = 1.0):
+        self.scale = scale
+        self.sums_EOI = None
+        if groups.bounds is not None:
+            self.sums_EOI = torch.zeros_like(like_EOI, memory_format=torch.contiguous_format)
+
+    def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
+        """Add the rows of ``part``; every part once."""
+        if part.experts is None:
+            self.sums_EOI = grouped_mm(left_PO.t(), right_PI, offs=part.offsets_E)
+            if self.scale != 1.0:
+                self.sums_EOI.mul_(self.scale)
+            return
+        assert self.sums_EOI is not None
+        pairs = zip(part.experts, part.split(left_PO), part.split(right_PI), strict=True)
+        for expert, left, right in pairs:
+            self.sums_EOI[expert].addmm_(left.t(), right, beta=0, alpha=self.scale)

@@ -61,7 +61,9 @@ def expert_factors(
     packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
     packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
     a_ErI = packed_a.view(experts, -1, packed_a.shape[1])
-    b_EOr = packed_b.view(packed_b.shape[0], -1, experts).permute(2, 0, 1)
+    # A transpose of two dimensions: copying one of three takes three times as long on a CPU.
+    b_EOr = packed_b.reshape(-1, experts).t().to(dtype).contiguous()
+    b_EOr = b_EOr.view(experts, packed_b.shape[0], -1)
     if isinstance(wrapper, SelectedExpertsLora):
         a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
     missing = -a_ErI.shape[1] % RANK_MULTIPLE_ON_GPU if a_ErI.device.type == "cuda" else 0

@@ -1,0 +1,50 @@
+"""The gate of an expert, ``z = act(gate) * up``, and dropout, each with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def gated(rows_S2D: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """``z_SD`` of stacked gate and up projections, gate first."""
+    gate, up = rows_S2D.chunk(2, dim=-1)
+    return activation(gate).mul_(up) if is_silu(activation) else activation(gate) * up
+
+
+def gated_gradient(
+    rows_S2D: Tensor, dz_SD: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Gradient of ``gated`` with respect to its rows."""
+    gate, up = rows_S2D.chunk(2, dim=-1)
+    out_S2D = torch.empty_like(rows_S2D)
+    dgate, dup = out_S2D.chunk(2, dim=-1)
+    if is_silu(activation):
+        torch.mul(dz_SD, torch.nn.functional.silu(gate), out=dup)
+        torch.ops.aten.silu_backward.grad_input(dz_SD * up, gate, grad_input=dgate)
+        return out_S2D
+    with torch.enable_grad():
+        leaf = gate.detach().requires_grad_()
+        value = activation(leaf)
+    torch.mul(dz_SD, value.detach(), out=dup)
+    dgate.copy_(torch.autograd.grad(value, leaf, dz_SD * up)[0])
+    return out_S2D
+
+
+def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the gate's function is SiLU, whose derivative is written out here."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+def keep_mask(shape: tuple[int, int], dropout: float, like: Tensor) -> Tensor | None:
+    """Which values dropout keeps, or None without dropout."""
+    if dropout == 0.0:
+        return None
+    return torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout)
+
+
+def dropped(values: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """``values`` after dropout with ``mask``; its own gradient."""
+    return values if mask is None else values * mask * (1.0 / (1.0 - dropout))
