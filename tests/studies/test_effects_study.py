@@ -76,6 +76,8 @@ def test_two_processes_share_a_study(recipe, tmp_path):
     assert [file.stem for file in output.glob("shards/**/*.json")] == ["seed_2"]
     run_miniature(path, output, resume=True, part=(1, 2))
     assert len(list(output.glob("shards/**/*.json"))) == 2
+    with pytest.raises(RecipeError, match="--shard 3/2"):
+        run_miniature(path, output, resume=True, part=(3, 2))
 
 
 def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.studies.effects.claims import (
     EFFECTS,
     Comparison,
@@ -36,6 +37,7 @@ from moe_finetune.studies.effects.table import (
     markdown,
     write_tables,
 )
+from moe_finetune.studies.effects.upcycled import upcycle_rows
 
 
 def test_the_interval_is_students():
@@ -91,7 +93,9 @@ def _comparison(sign=1, **more) -> Comparison:
 
 def test_arms_are_paired_by_seed_whatever_their_order():
     # Unpaired, the spread between seeds would hide the difference.
-    runs = _runs(ours={3: 30.2, 1: 10.19, 2: 20.21, 9: 5.0}, base={1: 10.0, 2: 20.0, 3: 30.0, 8: 7.0})
+    runs = _runs(
+        ours={3: 30.2, 1: 10.19, 2: 20.21, 9: 5.0}, base={1: 10.0, 2: 20.0, 3: 30.0, 8: 7.0}
+    )
     row = compare(_comparison(), runs)
     assert row.difference.seeds == 3
     assert row.difference.mean == pytest.approx(0.2)
@@ -184,3 +188,27 @@ def test_directions_say_which_went_the_other_way():
     assert any("| dpp | output_cosine |" in line and line.endswith("| yes |") for line in lines)
     assert any("| ncl | output_cosine |" in line and "**no**" in line for line in lines)
     assert len(lines) == 4
+
+
+def test_upcycling_joins_as_effect_eleven(tmp_path):
+    def arm(cmr, entropy):
+        values = {"cmr_1": cmr, "s_rl": entropy}
+        metrics = {k: {"mean": float(np.mean(v)), "seeds": v} for k, v in values.items()}
+        return {"splits": {"test": metrics}}
+
+    arms = {"BTX": arm([2.9, 2.8, 2.85], [1.7, 1.8, 1.75])}
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"arms": arms}))
+    with pytest.raises(RecipeError, match="has no 'SvMoE'"):
+        upcycle_rows(str(tmp_path))
+    arms["SvMoE"] = arm([2.5, 2.4, 2.46], [0.5, 1.9, 1.2])
+    results.write_text(json.dumps({"arms": arms}))
+    rank, entropy = upcycle_rows(str(tmp_path))
+    assert rank.verdict == "reproduced"
+    assert rank.difference.mean == pytest.approx(np.mean([-0.4, -0.4, -0.39]))
+    assert entropy.verdict == "sign only"
+    assert "| 11 | CMR_1 and S_RL fall with SvMoE |" in markdown(effect_rows({}, [rank, entropy]))
+    assert upcycle_rows(None) == []
+    results.write_text("{")
+    with pytest.raises(RecipeError, match="moe-finetune upcycle"):
+        upcycle_rows(str(tmp_path))

@@ -169,7 +169,7 @@ SP, SC, SP100, SC100 = (
     "specialization_x100",
     "specialization_coupling_x100",
 )
-METHODS = (OV, OV_SUM, SC, SC100, "erc", "loss_free", "dpp", "cosine_orthogonality")
+METHODS = (OV, OV_SUM, SC, SC100, "erc", "dpp")
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(
@@ -274,8 +274,8 @@ EFFECTS: tuple[Effect, ...] = (
         "The noise level epsilon rises as alpha falls",
         "Fig. 5a",
         [
-            _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc_alpha_3"),
             _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc"),
+            _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc_alpha_3"),
             _tuned("epsilon", after("noise_level"), "erc", +1, baseline="erc_alpha_3"),
         ],
     ),

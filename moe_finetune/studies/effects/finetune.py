@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import TrainerCallback, set_seed
 
-from moe_finetune.capture.recorder import config_facts
+from moe_finetune.capture.recorder import Perturbation, config_facts
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder
@@ -26,7 +25,7 @@ from moe_finetune.studies.effects.probe import measure
 from moe_finetune.studies.effects.score import HeldOutTasks
 from moe_finetune.studies.effects.settings import TABLE, FinetuneSection, with_table
 from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.data import load_dataset_for
+from moe_finetune.training.data import prepare
 from moe_finetune.training.sft import METRICS_FILE, build_trainer
 
 TOPICS_SEED = 0
@@ -51,13 +50,32 @@ class Workbench:
             write_demo_data(self.data)
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
-        recipe = self.recipe({"preset": "none"}, seed=0)
-        self.train, validation = load_dataset_for(recipe.data, self.tokenizer, recipe.seed)
-        self.validation = validation.to_list() if validation is not None else []
+        data = self.recipe({"preset": "none"}, seed=0).data
+        self.train = prepare(data.train, data, self.tokenizer, "train")
+        held_out = str(self.data / VALIDATION_FILE)
+        self.validation = prepare(held_out, data, self.tokenizer, "validation").to_list()
         facts = config_facts(load_config(self.checkpoint))
         documents = [row["input_ids"] for row in self.train.to_list()]
         self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)
         write_table(self.frequencies_VE, folder / TABLE)
+        self.start = self._measure_start()
+
+    def _measure_start(self) -> tuple[dict[str, float], np.ndarray]:
+        """The untrained model's measures; an adapter of zeros changes nothing."""
+        model = load_model(self.checkpoint, dtype="float32")
+        return self.measure(model)
+
+    def measure(
+        self, model: Any, perturbation: Perturbation | None = None
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """Metrics on the held-out examples and ``top1_TL``; draws no random numbers."""
+        return measure(
+            model,
+            self.validation,
+            self.frequencies_VE,
+            embeddings=self.section.embeddings,
+            perturbation=perturbation,
+        )
 
     def recipe(self, method: dict[str, Any], seed: int) -> Recipe:
         """The recipe of one arm and seed."""
@@ -65,7 +83,6 @@ class Workbench:
             "model": {"path": str(self.checkpoint), "dtype": "float32"},
             "data": {
                 "train": str(self.data / TRAIN_FILE),
-                "validation": str(self.data / VALIDATION_FILE),
                 "format": "prompt_completion",
             },
             "method": with_table(method, str(self.folder / TABLE)),
@@ -101,49 +118,33 @@ def write_table(frequencies_VE: np.ndarray, path: Path) -> None:
 
 
 class Probe(TrainerCallback):
-    """Measures the model on held-out examples before training and ``count`` times during it.
+    """Measures the model on held-out examples ``count`` times, equally far apart.
 
     Attributes:
-        rows: metrics by probe, with ``step``, and ``stability``: the share of held-out tokens and
-            layers whose top-1 expert is that of the probe before.
+        rows: metrics by probe, with ``step``, from the untrained model's on; ``stability`` is the
+            share of held-out tokens and layers whose top-1 expert is that of the probe before.
     """
 
     def __init__(self, bench: Workbench, method: SpecializationCallback, count: int):
         self.bench, self.method, self.count = bench, method, count
-        self.rows: list[dict[str, float]] = []
-        self._top1_TL: np.ndarray | None = None
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):  # noqa: D102
-        if state.global_step == 0:
-            self._measure(model, 0)
+        start, self._top1_TL = bench.start
+        self.rows: list[dict[str, float]] = [{"step": 0, **start}]
 
     def on_step_end(self, args, state, control, model=None, **kwargs):  # noqa: D102
-        # Probe i of n lies at step i/n of the run, rounded down.
+        # Probe i of n lies at step i/n of the run, rounded up.
         done, total = state.global_step, state.max_steps
-        if done * self.count // total > (done - 1) * self.count // total:
-            self._measure(model, done)
-
-    def _measure(self, model: Any, step: int) -> None:
+        if done * self.count // total == (done - 1) * self.count // total:
+            return
         work = self.method.specialization
         assert work is not None
         work.recorder.restore()  # a model is recorded once at a time
-        # What is measured must not move the random numbers that training draws.
-        state = torch.get_rng_state()
         try:
-            metrics, top1_TL = measure(
-                model,
-                self.bench.validation,
-                self.bench.frequencies_VE,
-                embeddings=self.bench.section.embeddings,
-                perturbation=work.perturbation,
-            )
+            metrics, top1_TL = self.bench.measure(model, work.perturbation)
         finally:
-            torch.set_rng_state(state)
             work.recorder.install()
-        if self._top1_TL is not None:
-            metrics["stability"] = path_stability(self._top1_TL, top1_TL)
+        metrics["stability"] = path_stability(self._top1_TL, top1_TL)
         self._top1_TL = top1_TL
-        self.rows.append({"step": step, **metrics})
+        self.rows.append({"step": done, **metrics})
 
 
 def run_finetune(

@@ -57,9 +57,9 @@ class FinetuneSection(Section):
         arms: name -> ``method:`` of a recipe.
         once: arms that run with the first seed alone.
         probes: times that the model is measured on held-out examples while it trains, equally far
-            apart, beside the one before.
+            apart; the untrained model is measured once for all.
         embeddings: tokens that expert overlap is measured on.
-        tasks: largest number of examples of each held-out task.
+        tasks: most passages of the held-out code and prose tasks.
     """
 
     recipe: dict[str, Any] = Field(default_factory=dict)

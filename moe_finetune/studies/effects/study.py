@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.studies.effects.settings import load_miniature
 
 
@@ -37,6 +38,8 @@ def run_miniature(
     from moe_finetune.studies.theory.pictures import draw_pictures
 
     study, output = load_miniature(recipe, overrides), Path(output)
+    if not 1 <= part[0] <= part[1]:
+        raise RecipeError(f"--shard {part[0]}/{part[1]}: wanted I/N with I from 1 to N")
     begin(study, output, resume)
     failed = run_shards(study, output, part)
     results = read_shards(study, output)
