@@ -6,6 +6,7 @@ Branch-Train-MiX without and with load balancing (gshard on top-k scores, 0.01),
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +88,7 @@ class ArmSection(Section):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     start: Literal["dense", "merged", "router"]
+    label: str | None = Field(default=None, description="its name in tables; default: the key")
     method: Method = Method()
     trainer: dict[str, Any] = Field(default={})
 
@@ -136,10 +138,12 @@ class EvaluationSection(Section):
 def _paper_arms() -> dict[str, ArmSection]:
     balance = {"preset": "supervised_routing_baseline"}
     return {
-        "Dense": ArmSection(start="dense"),
-        "BTX": ArmSection(start="merged"),
-        "BTX + balance": ArmSection(start="merged", method=resolve_method(balance)),
-        "SvMoE": ArmSection(start="router"),
+        "dense": ArmSection(start="dense", label="Dense"),
+        "btx": ArmSection(start="merged", label="BTX"),
+        "btx_balance": ArmSection(
+            start="merged", label="BTX + balance", method=resolve_method(balance)
+        ),
+        "svmoe": ArmSection(start="router", label="SvMoE"),
     }
 
 
@@ -220,9 +224,12 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
         yield "arms: is empty; name at least one model to compare"
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds):
         yield "seeds: wanted at least one number, each once"
-    names = [safe_name(name) for name in recipe.arms]
-    if len(set(names)) < len(names):
-        yield f"arms: {', '.join(recipe.arms)}: two names give the same folder"
+    for name in recipe.arms:
+        if not re.fullmatch("[a-z0-9_]+", name):
+            yield f"arms.{name}: an arm is a folder; wanted a name of a-z, 0-9 and _ (see `label`)"
+    labels = [arm.label or name for name, arm in recipe.arms.items()]
+    if len(set(labels)) < len(labels):
+        yield f"arms: {', '.join(labels)}: a label is used twice"
 
 
 def _cluster_problems(clusters: ClusterSection, names: list[str], counted: bool) -> Iterator[str]:
@@ -256,9 +263,3 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
     for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):
         if lora is not None and lora.rank is None:
             yield f"{place}.lora.rank: is missing; wanted a whole number such as 32"
-
-
-def safe_name(name: str) -> str:
-    """An arm's name as a folder's: ``BTX + balance`` -> ``btx_balance``."""
-    words = "".join(c.lower() if c.isalnum() else " " for c in name).split()
-    return "_".join(words) or "arm"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.upcycle.recipe import UpcycleRecipe, safe_name
+from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.stages import MEASURED_FILE
 
 LEVEL = 0.95
@@ -75,13 +75,12 @@ OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
 def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
     """The measurements of every arm and seed; all steps ``measured`` are done."""
     arms = []
-    for name in recipe.arms:
+    for name, arm in recipe.arms.items():
         files = [
-            output / f"seed-{seed}" / "measured" / safe_name(name) / MEASURED_FILE
-            for seed in recipe.seeds
+            output / f"seed-{seed}" / "measured" / name / MEASURED_FILE for seed in recipe.seeds
         ]
         measured = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        arms.append(Arm(name, tuple(measured)))
+        arms.append(Arm(arm.label or name, tuple(measured)))
     return arms
 
 

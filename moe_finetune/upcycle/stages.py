@@ -23,7 +23,7 @@ from moe_finetune.recipe import resolve_method
 from moe_finetune.upcycle.clustering import check_pins, cluster_categories
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
 from moe_finetune.upcycle.ledger import Step
-from moe_finetune.upcycle.recipe import ArmSection, UpcycleRecipe, safe_name
+from moe_finetune.upcycle.recipe import ArmSection, UpcycleRecipe
 from moe_finetune.upcycle.texts import Texts, read_categories
 
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
@@ -175,7 +175,7 @@ class Upcycle:
                 "arm": arm.model_dump(mode="json"),
                 "seed": seed,
             }
-            place = f"{at}/arms/{safe_name(name)}"
+            place = f"{at}/arms/{name}"
             yield Step(place, "finetune", inputs, starts[arm.start], _Training(self, seed, arm))
             measured = recipe.evaluation.model_dump()
             judged = recipe.evaluation.judgement
@@ -183,11 +183,11 @@ class Upcycle:
                 measured["judgement"]["file"] = _file_identity(judged.file)
             measured |= {"length": recipe.texts.max_length, "dense": arm.start == "dense"}
             yield Step(
-                f"{at}/measured/{safe_name(name)}",
+                f"{at}/measured/{name}",
                 "evaluate",
                 measured,
                 (place, "clusters"),
-                _Measuring(self, f"{at}/arms/{safe_name(name)}", arm),
+                _Measuring(self, f"{at}/arms/{name}", arm),
             )
 
     # -- making the shared folders ------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_lora_processes_of_their_own_and_a_model_made_here(tmp_path, capsys):
         dense={"dtype": "float32", "pretrain": {**pretrain, "trainer": TRAINER}},
         experts={"trainer": TRAINER, "lora": lora, "processes": 2},
         finetune={"trainer": TRAINER, "lora": lora},
-        arms={"SvMoE": {"start": "router"}},
+        arms={"svmoe": {"start": "router"}},
         evaluation={"texts": 1, "judgement": None, "passages": 1},
     )
     assert run(capsys, "upcycle", recipe, "--output", tmp_path / "run")[0] == 0
@@ -269,17 +269,17 @@ def test_a_resolved_recipe_reads_back_equal(tmp_path):
     (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
     again = load_upcycle_recipe([tmp_path / "resolved.yaml"])
     assert again.to_mapping() == recipe.to_mapping()
-    assert again.arms["BTX + balance"].method.terms["load_balance"].weight == 0.01
+    assert again.arms["btx_balance"].method.terms["load_balance"].weight == 0.01
     assert again.clusters.pinned == {"kind1": 2} and again.clusters.count == 3
 
 
 def test_the_miniature_is_the_papers_setting():
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
-    assert list(recipe.arms) == ["Dense", "BTX", "BTX + balance", "SvMoE"]
-    balance = recipe.arms["BTX + balance"].method.terms["load_balance"]
+    assert list(recipe.arms) == ["dense", "btx", "btx_balance", "svmoe"]
+    balance = recipe.arms["btx_balance"].method.terms["load_balance"]
     assert (balance.weight, balance.variant, balance.probabilities) == (0.01, "gshard", "topk")
-    assert not recipe.arms["BTX"].method.terms and len(recipe.seeds) >= 3
+    assert not recipe.arms["btx"].method.terms and len(recipe.seeds) >= 3
 
 
 # -- wrong input: exit code 2, one message, nothing written -----------------------------------
@@ -302,8 +302,9 @@ def test_the_miniature_is_the_papers_setting():
         (["dense.path=null"], "wanted either `path`"),
         (["texts.corpus=python"], "wanted either `categories`"),
         (["seeds=[1,1]"], "seeds: wanted at least one number, each once"),
-        (["arms.Dense.method=erc"], "has no router and takes no terms"),
-        (["arms.New.start=nowhere"], "arms.New.start: 'nowhere' is not right"),
+        (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
+        (["arms.one.start=nowhere"], "arms.one.start: 'nowhere' is not right"),
+        (["arms.one two.start=dense"], "wanted a name of a-z, 0-9 and _"),
         (["texts.categories.kind0=./nowhere.jsonl"], "there is no data file or folder"),
         (["dense.path=./nowhere"], "nowhere: no such folder"),
     ],
