@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -17,14 +17,15 @@ from tests import tiny
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
-STEPS, GLOBAL_BATCH = 4, 4
+STEPS, GLOBAL_BATCH = 8, 4
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     tiny.save("qwen3_moe", folder / "base")
-    rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}" + " ." * (n % 3)} for n in range(24)]
+    # Of equal length: a mean over ranks of means over their tokens is then the mean over all.
+    rows = [{"prompt": f"{n:02d} + 1 =", "completion": f" {n + 1:02d}"} for n in range(24)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     document = {
         "model": {"path": str(folder / "base"), "dtype": "float32"},
@@ -114,7 +115,9 @@ def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path
     while not (run / "checkpoints" / "checkpoint-2").is_dir():
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    # The launcher gives its workers sessions of their own.
+    for part in [*psutil.Process(process.pid).children(recursive=True), process]:
+        part.kill()
     process.communicate()
     assert not (run / "adapter").exists()
     finish(start(recipe, run, 2, "--resume"))
