@@ -15,7 +15,7 @@ from moe_finetune.report.markup import Markup, join
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.sections.load import frequencies, load
 from moe_finetune.report.sections.specialization import SPECIALIZATION
-from moe_finetune.upcycle.results import METRICS, Arm
+from moe_finetune.upcycle.results import Arm
 from moe_finetune.upcycle.tables import Table
 
 _MEASURES = {"cmr_1": "CMR_1, 1 is best", "s_rl": "S_RL, nats", "perplexity": "perplexity"}
@@ -74,7 +74,7 @@ def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
             continue
         rows = []
         for arm in chosen:
-            found = arm.estimate(lambda m, metric=metric: METRICS[metric](m, "test"))
+            found = arm.estimate(metric)
             seeds = ", ".join(f"{value:.3f}" for value in found.values)
             said = f"{arm.name}: {found.mean:.3f}, each seed {seeds}"
             dot = Dot(found.mean, found.low, found.high, colors[arm.name], said)

@@ -24,14 +24,14 @@ def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[
     layers = model_facts(model).moe_layers
     middle = len(layers) // 2
     records: list[Any] = []
-    chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int) if count else []
+    chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
     found = []
     with (
         torch.no_grad(),
         Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
     ):
-        for category in dict.fromkeys(chosen):
-            ids_T = texts.windows("test", int(category), TOKENS)[0]
+        for category in dict.fromkeys(chosen.tolist()):
+            ids_T = texts.windows("test", category, TOKENS)[0]
             records.clear()
             model(input_ids=torch.from_numpy(ids_T.astype(np.int64))[None], use_cache=False)
             found.append(

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree
-from moe_finetune.recipe import LoraSection, Method, Paths, Section, resolve_method
+from moe_finetune.recipe import LoraSection, Method, Section, resolve_method
 from moe_finetune.validation import describe
 
 
@@ -43,7 +43,7 @@ class DenseSection(Section):
 class TextSection(Section):
     """The texts: a source for each category, or the built-in corpus of this Python's files."""
 
-    categories: dict[str, Paths] | None = None
+    categories: dict[str, str | list[str]] | None = None
     corpus: Literal["python"] | None = None
     max_length: int = Field(default=2048, ge=8, description="tokens of a training row")
     limit: int | None = Field(default=None, ge=10, description="texts of a category")

@@ -44,6 +44,17 @@ class Estimate:
         return {"mean": self.mean, "interval": ends, "seeds": list(self.values)}
 
 
+METRICS: dict[str, Callable[[dict[str, Any], str], float]] = {
+    "perplexity": lambda m, split: m["splits"][split]["perplexity"]["mean"],
+    "perplexity_of_all_tokens": lambda m, split: m["splits"][split]["perplexity"]["of_all_tokens"],
+    "cmr_1": lambda m, split: m["splits"][split]["routing"]["cmr_1"]["mean"],
+    "cmr_2": lambda m, split: m["splits"][split]["routing"]["cmr_2"]["mean"],
+    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"],
+    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"],
+}
+OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
+
+
 @dataclass(frozen=True)
 class Arm:
     """One arm's measurements, a mapping for each seed."""
@@ -56,20 +67,9 @@ class Arm:
         """Whether it has experts."""
         return "routing" in self.measured[0]["splits"]["test"]
 
-    def estimate(self, read: Callable[[dict[str, Any]], float]) -> Estimate:
-        """Estimate of a number that ``read`` takes from each seed's measurements."""
-        return Estimate.of([read(each) for each in self.measured])
-
-
-METRICS: dict[str, Callable[[dict[str, Any], str], float]] = {
-    "perplexity": lambda m, split: m["splits"][split]["perplexity"]["mean"],
-    "perplexity_of_all_tokens": lambda m, split: m["splits"][split]["perplexity"]["of_all_tokens"],
-    "cmr_1": lambda m, split: m["splits"][split]["routing"]["cmr_1"]["mean"],
-    "cmr_2": lambda m, split: m["splits"][split]["routing"]["cmr_2"]["mean"],
-    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"],
-    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"],
-}
-OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
+    def estimate(self, metric: str, split: str = "test") -> Estimate:
+        """Estimate of one of :data:`METRICS`."""
+        return Estimate.of([METRICS[metric](each, split) for each in self.measured])
 
 
 def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
@@ -97,13 +97,13 @@ def summarize(arms: Sequence[Arm]) -> dict[str, Any]:
         splits: dict[str, Any] = {}
         for split in SPLITS:
             splits[split] = {
-                name: arm.estimate(lambda m, read=read, split=split: read(m, split)).to_mapping()
-                for name, read in METRICS.items()
+                name: arm.estimate(name, split).to_mapping()
+                for name in METRICS
                 if arm.routed or name not in OF_ROUTERS
             }
         found["arms"][arm.name] = {"parameters": arm.measured[0]["parameters"], "splits": splits}
         if "judgement" in arm.measured[0]:
-            accuracy = arm.estimate(lambda m: m["judgement"]["accuracy"])
+            accuracy = Estimate.of([each["judgement"]["accuracy"] for each in arm.measured])
             found["arms"][arm.name]["judgement_accuracy"] = accuracy.to_mapping()
     last = arms[-1]
     for other in arms[:-1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_finetune.upcycle.results import METRICS, Arm, Estimate, difference
+from moe_finetune.upcycle.results import Arm, Estimate, difference
 from moe_finetune.upcycle.texts import SPLITS
 
 
@@ -46,16 +46,7 @@ def tables(arms: Sequence[Arm]) -> list[Table]:
 
 
 def _perplexity(arms: Sequence[Arm]) -> Table:
-    rows = [
-        [
-            arm.name,
-            *(
-                _spread(arm, lambda m, s=split: m["splits"][s]["perplexity"], "perplexity", split)
-                for split in SPLITS
-            ),
-        ]
-        for arm in arms
-    ]
+    rows = [[arm.name, *(_spread(arm, "perplexity", split) for split in SPLITS)] for arm in arms]
     note = (
         "Mean over texts ± standard deviation over texts; in brackets the 95 % interval of the "
         "mean over seeds. Lower is better."
@@ -84,10 +75,7 @@ def _ranks(arms: Sequence[Arm]) -> Table:
     for arm in arms:
         cells = [arm.name]
         for k in ("cmr_1", "cmr_2"):
-            cells += [
-                _spread(arm, lambda m, k=k, s=split: m["splits"][s]["routing"][k], k, split)
-                for split in SPLITS
-            ]
+            cells += [_spread(arm, k, split) for split in SPLITS]
         rows.append(cells)
     note = (
         "Rank by token frequency of the expert that the router ranks first and second: mean ± "
@@ -126,14 +114,16 @@ def _differences(arms: Sequence[Arm]) -> Table:
     return Table(f"Differences on test: {last.name}", note, ["", *names.values()], rows)
 
 
-def _spread(arm: Arm, read, metric: str, split: str) -> str:  # type: ignore[no-untyped-def]
-    estimate = arm.estimate(lambda m: METRICS[metric](m, split))
-    std = float(np.mean([read(m)["std"] for m in arm.measured]))
+def _spread(arm: Arm, metric: str, split: str) -> str:
+    estimate = arm.estimate(metric, split)
+    splits = [each["splits"][split] for each in arm.measured]
+    held = [s["perplexity"] if metric == "perplexity" else s["routing"][metric] for s in splits]
+    std = float(np.mean([each["std"] for each in held]))
     return f"{estimate.mean:.3f} ± {std:.2f} {_interval(estimate)}".strip()
 
 
 def _mean(arm: Arm, metric: str, split: str) -> str:
-    estimate = arm.estimate(lambda m: METRICS[metric](m, split))
+    estimate = arm.estimate(metric, split)
     return f"{estimate.mean:.3f} {_interval(estimate)}".strip()
 
 
