@@ -36,28 +36,40 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     deepseek_moe.register()
     raw = read_config(local_folder(path, weights=False))
     base = load_config(path)
-    known = (raw.keys() | base.to_dict().keys()) - set(FIXED)
-    for key in changes:
+    # A few keys have two names: transformers 5 writes the one, published files have the other.
+    real = base.attribute_map
+    known = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
+    for key, value in changes.items():
         if key not in known:
             raise RecipeError(
                 f"model.config.{key}: is no key of {base.model_type}'s config that can be changed"
                 f"{did_you_mean(str(key), known)}"
             )
-    kept = {k: v for k, v in raw.items() if k not in ("auto_map", "model_type", *_PER_LAYER)}
+        wanted = _kind(getattr(base, key, None))
+        if value is not None and wanted is not None and not isinstance(value, wanted):
+            raise RecipeError(
+                f"model.config.{key}: {value!r} is not right; wanted a value such as "
+                f"{getattr(base, key)!r}"
+            )
+    values = {real.get(key, key): value for key, value in [*raw.items(), *changes.items()]}
+    for key in ("auto_map", "model_type", *_PER_LAYER):
+        values.pop(key, None)
     try:
-        config = AutoConfig.for_model(base.model_type, **{**kept, **changes})
+        config = AutoConfig.for_model(base.model_type, **values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise RecipeError(f"model.config: {base.model_type} refuses it: {error}") from error
     family = family_of(config)
     experts, selected = family.num_experts(config), family.top_k(config)
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: {selected} experts of {experts} cannot be selected")
-    if not family.moe_layers(config):
-        raise RecipeError(
-            f"model.config: none of the {config.num_hidden_layers} layers has experts; raise "
-            "num_hidden_layers"
-        )
     return config
+
+
+def _kind(value: Any) -> type | tuple[type, ...] | None:
+    """What another value of the same key must be; None where this one does not tell."""
+    if value is None:
+        return None
+    return (int, float) if isinstance(value, float) else type(value)
 
 
 def fresh_model(
@@ -72,7 +84,7 @@ def fresh_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise RecipeError(f"model.config: no {config.model_type} can be built: {error}") from error
     return model
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.families import family_of
 from moe_finetune.families.fresh import check_vocabulary, fresh_config, fresh_model
 from moe_finetune.families.loading import load_model
-from moe_finetune.recipe import Recipe
+from moe_finetune.layered_yaml import Tree
+from moe_finetune.recipe import Recipe, recipe_from_tree
 from moe_finetune.run import run_recipe
 from tests import tiny
 
@@ -75,13 +76,32 @@ def test_number_of_experts(without_weights):
         ({"num_expert": 3}, "model.config.num_expert: is no key .*did you mean 'num_experts'"),
         ({"model_type": "olmoe"}, "model.config.model_type: is no key of .* that can be changed"),
         ({"num_experts_per_tok": 13}, "13 experts of 12 cannot be selected"),
-        ({"num_experts": "many"}, "model.config: qwen3_moe refuses it"),
-        ({"num_hidden_layers": 0}, "none of the 0 layers has experts"),
+        ({"num_experts": "many"}, "model.config.num_experts: 'many' is not right; .*such as 12"),
+        ({"norm_topk_prob": 1}, "model.config.norm_topk_prob: 1 is not right; .*such as True"),
+        ({"hidden_act": "no_such"}, "model.config: no qwen3_moe can be built"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused(changes, message, without_weights):
     with pytest.raises(RecipeError, match=message):
-        fresh_config(without_weights("qwen3_moe"), changes)
+        fresh_model(fresh_config(without_weights("qwen3_moe"), changes), 0)
+
+
+def test_a_model_without_moe_layers_is_refused(without_weights):
+    with pytest.raises(UnsupportedModelError, match="no MoE layer among 1"):
+        fresh_config(without_weights("deepseek_moe"), {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_both_names_of_a_key_are_the_key(key, without_weights):
+    """Published files say num_experts, transformers 5 writes num_local_experts."""
+    folder = without_weights("qwen3_moe")
+    for written in ("num_experts", "num_local_experts"):
+        raw = json.loads((folder / "config.json").read_text())
+        raw = {k: v for k, v in raw.items() if k not in ("num_experts", "num_local_experts")}
+        (folder / "config.json").write_text(json.dumps({**raw, written: 12}))
+        config = fresh_config(folder, {key: 7})
+        assert family_of(config).num_experts(config) == 7
+        assert fresh_config(folder, {}).num_experts == 12
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
@@ -91,9 +111,11 @@ def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
 
 
 def recipe(path: Path | str, **sections) -> Recipe:
-    model = {"init": "random", **sections.pop("model", {})}
-    options = {"lora": None, "model": {"path": str(path), **model}, **sections}
-    return Recipe.from_preset("specialization_coupling_scratch", str(path), "a.jsonl", **options)
+    model = {"path": str(path), "init": "random", **sections.pop("model", {})}
+    values = {"lora": None, "data": {"train": "a.jsonl"}, **sections}
+    return recipe_from_tree(
+        Tree({"model": model, "method": "specialization_coupling_scratch", **values})
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +136,9 @@ def test_contradictions(sections, message):
 
 def test_lora_is_on_by_default_so_it_must_be_turned_off():
     with pytest.raises(RecipeError, match=re.escape("set lora: null")):
-        Recipe.from_preset("none", "m", "a.jsonl", model={"path": "m", "init": "random"})
+        recipe_from_tree(
+            Tree({"model": {"path": "m", "init": "random"}, "data": {"train": "a.jsonl"}})
+        )
 
 
 @pytest.mark.slow
@@ -124,7 +148,7 @@ def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weig
     data = tmp_path / "train.jsonl"
     rows = [{"text": f"{a} and {a} are {2 * a}. " * 3} for a in range(60)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"n_routed_experts": 10, "num_hidden_layers": 2, "n_shared_experts": None}
+    config = {"n_routed_experts": 10, "num_hidden_layers": 4, "n_shared_experts": None}
     run = run_recipe(
         recipe(
             folder,
@@ -147,7 +171,7 @@ def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weig
     assert not (run / "adapter").exists()
     saved = json.loads((run / "merged" / "config.json").read_text())
     assert (saved["n_routed_experts"], saved["n_shared_experts"]) == (10, None)
-    assert saved["dtype"] == dtype and saved["num_hidden_layers"] == 2
+    assert saved["dtype"] == dtype and saved["num_hidden_layers"] == 4
     trained = load_model(run / "merged")
     assert trained.dtype == getattr(torch, dtype)
     start = fresh_model(fresh_config(folder, config), seed=3)
@@ -155,5 +179,8 @@ def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weig
     assert {n for n, _ in trained.named_parameters()} == begun.keys()
     moved = {n for n, p in trained.named_parameters() if not torch.equal(p.float(), begun[n])}
     assert moved == begun.keys()
-    distance = max(float((p.float() - begun[n]).abs().max()) for n, p in trained.named_parameters())
+    distance = max(
+        float((p.detach().float() - begun[n].detach()).abs().max())
+        for n, p in trained.named_parameters()
+    )
     assert distance < 0.08, "training began somewhere else than at these weights"

@@ -9,7 +9,8 @@ import pytest
 
 from moe_finetune.families.fresh import fresh_config, fresh_model
 from moe_finetune.inspection import GIB
-from moe_finetune.recipe import Recipe
+from moe_finetune.layered_yaml import Tree, merge_mappings
+from moe_finetune.recipe import Recipe, recipe_from_tree
 from moe_finetune.studies import expand, load_study
 from moe_finetune.studies.cost import (
     Estimator,
@@ -32,7 +33,8 @@ def qwen(tmp_path) -> Path:
 
 
 def recipe(path: Path, **sections) -> Recipe:
-    return Recipe.from_preset("aux_loss", str(path), "hub/data", **sections)
+    values = {"model": {"path": str(path)}, "data": {"train": "hub/data"}, "method": "aux_loss"}
+    return recipe_from_tree(Tree(merge_mappings(values, sections)))
 
 
 def test_size_of_a_published_model(qwen):
