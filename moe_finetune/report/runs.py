@@ -63,9 +63,11 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """The base checkpoint as the recipe names it."""
+        """The base checkpoint as the recipe names it; ``~`` for the home folder."""
         model = self.recipe.get("model")
-        return model.get("path") if isinstance(model, dict) else model
+        path = model.get("path") if isinstance(model, dict) else model
+        home = f"{Path.home()}/"
+        return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path
 
     @property
     def last_step(self) -> float | None:
