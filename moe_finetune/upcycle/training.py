@@ -127,6 +127,7 @@ def build(
 
     rows = job.rows_RS.tolist()
     arguments = training_arguments(recipe, work)
+    arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length
     trainer = (RouterTrainer if job.routers_only else RunTrainer)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
