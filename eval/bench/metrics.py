@@ -65,15 +65,16 @@ def write(folder: Path, tokens: int, sample: int) -> None:
 
 
 def measure(folder: Path, sample: int) -> dict:
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     found = summarize_trace(RoutingTrace.open(folder), sample=sample)
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, time.process_time() - used
     ids = RoutingTrace.open(folder).load("ids")
     start = time.perf_counter()
     ranks = np.tile(np.arange(EXPERTS) // 8, (LAYERS, 1))
     placed = placement_metrics(ids, ranks)
     return {
         "summary_seconds": round(seconds, 2),
+        "summary_cpu_seconds": round(used, 2),
         "placement_metrics_seconds": round(time.perf_counter() - start, 2),
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "sample": found["sample"],
