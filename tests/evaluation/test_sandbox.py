@@ -169,6 +169,25 @@ def test_no_sandbox_is_a_refusal_that_names_the_remedies():
         Sandbox(kinds=())
 
 
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("echo no daemon here >&2; exit 1", "docker: the probe failed .no daemon here."),
+        ('[ "$1" = info ] || { echo no image $3 >&2; exit 1; }', "no image mine:1"),
+    ],
+)
+def test_a_container_engine_says_what_is_wrong_with_it(tmp_path, monkeypatch, answers, said):
+    engine = tmp_path / "docker"
+    engine.write_text(f"#!/bin/sh\n{answers}\n")
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MOE_FINETUNE_SANDBOX_IMAGE", "mine:1")
+    with pytest.raises(DependencyError, match=said) as refusal:
+        Sandbox(kinds=("docker", "podman"))
+    assert "podman: not installed" in str(refusal.value)
+    assert "with the image mine:1" in str(refusal.value)
+
+
 def test_unsafe_local_runs_only_when_asked_for(capsys):
     with Sandbox(QUICK, allow_unsafe_local=True, kinds=()) as local:
         assert "WITHOUT a sandbox" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from moe_finetune.evaluation.sandbox.policy import Limits, command, environment, refuse
+from moe_finetune.evaluation.sandbox.policy import Limits, command, environment, image, refuse
 
 __all__ = ["Limits", "Program", "Sandbox", "Verdict"]
 
@@ -157,6 +157,22 @@ _PROBES = (
 )
 
 
+def trouble(kind: str) -> str:
+    """What docker or podman says is wrong with itself or the image; "" where it is not that."""
+    if kind == "bubblewrap":
+        return ""
+    for asked in (["info"], ["image", "inspect", image()]):
+        try:
+            found = subprocess.run(
+                [kind, *asked], capture_output=True, text=True, env=environment(), timeout=30
+            )
+        except subprocess.TimeoutExpired:
+            return f"'{kind} {' '.join(asked)}' does not answer"
+        if found.returncode:
+            return (found.stderr.strip() or "no message").splitlines()[-1]
+    return ""
+
+
 class Sandbox:
     """Isolation that was tried at start with real programs.
 
@@ -205,7 +221,8 @@ class Sandbox:
                 return "not installed"
             if verdict.passed is not expected:
                 self.close()
-                return f"the probe failed ({verdict.reason or 'it reached outside'})"
+                reason = trouble(kind) or verdict.reason or "it reached outside"
+                return f"the probe failed ({reason})"
         return None
 
     def run(self, program: Program) -> Verdict:

@@ -127,10 +127,15 @@ def _container(kind: str, role: str, limits: Limits) -> list[str]:
         "--user", "65534:65534", "--memory", memory, "--memory-swap", memory,
         "--pids-limit", str(limits.processes), "--tmpfs", f"/home:size={limits.home_bytes}",
         "--env", "HOME=/home", "--volume", f"{RUNNER}:/runner:ro",
-        os.environ.get("MOE_FINETUNE_SANDBOX_IMAGE", _IMAGE),
+        image(),
         *_python("python3", "/runner"), role, limits.rlimits(None, False),
     ]
     # fmt: on
+
+
+def image() -> str:
+    """The image that docker or podman runs programs in."""
+    return os.environ.get("MOE_FINETUNE_SANDBOX_IMAGE", _IMAGE)
 
 
 def environment() -> dict[str, str]:
@@ -148,4 +153,4 @@ REFUSAL = (
 
 def refuse(reasons: list[str]) -> DependencyError:
     """Return the error for a machine without a sandbox."""
-    return DependencyError(REFUSAL.format(reasons="; ".join(reasons), image=_IMAGE))
+    return DependencyError(REFUSAL.format(reasons="; ".join(reasons), image=image()))
