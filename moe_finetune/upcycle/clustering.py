@@ -74,11 +74,16 @@ def tf_idf(counts_CV: np.ndarray) -> np.ndarray:
 
 
 def embed(weights_CV: np.ndarray, dimensions: int, seed: int) -> np.ndarray:
-    """Spectral embedding of the cosine similarities, ``(C, min(dimensions, C - 1))``."""
+    """Spectral embedding of the cosine similarities, ``(C, min(dimensions, C - 2))``.
+
+    Two categories stay as they are: they have no embedding.
+    """
     from sklearn.manifold import SpectralEmbedding
 
+    if len(weights_CV) < 3:
+        return weights_CV
     similar_CC = np.clip(weights_CV @ weights_CV.T, 0.0, 1.0)
-    components = min(dimensions, len(weights_CV) - 1)
+    components = min(dimensions, len(weights_CV) - 2)
     # A small constant keeps categories without a common token in one connected graph.
     embedding = SpectralEmbedding(components, affinity="precomputed", random_state=seed)
     return embedding.fit_transform(similar_CC + 1e-6)
