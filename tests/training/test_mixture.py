@@ -10,6 +10,7 @@ from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.data import load_dataset_for
 from moe_finetune.training.mixture import SourceReader
+from moe_finetune.training.snapshot import sample_examples
 from tests import tiny
 
 
@@ -66,6 +67,17 @@ def test_sources_of_different_columns_become_one_dataset(files):
         tokenizer.decode(row["input_ids"]).removesuffix("<|endoftext|>") for row in train
     )
     assert texts == ["1+1=2", "2+3=5", "bad: negative", "fine: positive", "good: positive"]
+
+
+def test_snapshots_see_every_source_in_its_own_form(files):
+    data = section([classification(files), str(files / "sums.jsonl")], max_length=64)
+    tokenizer = tiny.tokenizer()
+    found = sample_examples(data, tokenizer, examples=[])
+    texts = {(row["domain"], tokenizer.decode(row["input_ids"])) for row in found}
+    assert {(domain, text.partition("<|")[0]) for domain, text in texts} == {
+        ("sentiment", "bad: negative"), ("sentiment", "good: positive"),
+        ("sentiment", "fine: positive"), ("sums", "1+1=2"), ("sums", "2+3=5"),
+    }  # fmt: skip
 
 
 def test_what_a_source_leaves_out_is_the_sections(files):
