@@ -13,12 +13,12 @@ from pathlib import Path
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
 from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, RESULTS_FILE, TABLES_FILE
 from moe_finetune.upcycle.ledger import Ledger
 from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
-from moe_finetune.upcycle.stages import CLUSTERS_FILE, STAGES, Upcycle
+from moe_finetune.upcycle.stages import STAGES, Upcycle
 
 log = logging.getLogger(__name__)
-RECIPE_FILE, RESULTS_FILE, TABLES_FILE = "recipe.yaml", "results.json", "tables.md"
 
 
 def run_upcycle(

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_finetune.upcycle.files import MEASURED_FILE
 from moe_finetune.upcycle.recipe import UpcycleRecipe
-from moe_finetune.upcycle.stages import MEASURED_FILE
 
 LEVEL = 0.95
 

@@ -19,15 +19,15 @@ import numpy as np
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.evaluation.files import sha256_file, sha256_json, write_atomic
 from moe_finetune.families.loading import load_tokenizer, local_folder
-from moe_finetune.recipe import resolve_method
+from moe_finetune.upcycle.actions import Measure, Merge, Train
 from moe_finetune.upcycle.clustering import check_pins, cluster_categories
+from moe_finetune.upcycle.files import CLUSTERS_FILE, TABLE_FILE
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
 from moe_finetune.upcycle.ledger import Step
-from moe_finetune.upcycle.recipe import ArmSection, UpcycleRecipe
+from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.texts import Texts, read_categories
 
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
-TABLE_FILE, CLUSTERS_FILE, MEASURED_FILE = "table.safetensors", "clusters.json", "measured.json"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Upcycle:
         Raises:
             RecipeError, DataError, CheckpointError: see the functions that are called.
         """
-        from moe_finetune.upcycle.merge import check_alike, open_expert
+        from moe_finetune.upcycle.experts import check_alike, open_expert
 
         section, names = self.recipe.clusters, list(self.categories)
         if self.recipe.counts_clusters:
@@ -153,19 +153,19 @@ class Upcycle:
             trained = tuple(f"{at}/experts/{n}" for n in range(self.experts))
             shared = recipe.experts.model_dump(exclude={"processes", "checkpoints"})
             for n, name in enumerate(trained):
-                make = _Training(self, seed, expert=n)
+                make = Train(self, seed, expert=n)
                 yield Step(name, "experts", {**dense, **shared, "seed": seed}, root, make)
         merge: dict[str, Any] = {**recipe.merge.model_dump(), "seed": seed}
         if given is not None:
             merge["experts"] = [folder_identity(local_folder(path)) for path in given]
-        yield Step(f"{at}/merged", "merge", merge, trained or root, _Merge(self, seed))
+        yield Step(f"{at}/merged", "merge", merge, trained or root, Merge(self, seed))
         if any(arm.start == "router" for arm in recipe.arms.values()):
             yield Step(
                 f"{at}/router",
                 "router",
                 {**dense, **recipe.router.model_dump(), "seed": seed},
                 (f"{at}/merged", "clusters"),
-                _Training(self, seed),
+                Train(self, seed),
             )
         for name, arm in recipe.arms.items():
             starts = {"merged": (f"{at}/merged",), "router": (f"{at}/router",), "dense": root}
@@ -176,7 +176,7 @@ class Upcycle:
                 "seed": seed,
             }
             place = f"{at}/arms/{name}"
-            yield Step(place, "finetune", inputs, starts[arm.start], _Training(self, seed, arm))
+            yield Step(place, "finetune", inputs, starts[arm.start], Train(self, seed, arm))
             measured = recipe.evaluation.model_dump()
             judged = recipe.evaluation.judgement
             if judged is not None and judged.file is not None:
@@ -187,7 +187,7 @@ class Upcycle:
                 "evaluate",
                 measured,
                 (place, "clusters"),
-                _Measuring(self, f"{at}/arms/{name}", arm),
+                Measure(self, f"{at}/arms/{name}", arm),
             )
 
     # -- making the shared folders ------------------------------------------------------------
@@ -251,109 +251,6 @@ class Upcycle:
         tokens = {name: int(counts.sum()) for name, counts in zip(names, counts_CV, strict=True)}
         text = json.dumps({"cluster": cluster, "train_tokens": tokens}, indent=2) + "\n"
         write_atomic(made / CLUSTERS_FILE, text)
-        made.rename(target)
-
-
-@dataclass(frozen=True)
-class _Training:
-    """A step that trains: an expert, the routers (neither given), or an arm."""
-
-    upcycle: Upcycle
-    seed: int
-    arm: ArmSection | None = None
-    expert: int | None = None
-
-    def __call__(self, target: Path, work: Path) -> None:
-        from moe_finetune.upcycle.training import Job, run_job
-
-        upcycle, recipe = self.upcycle, self.upcycle.recipe
-        at, length = upcycle.output / f"seed-{self.seed}", recipe.texts.max_length
-        everything: Any = range(len(upcycle.texts.categories))
-        seed = 1000 * self.seed
-        if self.expert is not None:
-            own = np.flatnonzero(upcycle.clusters_C == self.expert)
-            seed += 1 + self.expert
-            job = Job(
-                upcycle.dense,
-                upcycle.texts.blocks(own.tolist(), length, seed),
-                recipe.experts.trainer,
-                seed,
-                recipe.dense.dtype,
-                lora=recipe.experts.lora,
-            )
-        elif self.arm is None:
-            table = str(upcycle.output / "clusters" / TABLE_FILE)
-            method = resolve_method(
-                "supervised_routing", terms={"supervised_routing": {"table": table}}
-            )
-            rows_RS = upcycle.texts.blocks(everything, length, seed)
-            job = Job(
-                at / "merged",
-                rows_RS,
-                recipe.router.trainer,
-                seed,
-                recipe.dense.dtype,
-                method=method,
-                routers_only=True,
-            )
-        else:
-            start = {"dense": upcycle.dense, "merged": at / "merged", "router": at / "router"}
-            job = Job(
-                start[self.arm.start],
-                upcycle.texts.blocks(everything, length, seed),
-                {**recipe.finetune.trainer, **self.arm.trainer},
-                seed,
-                recipe.dense.dtype,
-                method=None if self.arm.start == "dense" else self.arm.method,
-                lora=recipe.finetune.lora,
-            )
-        run_job(job, work, target)
-
-
-@dataclass(frozen=True)
-class _Merge:
-    """The step that puts the experts of a seed together."""
-
-    upcycle: Upcycle
-    seed: int
-
-    def __call__(self, target: Path, work: Path) -> None:
-        from moe_finetune.upcycle.merge import merge_experts
-
-        recipe = self.upcycle.recipe
-        experts = self.upcycle.output / f"seed-{self.seed}" / "experts"
-        folders = [experts / str(n) for n in range(self.upcycle.experts)]
-        if recipe.experts.checkpoints is not None:
-            folders = [local_folder(path) for path in recipe.experts.checkpoints]
-        section = recipe.merge
-        merge_experts(
-            folders, target, top_k=section.top_k, router_std=section.router_std, seed=self.seed
-        )
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    """The step that measures one arm."""
-
-    upcycle: Upcycle
-    checkpoint: str
-    arm: ArmSection
-
-    def __call__(self, target: Path, work: Path) -> None:
-        from moe_finetune.upcycle.measure import measure
-
-        upcycle = self.upcycle
-        found = measure(
-            upcycle.output / self.checkpoint,
-            upcycle.texts,
-            upcycle.table,
-            upcycle.recipe,
-            moe=self.arm.start != "dense",
-        )
-        made = work / "made"
-        made.mkdir(exist_ok=True)
-        write_atomic(made / MEASURED_FILE, json.dumps(found, ensure_ascii=False) + "\n")
-        target.parent.mkdir(parents=True, exist_ok=True)
         made.rename(target)
 
 
