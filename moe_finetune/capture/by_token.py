@@ -48,19 +48,30 @@ def outputs_gradient(
     return dy_SH
 
 
-def activations_gradient(
+def activations_gradient_(
     grad_gram_TKK: Tensor | None, grad_z_TKD: Tensor | None, z_SD: Tensor, rows_S: Tensor
 ) -> Tensor:
-    """Gradient of the activations through their Gram matrices and themselves, like ``z_SD``."""
-    dz_SD = torch.empty_like(z_SD)
+    """Replace the activations by their gradient through their Gram matrices and themselves."""
     grad = grad_gram_TKK if grad_gram_TKK is not None else grad_z_TKD
     assert grad is not None
     shape = (*grad.shape[:2], z_SD.shape[1])
     for span, rows in _spans(z_SD.view(shape)):
         z_TKD = z_SD.index_select(0, rows_S[rows]).view(-1, *shape[1:])
         dz = _vectors_gradient(grad_gram_TKK, grad_z_TKD, span, z_TKD)
-        dz_SD.index_copy_(0, rows_S[rows], dz.flatten(0, 1))
-    return dz_SD
+        z_SD.index_copy_(0, rows_S[rows], dz.flatten(0, 1))
+    return z_SD
+
+
+def sum_over_choices(rows_SH: Tensor, rows_S: Tensor, shape_TK: torch.Size) -> Tensor:
+    """Sum (T, H) of the K rows of each token: the gradient of gathering its row K times.
+
+    A gather and a sum, so that it repeats exactly.
+    """
+    out_TH = rows_SH.new_empty(shape_TK[0], rows_SH.shape[1])
+    for span, rows in _spans(rows_SH.view(*shape_TK, rows_SH.shape[1])):
+        chosen_TKH = rows_SH.index_select(0, rows_S[rows]).view(-1, shape_TK[1], out_TH.shape[1])
+        torch.sum(chosen_TKH, 1, out=out_TH[span])
+    return out_TH
 
 
 def _vectors_gradient(

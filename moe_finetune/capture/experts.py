@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from moe_finetune.capture.by_token import (
-    activations_gradient,
+    activations_gradient_,
     combine,
     gram,
     outputs_gradient,
+    sum_over_choices,
 )
 from moe_finetune.capture.gated import dropped, gated, gated_gradient, keep_mask
 from moe_finetune.capture.grouped import (
@@ -228,7 +229,6 @@ class _Experts(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         call, groups = ctx.call, ctx.groups
         _, needs_h, needs_w, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        tokens, selected = call.index_TK.shape
         hidden = down.shape[1]
         with torch.autocast(hidden_TH.device.type, enabled=False):
             grad_weights = None
@@ -238,14 +238,14 @@ class _Experts(torch.autograd.Function):
             if grad_out is not None:
                 grad_out = grad_out.to(hidden_TH.dtype)
             weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S).to(hidden_TH.dtype)
-            dy_SH = z_SD = dz_own_SD = None
+            rows_S = groups.inverse()
+            dy_SH = dz_own_SD = None
             if grad_y_gram is not None or grad_y is not None:
-                dy_SH = outputs_gradient(
-                    grad_out, grad_y_gram, grad_y, weights_TK, y_TKH, groups.inverse()
-                )
+                dy_SH = outputs_gradient(grad_out, grad_y_gram, grad_y, weights_TK, y_TKH, rows_S)
             if grad_z_gram is not None or grad_z is not None:
                 z_SD = gated(rows_S2D, call.activation)
-                dz_own_SD = activations_gradient(grad_z_gram, grad_z, z_SD, groups.inverse())
+                dz_own_SD = activations_gradient_(grad_z_gram, grad_z, z_SD, rows_S)
+                del z_SD
             lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
 
             sums = {
@@ -260,8 +260,11 @@ class _Experts(torch.autograd.Function):
                 )
             }
             separate = mask_TH is not None
-            dx_TKH = hidden_TH.new_empty(tokens * selected, hidden) if needs_h else None
-            dx_lora_TKH = torch.empty_like(dx_TKH) if needs_h and separate else None
+            dx_SH = dx_lora_SH = None
+            if needs_h:
+                # A part's dy has been used up when its dx is written.
+                dx_SH = groups.buffer(hidden, hidden_TH) if dy_SH is None else dy_SH
+                dx_lora_SH = groups.buffer(hidden, hidden_TH) if separate else None
 
             for part in _parts(groups, hidden_TH):
                 if dy_SH is not None:
@@ -272,7 +275,7 @@ class _Experts(torch.autograd.Function):
                 else:
                     dy = hidden_TH.new_zeros(part.tokens_P.numel(), hidden)
                 rows = rows_S2D[part.rows]
-                z = gated(rows, call.activation) if z_SD is None else z_SD[part.rows]
+                z = gated(rows, call.activation)
                 z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
 
                 # down projection
@@ -302,25 +305,26 @@ class _Experts(torch.autograd.Function):
                     x = hidden_TH.index_select(0, part.tokens_P)
                 if needs_gate_up:
                     sums["gate_up"].add(drows, x, part)
-                dx = rows_times(drows, gate_up, part) if needs_h else None
+                dx = rows_times(drows, gate_up, part, out=dx_SH) if needs_h else None
+                dx_lora = None
                 if a_up is not None:
                     if separate:
                         x = lora_input_TH.index_select(0, part.tokens_P)
                     dp = rows_times(drows, b_up, part, call.scaling_up)
                     sums["b_up"].add(drows, p_up_Sr[part.rows], part)
                     sums["a_up"].add(dp, x, part)
-                    if dx_lora_TKH is not None:
-                        dx_lora_TKH.index_copy_(0, part.slots_P, rows_times(dp, a_up, part))
-                    elif dx is not None:
+                    if needs_h and separate:
+                        dx_lora = rows_times(dp, a_up, part, out=dx_lora_SH)
+                    elif needs_h:
                         add_rows_times(dx, dp, a_up, part)
-                if dx is not None:
-                    dx_TKH.index_copy_(0, part.slots_P, dx)
+                if groups.bounds is None:
+                    dx_SH, dx_lora_SH = dx, dx_lora
 
             grad_hidden = None
             if needs_h:
-                grad_hidden = dx_TKH.view(tokens, selected, hidden).sum(1)
-            if dx_lora_TKH is not None:
-                through_TH = dx_lora_TKH.view(tokens, selected, hidden).sum(1)
+                grad_hidden = sum_over_choices(dx_SH, rows_S, call.index_TK.shape)
+            if needs_h and separate:
+                through_TH = sum_over_choices(dx_lora_SH, rows_S, call.index_TK.shape)
                 grad_hidden.add_(dropped(through_TH, mask_TH, call.dropout_up))
         grads = [total.sums_EOI if total is not None else None for total in sums.values()]
         return (None, grad_hidden, grad_weights, *grads)

@@ -138,9 +138,15 @@ def rows_times_transposed(
     return _rows_times(rows_PI, weight_EOI.transpose(1, 2), part, out, 1.0)
 
 
-def rows_times(rows_PO: Tensor, weight_EOI: Tensor, part: Part, scale: float = 1.0) -> Tensor:
-    """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, I)."""
-    return _rows_times(rows_PO, weight_EOI, part, None, scale)
+def rows_times(
+    rows_PO: Tensor,
+    weight_EOI: Tensor,
+    part: Part,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, I); ``out`` as above."""
+    return _rows_times(rows_PO, weight_EOI, part, out, scale)
 
 
 def add_rows_times_transposed(
