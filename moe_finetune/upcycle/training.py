@@ -30,7 +30,7 @@ class Job:
         rows_RS: token ids, ``(rows, length)``; every token is learned.
         trainer: TRL's arguments by name.
         seed: of the order of rows, of dropout and of new adapters.
-        dtype: of the weights, in training and on disk.
+        dtype: of the computation and of the weights on disk.
         method: losses inside the MoE layers; None trains a dense model.
         lora: an adapter that is merged afterwards; None trains the whole model.
         routers_only: train nothing but the routers, on the method's losses alone: the language
@@ -73,11 +73,15 @@ def run_job(job: Job, work: Path, output: Path) -> None:
     recipe = job.recipe
     tokenizer = load_tokenizer(job.start)
     set_seed(job.seed)
+    # Updates at usual learning rates are below the resolution of bfloat16: what trains as a whole
+    # is float32 here, computes in the recipe's type, and is stored in it.
+    whole = job.lora is None and not job.routers_only
+    dtype = "float32" if whole else job.dtype
     model: Any
     if job.method is None:
-        model = _dense_lora(load_dense(job.start, job.dtype), job.lora)
+        model = _dense_lora(load_dense(job.start, dtype), job.lora)
     else:
-        model = add_lora(load_model(job.start, job.dtype), recipe.lora, "full")
+        model = add_lora(load_model(job.start, dtype), recipe.lora, "full")
     work.mkdir(parents=True, exist_ok=True)
     for left in ("adapter", "merged"):
         shutil.rmtree(work / left, ignore_errors=True)

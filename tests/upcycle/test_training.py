@@ -8,6 +8,7 @@ from moe_finetune.families.loading import load_model
 from moe_finetune.losses.functional import supervised_routing_loss
 from moe_finetune.recipe import resolve_method
 from moe_finetune.upcycle import merge_experts
+from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.training import Job, run_job
 from tests import tiny
@@ -61,3 +62,31 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path):
         assert gate.grad.abs().max() > 1e-3
         expected = gate.detach() - RATE * gate.grad
         torch.testing.assert_close(after.mlp.gate.weight.detach(), expected, atol=1e-6, rtol=1e-5)
+
+
+def _rows(seed):
+    return np.random.default_rng(seed).integers(4, 260, (24, LENGTH)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_small_updates_add_up_in_bfloat16(merged, tmp_path, kind):
+    """At 5e-5 one step is less than half a bfloat16 step of most weights; forty are not."""
+    start = merged if kind == "moe" else dense.save("llama", tmp_path / "dense", 1)
+    trainer = {
+        "max_steps": 40,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 5.0e-5,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+    }
+    method = resolve_method("none") if kind == "moe" else None
+    job = Job(start, _rows(1), trainer, 3, "bfloat16", method=method)
+    run_job(job, tmp_path / "work", tmp_path / "out")
+    load = load_model if kind == "moe" else load_dense
+    before, after = load(start, dtype="bfloat16"), load(tmp_path / "out")
+    assert after.dtype == torch.bfloat16
+    name = "model.layers.1.self_attn.o_proj.weight"
+    old, new = before.get_parameter(name), after.get_parameter(name)
+    large = old.abs() > 0.0625  # neighbours in bfloat16 are 4.9e-4 apart there, or more
+    assert large.sum() > 1000
+    assert (old != new)[large].float().mean() > 0.3
