@@ -18,7 +18,7 @@ SHIPPED = ROOT / "recipes" / "studies" / "miniature.yaml"
 CLASSIFICATION = {
     "arms": ["baseline", "orthogonality"],
     "setting": {
-        "samples": 120, "informative": 5, "noise": 3, "classes": 4, "experts": 6, "hidden": 5,
+        "samples": 120, "informative": 5, "redundant": 3, "classes": 4, "experts": 6, "hidden": 5,
         "folds": 3, "batch": 32, "epochs": 2,
     },
 }  # fmt: skip

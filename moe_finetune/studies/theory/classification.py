@@ -25,6 +25,8 @@ class Setting:
     """Sizes and schedule of the paper's experiment.
 
     Attributes:
+        redundant: features that are random mixtures of the informative ones.
+        noise: features of noise alone.
         clusters: of each class; 1 is ours, the paper is silent.
         alpha: weight of the balance loss, in all arms.
         weight: of the arm's own loss (the paper's lambda).
@@ -32,7 +34,8 @@ class Setting:
 
     samples: int = 4000
     informative: int = 10
-    noise: int = 90
+    redundant: int = 90
+    noise: int = 0
     classes: int = 10
     clusters: int = 1
     separation: float = 0.6
@@ -57,9 +60,9 @@ def make_data(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
 
     inputs_NF, labels_N = make_classification(
         n_samples=setting.samples,
-        n_features=setting.informative + setting.noise,
+        n_features=setting.informative + setting.redundant + setting.noise,
         n_informative=setting.informative,
-        n_redundant=0,
+        n_redundant=setting.redundant,
         n_classes=setting.classes,
         n_clusters_per_class=setting.clusters,
         class_sep=setting.separation,
