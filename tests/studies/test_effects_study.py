@@ -11,7 +11,7 @@ import yaml
 from moe_finetune.errors import OutputExistsError, RecipeError
 from moe_finetune.studies.effects.settings import is_miniature, load_miniature, with_table
 from moe_finetune.studies.effects.shards import shards_of
-from moe_finetune.studies.effects.study import plan_miniature, run_miniature
+from moe_finetune.studies.effects.study import effects_of, plan_miniature, run_miniature
 from tests.conftest import ROOT
 
 SHIPPED = ROOT / "recipes" / "studies" / "miniature.yaml"
@@ -52,6 +52,15 @@ def test_the_shipped_study_covers_every_comparison():
     for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
         assert (comparison.part, comparison.arm) in arms
         assert (comparison.part, comparison.baseline or comparison.arm) in arms
+
+
+def test_a_study_shows_the_effects_of_its_parts():
+    both = load_miniature(SHIPPED.with_name("paper4.yaml"))
+    assert [effect.number for effect in effects_of(both)] == [12, 13]
+    assert [effect.number for effect in effects_of(load_miniature(SHIPPED))] == list(range(1, 16))
+    # What is the paper's stays so when the two files are edited.
+    whole = load_miniature(SHIPPED)
+    assert (both.recovery, both.classification) == (whole.recovery, whole.classification)
 
 
 def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):

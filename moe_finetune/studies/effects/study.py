@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.studies.effects.settings import load_miniature
+from moe_finetune.studies.effects.settings import Miniature, load_miniature
+
+if TYPE_CHECKING:
+    from moe_finetune.studies.effects.claims import Effect
 
 
 def run_miniature(
@@ -43,7 +47,7 @@ def run_miniature(
     begin(study, output, resume)
     failed = run_shards(study, output, part)
     results = read_shards(study, output)
-    effects = effect_rows(results, upcycle_rows(study.upcycle))
+    effects = effect_rows(results, upcycle_rows(study.upcycle), effects_of(study))
     write_tables(effects, results, output)
     draw_pictures(results, output / "pictures")
     print(markdown(effects))
@@ -51,6 +55,20 @@ def run_miniature(
         print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")
     print(f"{len(results)} runs; tables: {output / 'effects.md'}, {output / 'directions.md'}")
     return len(failed)
+
+
+def effects_of(study: Miniature) -> list[Effect]:
+    """The effects that parts of this study measure; effect 11 comes from another study."""
+    from moe_finetune.studies.effects.claims import EFFECTS
+    from moe_finetune.studies.effects.shards import shards_of
+
+    parts = {shard.part for shard in shards_of(study)}
+    return [
+        effect
+        for effect in EFFECTS
+        if any(comparison.part in parts for comparison in effect.comparisons)
+        or (not effect.comparisons and "finetune" in parts)
+    ]
 
 
 def plan_miniature(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
