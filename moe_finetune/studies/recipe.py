@@ -43,8 +43,9 @@ class LaunchSection(Section):
     kind: Literal["process", "inline", "accelerate", "slurm"] = "process"
     config: str | None = Field(default=None, description="accelerate's --config_file")
     options: dict[str, str | int] = Field(
-        default={}, description="of sbatch: {partition: gpu, gres: 'gpu:8', time: '24:00:00'}"
+        default={}, description="of sbatch: {partition: gpu, gres: 'gpu:8'}"
     )
+    hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job")
     jobs: int | None = Field(default=None, ge=1, description="Slurm jobs; default: one a run")
     cluster: Literal["slurm", "local"] = Field(
         default="slurm", description="submitit's executor; local tries a study without Slurm"

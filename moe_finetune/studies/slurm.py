@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import re
 import shlex
 import shutil
@@ -67,6 +68,8 @@ def shard_command(study: StudyRecipe, output: Path) -> list[str]:
 def check_options(options: dict[str, str | int]) -> None:
     """Refuse what is no long option of sbatch, or would end its line."""
     for name, value in options.items():
+        if name == "time":
+            raise StudyError("launch.options.time: set launch.hours")
         if not _OPTION.fullmatch(name) or "\n" in str(value):
             raise StudyError(
                 f"launch.options.{name}: {value!r} is no option of sbatch; write its long name, "
@@ -81,12 +84,18 @@ def batch_script(study: StudyRecipe, command: list[str], jobs: int, output: Path
         "array": f"1-{jobs}",
         "output": str(output.resolve() / "slurm" / "%A_%a.log"),
         "chdir": str(Path.cwd()),
+        "time": str(minutes(study)),
         "signal": "B:TERM@120",
         **study.launch.options,
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items()]
     work = f'exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{jobs}"'
     return "\n".join(["#!/bin/bash", *lines, work]) + "\n"
+
+
+def minutes(study: StudyRecipe) -> int:
+    """The time limit of a job, as sbatch and submitit count it."""
+    return math.ceil(60 * study.launch.hours)
 
 
 def run_shard(command: list[str]) -> int:
@@ -102,7 +111,7 @@ def _through_submitit(study: StudyRecipe, command: list[str], jobs: int, output:
 
     local = study.launch.cluster == "local"
     executor = submitit.AutoExecutor(folder=output / "slurm", cluster="local" if local else "slurm")
-    executor.update_parameters(name=study.name)
+    executor.update_parameters(name=study.name, timeout_min=minutes(study))
     if not local:
         executor.update_parameters(slurm_additional_parameters=dict(study.launch.options))
     with executor.batch():

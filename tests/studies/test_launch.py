@@ -58,9 +58,6 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
     wait_for(second_run.exists)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    lock = killed / "locks" / "aux_loss" / "seed_1.lock"
-    with lock.open() as file, pytest.raises(BlockingIOError):  # its run goes on without it
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     states = [run.state for run in load_results(killed).runs]
     assert states == ["finished", "started", "missing"]
 
@@ -69,7 +66,6 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert "none seed 1: finished already" in again.stderr
-    assert "another process runs it; waiting" in again.stderr
     for name in ("study.csv", "study.tex", "study.txt", "study.json"):
         table = (killed / "tables" / name).read_text()
         assert table == (whole / "tables" / name).read_text(), name
@@ -173,7 +169,12 @@ def test_the_batch_script_runs_a_shard_a_job(write_study, tmp_path):
     text = batch_script(study, shard_command(study, tmp_path / "o"), 6, tmp_path / "o")
     head, *options, work = text.splitlines()
     assert head == "#!/bin/bash"
-    assert {"#SBATCH --array=1-6", "#SBATCH --partition=gpu", "#SBATCH --gres=gpu:8"} <= {*options}
+    assert {
+        "#SBATCH --array=1-6",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --gres=gpu:8",
+        "#SBATCH --time=1440",
+    } <= {*options}
     words = shlex.split(work)
     assert words[0] == "exec" and words[2:5] == ["-m", "moe_finetune.cli", "study"]
     assert words[5] == str(study.file) and "trainer.run_name=two words" in words
