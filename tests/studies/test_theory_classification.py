@@ -175,8 +175,8 @@ def test_class_shares_of_an_absent_class_are_zero():
 
 def test_arms_share_what_the_seed_decides_and_repeat():
     setting = dataclasses.replace(
-        Setting(), samples=240, informative=6, redundant=2, noise=3, classes=4, experts=5, hidden=7, folds=3,
-        batch=50, epochs=6, learning_rate=1e-2,
+        Setting(), samples=240, informative=6, redundant=2, noise=3, classes=4, experts=5, hidden=7,
+        folds=3, batch=50, epochs=6, learning_rate=1e-2,
     )  # fmt: skip
     found = {arm: run_arm(arm, 1, setting) for arm in ("baseline", "orthogonality")}
     assert np.mean(found["baseline"]["accuracy"]) > 0.4  # chance is 0.25
