@@ -202,7 +202,7 @@ class _Experts(torch.autograd.Function):
                 del x, rows, z, y
 
             out_TH, y_gram = combine(weights_TK, y_TKH, call.outputs_gram)
-            z_gram = gram(z_TKD) if call.activations_gram else None
+            z_gram = None if z_TKD is None or not call.activations_gram else gram(z_TKD)
         ctx.call, ctx.groups = call, groups
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[2] or call.outputs_gram or call.outputs
@@ -249,18 +249,16 @@ class _Experts(torch.autograd.Function):
             lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
 
             sums = {
-                name: OuterSums(tensor, groups, scale) if needed else None
-                for name, tensor, scale, needed in (
-                    ("gate_up", gate_up, 1.0, needs_gate_up),
-                    ("down", down, 1.0, needs_down),
-                    ("a_up", a_up, 1.0, a_up is not None),
-                    ("b_up", b_up, call.scaling_up, a_up is not None),
-                    ("a_down", a_down, 1.0, a_down is not None),
-                    ("b_down", b_down, call.scaling_down, a_down is not None),
-                )
+                "gate_up": OuterSums(gate_up if needs_gate_up else None, groups),
+                "down": OuterSums(down if needs_down else None, groups),
+                "a_up": OuterSums(a_up, groups),
+                "b_up": OuterSums(b_up, groups, call.scaling_up),
+                "a_down": OuterSums(a_down, groups),
+                "b_down": OuterSums(b_down, groups, call.scaling_down),
             }
             separate = mask_TH is not None
-            dx_SH = dx_lora_SH = None
+            dx_SH: Any = None
+            dx_lora_SH: Any = None
             if needs_h:
                 # A part's dy has been used up when its dx is written.
                 dx_SH = groups.buffer(hidden, hidden_TH) if dy_SH is None else dy_SH
@@ -315,19 +313,18 @@ class _Experts(torch.autograd.Function):
                     sums["a_up"].add(dp, x, part)
                     if needs_h and separate:
                         dx_lora = rows_times(dp, a_up, part, out=dx_lora_SH)
-                    elif needs_h:
+                    elif dx is not None:
                         add_rows_times(dx, dp, a_up, part)
                 if groups.bounds is None:
                     dx_SH, dx_lora_SH = dx, dx_lora
 
-            grad_hidden = None
+            grad_hidden: Any = None
             if needs_h:
                 grad_hidden = sum_over_choices(dx_SH, rows_S, call.index_TK.shape)
             if needs_h and separate:
                 through_TH = sum_over_choices(dx_lora_SH, rows_S, call.index_TK.shape)
                 grad_hidden.add_(dropped(through_TH, mask_TH, call.dropout_up))
-        grads = [total.sums_EOI if total is not None else None for total in sums.values()]
-        return (None, grad_hidden, grad_weights, *grads)
+        return (None, grad_hidden, grad_weights, *(total.sums_EOI for total in sums.values()))
 
 
 def _parts(groups: Groups, hidden_TH: Tensor) -> list[Part]:

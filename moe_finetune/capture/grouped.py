@@ -184,13 +184,13 @@ def _add_rows_times(into: Tensor, rows: Tensor, weight: Tensor, part: Part, scal
 class OuterSums:
     """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
 
-    Filled part by part; experts without rows are 0.
+    Filled part by part; experts without rows are 0. ``sums_EOI`` stays None without a weight.
     """
 
-    def __init__(self, like_EOI: Tensor, groups: Groups, scale: float = 1.0):
+    def __init__(self, like_EOI: Tensor | None, groups: Groups, scale: float = 1.0):
         self.scale = scale
-        self.sums_EOI = None
-        if groups.bounds is not None:
+        self.sums_EOI: Tensor | None = None
+        if groups.bounds is not None and like_EOI is not None:
             self.sums_EOI = torch.zeros_like(like_EOI, memory_format=torch.contiguous_format)
 
     def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
