@@ -112,7 +112,7 @@ class Inputs:
 
 def check_inputs(recipe: Recipe) -> Inputs:
     """Find whatever is wrong with checkpoint, method, data or suite before the run begins."""
-    from moe_finetune.capture.recorder import config_facts
+    from moe_finetune.capture.model import config_facts
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.families import family_of
     from moe_finetune.families.fresh import check_vocabulary, fresh_config

@@ -28,7 +28,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from moe_finetune.capture.recorder import Recorder, backbone_of, model_facts
+from moe_finetune.capture.model import backbone_of, model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.environment import describe_environment
 from moe_finetune.families import family_of
 from moe_finetune.lora.targets import add_lora

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.balancing.selection import Rule, select_with_bias
-from moe_finetune.capture.recorder import MoeLayer, Perturbation
+from moe_finetune.capture.model import MoeLayer
+from moe_finetune.capture.recorder import Perturbation
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.objective import LayerLoss
 

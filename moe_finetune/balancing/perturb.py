@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_finetune.capture.recorder import MoeLayer, Perturbation
+from moe_finetune.capture.model import MoeLayer
+from moe_finetune.capture.recorder import Perturbation
 from moe_finetune.recipe import Perturbations
 
 

@@ -14,7 +14,6 @@ Nothing global is replaced, and :meth:`Recorder.restore` leaves the model as it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
-from moe_finetune.capture.experts import ExpertsResult, run_experts
+from moe_finetune.capture.experts import run_experts
 from moe_finetune.capture.inject import inject
+from moe_finetune.capture.model import MoeLayer, backbone_of, check_experts, moe_layers
 from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
 from moe_finetune.errors import CaptureError
-from moe_finetune.families import Family, family_of
 from moe_finetune.lora.factors import (
     expert_factors,
     parameter_wrappers,
@@ -35,36 +34,13 @@ from moe_finetune.lora.factors import (
     stored_router_weight,
 )
 from moe_finetune.lora.linear import run_linear, wrapped_linears
-from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
+from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
 
 IMPLEMENTATION = "moe_finetune"
 
 Observer = Callable[[RoutingRecord, LayerLoss], None]
 RouterEdit = Callable[["MoeLayer", RoutingRecord], RoutingRecord]
-
-
-@dataclass(eq=False)
-class MoeLayer:
-    """One MoE layer of the model and what it holds while it runs."""
-
-    index: int
-    decoder_layer: Any
-    block: Any
-    router: Any
-    experts: Any
-    outer_experts: Any
-    family: Family
-    context: ForwardContext | None = None
-    router_output: tuple[Tensor, Tensor, Tensor] | None = None
-    router_input: Tensor | None = None
-    result: ExpertsResult | None = None
-    factors: dict[str, Any] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Drop references to tensors of a finished forward."""
-        self.context = self.router_output = self.router_input = self.result = None
-        self.factors = {}
 
 
 class Perturbation:
@@ -85,54 +61,6 @@ class Perturbation:
     ) -> tuple[Tensor, Tensor]:
         """Weights and index that the block uses instead of the router's own."""
         return weights_TK, index_TK
-
-
-def backbone_of(model: nn.Module) -> Any:
-    """The decoder stack below the language-model head, under PEFT and wrappers too."""
-    inner: Any = getattr(model, "module", model)
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    if hasattr(inner, "get_decoder"):
-        inner = inner.get_decoder()
-    if not hasattr(inner, "layers"):
-        raise CaptureError(f"{type(inner).__name__} has no decoder layers to record")
-    return inner
-
-
-def moe_layers(model: nn.Module) -> list[MoeLayer]:
-    """All MoE layers of the model, in order."""
-    backbone = backbone_of(model)
-    family = family_of(backbone.config)
-    found = []
-    for index in family.moe_layers(backbone.config):
-        decoder_layer = backbone.layers[index]
-        block = getattr(decoder_layer, family.block_path)
-        outer = getattr(block, family.experts_name, None)
-        router = getattr(block, family.router_name, None)
-        if outer is None or router is None:
-            raise CaptureError(
-                f"layer {index} of this {family.title} has no router and experts at "
-                f"'{family.block_path}.{family.router_name}' and "
-                f"'{family.block_path}.{family.experts_name}'"
-            )
-        experts, _ = parameter_wrappers(outer)
-        found.append(MoeLayer(index, decoder_layer, block, router, experts, outer, family))
-    return found
-
-
-def model_facts(model: nn.Module) -> ModelFacts:
-    """Sizes that loss terms are checked against."""
-    return config_facts(backbone_of(model).config)
-
-
-def config_facts(config: Any) -> ModelFacts:
-    """The same from a transformers config, before any weight is loaded."""
-    family = family_of(config)
-    return ModelFacts(
-        moe_layers=tuple(family.moe_layers(config)),
-        num_experts=family.num_experts(config),
-        top_k=family.top_k(config),
-        vocab_size=config.vocab_size,
-    )
 
 
 class Recorder:
@@ -213,7 +141,7 @@ class Recorder:
     def _install(self) -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         for layer in self.layers:
-            _check_experts(layer)
+            check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError("this model is being recorded already; restore it first")
         self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
@@ -471,26 +399,6 @@ def _projection(experts: Any, factors: dict[str, Any], name: str) -> ProjectionF
     if lora is None:
         return ProjectionFactors(weight[:, rows])
     return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
-
-
-def _check_experts(layer: MoeLayer) -> None:
-    """Refuse experts whose layout or execution this forward does not have."""
-    experts, where = layer.experts, f"layer {layer.index}"
-    flags = {
-        "has_gate": True,
-        "has_bias": False,
-        "is_transposed": False,
-        "is_concatenated": True,
-        "_is_expert_parallel": False,
-    }
-    for name, wanted in flags.items():
-        if getattr(experts, name, None) != wanted:
-            raise CaptureError(
-                f"{where}: experts with {name}={getattr(experts, name, None)} are not supported "
-                f"(needed: {wanted})"
-            )
-    if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
-        raise CaptureError(f"{where}: {type(experts).__name__} gates in its own way")
 
 
 def _refuse_reentrant(backbone: Any) -> None:

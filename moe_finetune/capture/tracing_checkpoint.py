@@ -73,7 +73,7 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     import torch
 
     from moe_finetune.balancing.selection import Rule
-    from moe_finetune.capture.recorder import model_facts, moe_layers
+    from moe_finetune.capture.model import model_facts, moe_layers
     from moe_finetune.training.save import load_bias
 
     stored = load_bias(adapter)

@@ -56,7 +56,7 @@ def trace_vllm(
         DependencyError: vLLM cannot be used here.
         CaptureError: it cannot load the checkpoint so, or does not tell what its routers chose.
     """
-    from moe_finetune.capture.recorder import config_facts
+    from moe_finetune.capture.model import config_facts
     from moe_finetune.families.loading import load_config
 
     config = load_config(checkpoint)

@@ -141,7 +141,8 @@ def pretrain(
     """
     import torch
 
-    from moe_finetune.capture.recorder import Recorder, model_facts
+    from moe_finetune.capture.model import model_facts
+    from moe_finetune.capture.recorder import Recorder
     from moe_finetune.losses.objective import Objective
 
     documents = read_corpus()

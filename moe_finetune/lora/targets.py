@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from moe_finetune.capture.recorder import backbone_of, moe_layers
+from moe_finetune.capture.model import backbone_of, moe_layers
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.families import family_of
 from moe_finetune.lora.factors import parameter_wrappers

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from moe_finetune.capture.recorder import backbone_of
+from moe_finetune.capture.model import backbone_of
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe import Method, resolve_method
 from moe_finetune.training import ranks

@@ -7,7 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.capture.recorder import Recorder, backbone_of
+from moe_finetune.capture.model import backbone_of
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, PreviousLayer

@@ -159,7 +159,7 @@ def evaluation_metrics(
     Means over layers, of this rank's share of the data. Every rank must call: with a sharded model
     each takes part in the others' forwards, which is why batches are counted and not tokens.
     """
-    from moe_finetune.capture.recorder import model_facts
+    from moe_finetune.capture.model import model_facts
 
     model: Any = recorder.model
     sample = Sample(model_facts(model), pictures=False)

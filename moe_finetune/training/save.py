@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.capture.recorder import moe_layers
+from moe_finetune.capture.model import moe_layers
 from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from moe_finetune.capture.recorder import Perturbation, Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Perturbation, Recorder
 from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.recipe import DataSection

@@ -20,7 +20,8 @@ from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.perturb import TrainingNoise
-from moe_finetune.capture.recorder import Observer, Perturbation, Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Observer, Perturbation, Recorder
 from moe_finetune.capture.statistics import TrainingStatistics
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective

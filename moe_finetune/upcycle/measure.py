@@ -129,7 +129,8 @@ def _of_split(
 ) -> dict[str, Any]:
     import torch
 
-    from moe_finetune.capture.recorder import Recorder, model_facts
+    from moe_finetune.capture.model import model_facts
+    from moe_finetune.capture.recorder import Recorder
 
     length, section = recipe.texts.max_length, recipe.evaluation
     rows = [

@@ -19,7 +19,8 @@ def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[
     """
     import torch
 
-    from moe_finetune.capture.recorder import Recorder, model_facts
+    from moe_finetune.capture.model import model_facts
+    from moe_finetune.capture.recorder import Recorder
 
     layers = model_facts(model).moe_layers
     middle = len(layers) // 2

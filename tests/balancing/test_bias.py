@@ -7,7 +7,8 @@ import torch
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.selection import Rule, select_with_bias
-from moe_finetune.capture.recorder import Recorder, model_facts, moe_layers
+from moe_finetune.capture.model import model_facts, moe_layers
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import max_violation
 from moe_finetune.recipe import LoraSection

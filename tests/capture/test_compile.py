@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.losses.objective import Objective
 from tests import tiny
 from tests.capture.test_recorder import TERMS, adapted, assert_close, gradients

@@ -8,7 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from tests import tiny

@@ -9,7 +9,8 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext

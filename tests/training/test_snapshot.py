@@ -11,7 +11,8 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.capture.recorder import Recorder, model_facts
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
 from moe_finetune.metrics.experts import separation
