@@ -9,25 +9,26 @@ import pytest
 from scipy import stats
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.studies.effects.claims import (
-    EFFECTS,
-    Comparison,
-    Effect,
-    after,
-    change,
-    curve_rmse,
-    half_recovery,
-    log_change,
-    mean_of_probes,
-    recovered,
-    score,
-    spikes,
-)
+from moe_finetune.studies.effects.claims import EFFECTS, Comparison, Effect
 from moe_finetune.studies.effects.paired import (
     Interval,
     t_interval,
     verdict_of_no_change,
     verdict_of_sign,
+)
+from moe_finetune.studies.effects.readings import (
+    after,
+    change,
+    curve_rmse,
+    fold_mean,
+    half_recovery,
+    largest_gradient,
+    log_change,
+    mean_of_probes,
+    recovery_gap,
+    recovery_loss,
+    score,
+    spikes,
 )
 from moe_finetune.studies.effects.shards import Shard
 from moe_finetune.studies.effects.table import (
@@ -133,6 +134,9 @@ def test_readings_of_a_run():
     assert log_change("v")({"log": [{"other": 1.0}]}) is None
     assert curve_rmse("v")({"log": log}, {"log": [{"v": row["v"] + 2} for row in log]}) == 2
     assert score()({"scores": {"mean": 0.25}}) == 25
+    assert fold_mean("rank")({"rank": [1.0, 2.0, 6.0]}) == 3
+    norms = [9.0, 8.0, 1.0, 3.0, *[2.0] * 16]  # the first tenth does not count
+    assert largest_gradient({"gradient_norm": norms}) == 3
 
 
 def test_a_spike_is_a_step_far_above_those_before():
@@ -147,7 +151,8 @@ def test_half_recovery_lies_between_the_two_levels():
         for c, g in ((0.1, 1.0), (0.3, 0.8), (0.5, 0.3), (0.7, 0.0))
     ]
     assert half_recovery({"random": rows}) == pytest.approx(0.3 + 0.2 * 0.3 / 0.5)
-    assert recovered("greedy", 0.33)({"random": rows}) == 0.8
+    assert recovery_gap(0.33)({"random": rows}) == pytest.approx(-0.2)
+    assert recovery_loss(0.1, 0.5)({"random": rows}) == pytest.approx(-0.7)
 
 
 def test_all_fifteen_effects_are_in_the_table_and_those_not_run_say_so():

@@ -1,22 +1,32 @@
 """The fifteen headline effects as comparisons of runs; the first of an effect is its verdict's.
 
-A reading maps a run's result to a number. What a claim compares, which way, and with what margin
-is written here before any run is looked at.
+What a claim compares, which way, and with what margin was written before any run was looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
-import numpy as np
-
+from moe_finetune.studies.effects.readings import (
+    Reading,
+    Result,
+    after,
+    change,
+    curve_rmse,
+    fold_mean,
+    half_recovery,
+    held_out,
+    largest_gradient,
+    log_change,
+    mean_of_probes,
+    recovery_gap,
+    recovery_loss,
+    score,
+    spikes,
+)
 from moe_finetune.studies.effects.shards import Part
-
-Result = Mapping[str, Any]
-Reading = Callable[[Result], float | None]
 
 
 @dataclass(frozen=True)
@@ -55,94 +65,6 @@ class Effect:
     name: str
     paper: str
     comparisons: Sequence[Comparison]
-
-
-def after(name: str) -> Reading:
-    """Metric ``name`` of the last probe."""
-    return lambda result: result["probes"][-1].get(name)
-
-
-def change(name: str) -> Reading:
-    """Last probe's metric minus the first's."""
-    return lambda result: result["probes"][-1][name] - result["probes"][0][name]
-
-
-def mean_of_probes(name: str) -> Reading:
-    """Mean over the probes that have the metric."""
-    return lambda result: float(np.mean([row[name] for row in result["probes"] if name in row]))
-
-
-def logged(name: str) -> Callable[[Result], list[float]]:
-    """A logged value over training."""
-    return lambda result: [row[name] for row in result["log"] if name in row]
-
-
-def log_change(name: str) -> Reading:
-    """Mean of a logged value in the run's last quarter minus that in its first."""
-
-    def read(result: Result) -> float | None:
-        values = logged(name)(result)
-        quarter = max(1, len(values) // 4)
-        if len(values) < 2:
-            return None
-        return float(np.mean(values[-quarter:]) - np.mean(values[:quarter]))
-
-    return read
-
-
-def curve_rmse(name: str) -> Callable[[Result, Result], float]:
-    """Root mean squared difference of a logged curve in two runs (P0 eq. 43)."""
-    from moe_finetune.metrics import rmse
-
-    return lambda a, b: rmse(logged(name)(a), logged(name)(b))
-
-
-def score(task: str = "mean") -> Reading:
-    """Held-out score after training, in percent."""
-    return lambda result: 100 * result["scores"][task]
-
-
-def fold_mean(name: str) -> Reading:
-    """Mean over the folds."""
-    return lambda result: float(np.mean(result[name]))
-
-
-def recovered(choice: str, at: float) -> Reading:
-    """Share of trials that ``choice`` recovers at the coherence nearest to ``at``."""
-
-    def read(result: Result) -> float:
-        row = min(result["random"], key=lambda row: abs(row["coherence"] - at))
-        return row[choice]
-
-    return read
-
-
-def half_recovery(result: Result) -> float:
-    """Coherence at which greedy recovery falls to one half, between the two nearest levels."""
-    rows = result["random"]
-    for low, high in pairwise(rows):
-        if low["greedy"] >= 0.5 > high["greedy"]:
-            share = (low["greedy"] - 0.5) / (low["greedy"] - high["greedy"])
-            return low["coherence"] + share * (high["coherence"] - low["coherence"])
-    return rows[-1]["coherence"]
-
-
-def held_out(result: Result) -> float | None:
-    """Held-out loss of a run from scratch; None when it diverged."""
-    return result["held_out"]
-
-
-def spikes(result: Result) -> float:
-    """Steps after the warm-up's end whose loss is 0.1 nats above the mean of the five before."""
-    loss = np.asarray(result["loss"])
-    start = max(6, len(loss) // 10)
-    return float(sum(loss[i] > loss[i - 5 : i].mean() + 0.1 for i in range(start, len(loss))))
-
-
-def largest_gradient(result: Result) -> float:
-    """Largest gradient norm after the first tenth of the steps, before clipping."""
-    norms = result["gradient_norm"]
-    return float(max(norms[max(1, len(norms) // 10) :]))
 
 
 def _tuned(
@@ -308,7 +230,7 @@ EFFECTS: tuple[Effect, ...] = (
         [
             Comparison(
                 "greedy recovery at 0.9 - at 0.02",
-                lambda r: recovered("greedy", 0.9)(r) - recovered("greedy", 0.02)(r),  # type: ignore[operator]
+                recovery_loss(0.02, 0.9),
                 "recovery",
                 "sweep",
                 None,
@@ -316,7 +238,7 @@ EFFECTS: tuple[Effect, ...] = (
             ),
             Comparison(
                 "greedy - optimal recovery at 0.9",
-                lambda r: recovered("greedy", 0.9)(r) - recovered("optimal", 0.9)(r),  # type: ignore[operator]
+                recovery_gap(0.9),
                 "recovery",
                 "sweep",
                 None,

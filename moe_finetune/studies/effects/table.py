@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.evaluation.files import write_atomic
-from moe_finetune.studies.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect, Result
+from moe_finetune.studies.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect
 from moe_finetune.studies.effects.paired import (
     Interval,
     Verdict,
@@ -21,6 +21,7 @@ from moe_finetune.studies.effects.paired import (
     verdict_of_no_change,
     verdict_of_sign,
 )
+from moe_finetune.studies.effects.readings import Result
 from moe_finetune.studies.effects.shards import Shard
 
 Results = Mapping[Shard, Result]
@@ -52,41 +53,17 @@ class Row:
 
 def compare(comparison: Comparison, results: Results) -> Row:
     """Evaluate one comparison on the runs that are there."""
-    arms = _of(results, comparison.part, comparison.arm)
-    bases = (
-        arms if comparison.baseline is None else _of(results, comparison.part, comparison.baseline)
-    )
-    values, base_values, differences, excluded = [], [], [], 0
-    for seed in sorted(set(arms) & set(bases)):
-        value = comparison.reading(arms[seed])
-        base = comparison.reference
-        if comparison.baseline is not None and comparison.pair is None:
-            read = comparison.reading(bases[seed])
-            if read is None:
-                excluded += 1
-                continue
-            base = read
-        if value is None:
-            excluded += 1
-            continue
-        if comparison.pair is not None:
-            value = comparison.pair(arms[seed], bases[seed])
-        values.append(value)
-        base_values.append(base)
-        differences.append(value - base)
-    if not differences:
-        return Row(
-            comparison.what,
-            comparison.arm,
-            comparison.baseline,
-            None,
-            None,
-            None,
-            "not run",
-            excluded,
-        )
-    found = t_interval(differences)
-    mean, base_mean = float(np.mean(values)), float(np.mean(base_values))
+    what, arm, baseline = comparison.what, comparison.arm, comparison.baseline
+    arms = _of(results, comparison.part, arm)
+    bases = arms if baseline is None else _of(results, comparison.part, baseline)
+    both = sorted(set(arms) & set(bases))
+    pairs = [_pair(comparison, arms[seed], bases[seed]) for seed in both]
+    known = [(value, base) for value, base in pairs if value is not None and base is not None]
+    excluded = len(pairs) - len(known)
+    if not known:
+        return Row(what, arm, baseline, None, None, None, "not run", excluded)
+    found = t_interval([value - base for value, base in known])
+    mean, base_mean = (float(np.mean(column)) for column in zip(*known, strict=True))
     if comparison.sign == 0:
         verdict = verdict_of_no_change(found, comparison.margin * abs(base_mean))
     else:
@@ -94,16 +71,16 @@ def compare(comparison: Comparison, results: Results) -> Row:
         limit = comparison.at_most
         if verdict == "reproduced" and limit is not None and mean > limit * base_mean:
             verdict = "sign only"
-    return Row(
-        comparison.what,
-        comparison.arm,
-        comparison.baseline,
-        mean,
-        base_mean,
-        found,
-        verdict,
-        excluded,
-    )
+    return Row(what, arm, baseline, mean, base_mean, found, verdict, excluded)
+
+
+def _pair(comparison: Comparison, ours: Result, base: Result) -> tuple[float | None, float | None]:
+    """The two numbers of one seed that are subtracted."""
+    if comparison.pair is not None:
+        return comparison.pair(ours, base), comparison.reference
+    if comparison.baseline is None:
+        return comparison.reading(ours), comparison.reference
+    return comparison.reading(ours), comparison.reading(base)
 
 
 def _of(results: Results, part: str, arm: str) -> dict[int, Result]:
@@ -210,7 +187,10 @@ def _cells(row: Row, bold: bool) -> tuple[str, ...]:
     if row.difference is None or row.arm_mean is None or row.baseline_mean is None:
         return compared, "–", "–", "–", word
     values = f"{_number(row.baseline_mean)} -> {_number(row.arm_mean)}"
-    return compared, values, _interval(row.difference), str(row.difference.seeds), word
+    difference = _interval(row.difference)
+    if row.baseline and row.baseline_mean:
+        difference += f", {100 * row.difference.mean / abs(row.baseline_mean):+.3g} %"
+    return compared, values, difference, str(row.difference.seeds), word
 
 
 def _interval(found: Interval) -> str:
