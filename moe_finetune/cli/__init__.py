@@ -1,0 +1,47 @@
+"""The command line: one function a verb that parses, calls and prints. See ``main`` for errors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import typer
+
+# Importing them registers their verbs.
+from moe_finetune.cli import checkpoints, evaluation, experts, runs  # noqa: F401
+from moe_finetune.cli.app import app
+from moe_finetune.errors import MoeFinetuneError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return the exit code.
+
+    0 success; 1 a failure of the machine, or of ``doctor``'s checks; 2 a wrong input, with one
+    message on stderr; 130 interrupted. ``--debug`` anywhere shows the traceback instead.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MoeFinetuneError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if not hasattr(error, "exit_code") or not hasattr(error, "show"):
+            raise
+        error.show()  # a usage error: typer knows how to say it
+        return int(error.exit_code)

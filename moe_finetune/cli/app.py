@@ -1,0 +1,42 @@
+"""The application that verbs register with, and the arguments that several of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="moe-finetune",
+    help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
+    epilog="Add --debug to any verb to see the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")]
+RecipeItems = Annotated[
+    list[str], typer.Argument(metavar="RECIPE... [key.path=value ...]", show_default=False)
+]
+
+
+def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Recipe files and ``key.path=value`` overrides, from one list of arguments."""
+    overrides = [item for item in items if "=" in item and not Path(item).is_file()]
+    return [item for item in items if item not in overrides], overrides
+
+
+def write_json(document: object, output: Path | None) -> None:
+    """Write ``document`` to a file, or print it."""
+    from json import dumps
+
+    text = dumps(document, indent=2, allow_nan=False)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,213 @@
+"""Verbs that take a checkpoint and write or serve one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.cli.app import Output, app
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
+
+    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml
+    """
+    from json import dumps
+
+    from moe_finetune.inspection import inspect_checkpoint
+    from moe_finetune.recipe import load_recipe
+
+    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
+    print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    output: Output,
+) -> None:
+    """Write a copy that needs no remote code: config, fast tokenizer, the same weights (linked).
+
+    Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
+    """
+    from moe_finetune.families.convert import convert_checkpoint
+    from moe_finetune.families.loading import local_folder
+
+    print(f"checkpoint: {convert_checkpoint(local_folder(checkpoint), output)}")
+
+
+@app.command()
+def merge(
+    source: Annotated[Path, typer.Argument(metavar="RUN|ADAPTER", help="Run or adapter folder.")],
+    output: Output,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base checkpoint; default: the adapter's own.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: stored.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with base + adapter afterwards.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+    drop_bias: Annotated[
+        bool, typer.Option("--drop-bias", help="Leave a routing bias out where it has no place.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also upload to the hub.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the pushed repository private.")
+    ] = False,
+) -> None:
+    """Write base + adapter as an ordinary checkpoint, shard by shard.
+
+    Example: moe-finetune merge runs/erc --verify --output merged/erc
+    """
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.training.save import load_bias
+    from moe_finetune.weights import merge_adapter
+    from moe_finetune.weights.push import check_push, push_checkpoint
+
+    adapter = source / "adapter" if (source / "adapter").is_dir() else source
+    folder = local_folder(base) if base is not None else base_of(adapter)
+    if push is not None:
+        check_push(push)
+    bias = load_bias(adapter)
+    report = merge_adapter(
+        folder,
+        adapter,
+        output,
+        dtype=dtype,
+        dry_run=dry_run,
+        bias=bias,
+        bias_export="drop" if drop_bias else "keep",
+    )
+    if dry_run:
+        print(report.plan.table())
+        return
+    print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
+    if verify:
+        from moe_finetune.weights.verify import verify_merge
+
+        check = verify_merge(folder, adapter, output, bias=bias)
+        print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
+    if push is not None:
+        print(f"pushed: {push_checkpoint(output, push, private)}")
+
+
+def base_of(adapter: Path) -> Path:
+    """The folder of the base checkpoint that an adapter names, at the revision it names."""
+    from moe_finetune.errors import AdapterError
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.adapter import open_adapter
+
+    config = open_adapter(adapter).config
+    named = config.get("base_model_name_or_path")
+    if not named:
+        raise AdapterError(f"{adapter}: names no base checkpoint; give it with --base")
+    return local_folder(str(named), revision=config.get("revision"))
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint folder or hub id.")
+    ],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name; default: the folder's.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each layer.")
+    ] = 1,
+    data_parallel: Annotated[
+        int, typer.Option("--data-parallel", min=1, help="Replicas that share the requests.")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Spread the experts over those GPUs.")
+    ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Adapter to serve over the base, unmerged.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds until it must be ready.")
+    ] = 1800.0,
+) -> None:
+    """Serve a merged checkpoint with vLLM. Ctrl-C stops it.
+
+    What follows -- goes to `vllm serve` as it is, such as -- --max-model-len 4096.
+
+    Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
+    -- --max-model-len 4096
+    """
+    from moe_finetune.serving import ServeOptions
+    from moe_finetune.serving import serve as run_server
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        name=name,
+        tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel,
+        expert_parallel=expert_parallel,
+        adapter=adapter,
+        extra=tuple(context.args),
+    )
+    code = run_server(source, options, timeout)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def permute(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
+    permutation: Annotated[
+        Path,
+        typer.Option("--permutation", "-p", help='`place`\'s plan, or {"LAYER": [expert, ...]}.'),
+    ],
+    output: Output,
+) -> None:
+    """Write a checkpoint with the experts of some layers in another order; it computes the same.
+
+    Example: moe-finetune permute ./my-moe --permutation order.json --output ./my-moe-placed
+    """
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.permute import permute_experts
+
+    folder = local_folder(checkpoint)
+    permute_experts(folder, read_order(permutation, folder), output)
+    print(f"checkpoint: {output}")
+
+
+def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
+    """Old expert at each new place by layer, from a plan for this model or a plain permutation."""
+    from moe_finetune.errors import CheckpointError
+    from moe_finetune.placement.plan import PlacementPlan
+    from moe_finetune.weights.checkpoint import read_config, read_json
+    from moe_finetune.weights.permute import read_permutation
+
+    if file.is_file() and "format" not in read_json(file):
+        return read_permutation(file)
+    plan = PlacementPlan.read(file)
+    model_type = read_config(checkpoint).get("model_type")
+    if plan.model_type != model_type:
+        raise CheckpointError(
+            f"{file}: is a plan for {plan.model_type}, and {checkpoint} is a {model_type}; "
+            "make one from this model's trace with 'moe-finetune place'"
+        )
+    return dict(zip(plan.layers, plan.permutation_LE().tolist(), strict=True))

@@ -1,0 +1,195 @@
+"""Verbs that look at routing and place experts."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.cli.app import Output, app
+
+
+class Recorder(enum.StrEnum):
+    """What runs a checkpoint whose routing is recorded."""
+
+    hf = "hf"
+    vllm = "vllm"
+
+
+class Score(enum.StrEnum):
+    """Measures of an expert's relevance."""
+
+    token = "token"
+    gate = "gate"
+
+
+@app.command()
+def analyze(
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT|TRACE", help="Folder, hub id or .npz trace.")
+    ],
+    output: Output,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="Text to record; a domain by its name.")
+    ] = None,
+    domain: Annotated[
+        list[str] | None, typer.Option("--domain", metavar="NAME=FILE", help="Text of a domain.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="PEFT adapter over the checkpoint.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of a domain.")] = None,
+    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens of a row.")] = 2048,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Store all experts' probabilities.")
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+    backend: Annotated[
+        Recorder, typer.Option("--backend", "-b", help="vllm tells the selected experts only.")
+    ] = Recorder.hf,
+    vllm: Annotated[
+        list[str] | None, typer.Option("--vllm", metavar="KEY=VALUE", help="Engine argument.")
+    ] = None,
+) -> None:
+    """Record which experts the tokens go to, measure it, and draw a page.
+
+    Of a checkpoint: a trace (for select, place and compare), numbers and a page; of a trace:
+    numbers and a page.
+
+    Example: moe-finetune analyze ./my-moe --domain law=law.jsonl --domain math=math.jsonl
+    --limit 200 --output analysis/my-moe
+    """
+    from moe_finetune.analysis import analyze as run_analysis
+    from moe_finetune.layered_yaml import load_tree
+
+    page = run_analysis(
+        source,
+        output,
+        split_domains(data or [], domain or []),
+        adapter=adapter,
+        limit=limit,
+        max_length=max_length,
+        probabilities=probabilities,
+        dtype=dtype,
+        backend=backend.value,
+        engine=load_tree([], vllm or []).values,
+    )
+    print(f"report: {page}")
+
+
+def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list[str]]:
+    """Files by domain, from ``--data FILE`` (named by the file) and ``--domain NAME=FILE``."""
+    found: dict[str, list[str]] = {}
+    for file in data:
+        found.setdefault(Path(file).name.partition(".")[0], []).append(file)
+    for item in domains:
+        name, equals, file = item.partition("=")
+        if not (name and equals and file):
+            raise typer.BadParameter(f"--domain {item}: wanted NAME=FILE")
+        found.setdefault(name, []).append(file)
+    return found
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def place(
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Plan file to write; with --bench a folder.")
+    ],
+    max_imbalance: Annotated[
+        float, typer.Option("--max-imbalance", min=1.0, help="Largest rank load over the mean.")
+    ] = 1.3,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Routing groups (n_group), which stay whole.")
+    ] = 1,
+    bench: Annotated[
+        Path | None,
+        typer.Option("--bench", metavar="FILE", help="Measure vLLM's samples/s on these rows."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="TRACE", help="Bench: another model, placed by its own."),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Bench: rows.")] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", min=1, help="Bench: tokens of an answer.")
+    ] = 128,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Bench: times each.")] = 3,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Bench: say what would be started.")
+    ] = False,
+) -> None:
+    """Plan which rank holds which expert, so that tokens cross ranks less; for `permute`.
+
+    Plans on the first half of the sequences and shows what that does to the other half.
+
+    With --bench FILE it measures samples/s of vLLM under expert parallelism, on as many GPUs as
+    ranks: the trace's checkpoint with experts in round robin, the same placed by the plan, and the
+    checkpoint of --against placed by its own plan. What follows -- goes to `vllm serve`.
+
+    Example: moe-finetune place traces/law --ranks 8 --output plan.json
+
+    \b
+    moe-finetune place traces/aux --against traces/coupling --ranks 8 --bench law.jsonl -o bench
+    """
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.placement.held_out import plan_trace
+    from moe_finetune.placement.throughput import Bench, run_bench
+
+    opened = RoutingTrace.open(trace)
+    if bench is not None:
+        asked = Bench(
+            ranks=ranks,
+            rows=bench,
+            output=output,
+            max_imbalance=max_imbalance,
+            groups=groups,
+            samples=samples,
+            output_tokens=output_tokens,
+            repeat=repeat,
+            extra=tuple(context.args),
+        )
+        traces = [opened, *([RoutingTrace.open(against)] if against is not None else [])]
+        print(run_bench(asked, traces, dry_run))
+        return
+    if against is not None or dry_run or context.args:
+        raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")
+    found = plan_trace(opened, ranks, max_imbalance, groups)
+    for name, metrics in found.metrics.items():
+        print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+    found.plan.write(output)
+    print(f"plan: {output}")
+
+
+@app.command()
+def select(
+    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
+    score: Annotated[Score, typer.Option("--score", help="Relevance measure.")] = Score.token,
+    top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
+    domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
+) -> None:
+    """Choose the experts that a task relies on (ESFT), for lora.experts in a recipe.
+
+    Example: moe-finetune select traces/law --top-p 0.2 --output law.json
+    """
+    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.lora.select import ExpertSelection, select_experts
+
+    opened = RoutingTrace.open(trace)
+    info = opened.info
+    chosen = select_experts(
+        opened.load("ids", domain),
+        opened.load("weights", domain) if score is Score.gate else None,
+        info.num_experts,
+        score=score.value,
+        top_p=top_p,
+    )
+    experts = dict(zip(info.layers, chosen, strict=True))
+    ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p).write(output)
+    print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")

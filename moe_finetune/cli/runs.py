@@ -1,0 +1,177 @@
+"""Verbs that train: the demo, a recipe, a study, an upcycling; and what a run leaves to read."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.cli.app import Output, RecipeItems, app, split_items, write_json
+
+
+class Format(enum.StrEnum):
+    """Forms of a report."""
+
+    html = "html"
+    json = "json"
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", help="New folder of the demo.")] = Path(
+        "runs/demo"
+    ),
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="vllm or hf; default: vllm where it works.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Steps of each fine-tune; default: the recipe's.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the demo in OUTPUT.")
+    ] = False,
+) -> None:
+    """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
+
+    Example: moe-finetune demo --output runs/demo
+    """
+    from moe_finetune.demo.path import run_demo
+
+    page = run_demo(output, backend, steps, resume)
+    print(f"report: {page}")
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Mend vLLM's CPU build.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check versions, vLLM, GPU and disk; exit 1 on a problem.
+
+    Example: moe-finetune doctor --fix
+    """
+    from moe_finetune.doctor import as_json, examine, healthy, text
+
+    checks = examine(fix)
+    print(as_json(checks) if json else text(checks))
+    if not healthy(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    items: RecipeItems,
+    output: Output,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+) -> None:
+    """Carry out a recipe: train, merge, verify, evaluate, report.
+
+    Several recipes and key.path=value overrides are merged; later ones win.
+
+    Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
+    data.train=my.jsonl trainer.max_steps=50 --output runs/erc
+    """
+    from moe_finetune.recipe import load_recipe
+    from moe_finetune.run import run_recipe
+
+    files, overrides = split_items(items)
+    run = run_recipe(load_recipe(files, overrides), output, resume=resume)
+    print(f"run: {run}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File or folder; default: report.")
+    ] = None,
+    title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
+    labels: Annotated[
+        str | None, typer.Option("--labels", metavar="A,B,...", help="A name for each run.")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="Page or numbers.")] = Format.html,
+) -> None:
+    """Draw runs side by side on one HTML page that opens offline, or print their numbers.
+
+    Example: moe-finetune report runs/aux_loss runs/erc --labels aux,ERC --output report
+    """
+    from moe_finetune.report import report_numbers, write_report
+
+    names = [name.strip() for name in labels.split(",")] if labels is not None else None
+    if format is Format.html:
+        print(f"report: {write_report(runs, output or Path('report'), title, names)}")
+        return
+    write_json(report_numbers(runs, names), output)
+
+
+@app.command()
+def study(
+    recipe: Annotated[str, typer.Argument(help="Study file, or the name of one that is shipped.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key.path=value ...]",
+            help="Recipe keys go into every run; seeds=, baseline=, launch.*= are the study's.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The study's folder; new or empty.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show runs, memory and time; start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on; finished runs are skipped.")
+    ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="I/N", help="Only every N-th run, from the I-th."),
+    ] = None,
+) -> None:
+    """Run a recipe over methods, models, data and seeds, and tabulate what came out.
+
+    Exit code 1 when a run failed; the others are finished, and --resume tries it again.
+
+    Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
+    """
+    from moe_finetune.studies.commands import carry_out_study, show_plan
+
+    if plan:
+        show_plan(recipe, overrides or [], output)
+        return
+    if output is None:
+        raise typer.BadParameter("--output: is missing; name the study's folder")
+    if carry_out_study(recipe, overrides or [], output, resume, shard):
+        raise typer.Exit(1)
+
+
+@app.command()
+def upcycle(
+    items: RecipeItems,
+    output: Output,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            "--stage",
+            help="dense, cluster, experts, merge, router, finetune or evaluate alone.",
+        ),
+    ] = None,
+    expert: Annotated[
+        int | None,
+        typer.Option("--expert", metavar="N", help="Of the stage experts this one alone."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in OUTPUT; finished steps are kept.")
+    ] = False,
+) -> None:
+    """Make a MoE of a dense model: cluster texts, train experts, merge, teach routers, compare.
+
+    Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
+    """
+    from moe_finetune.upcycle.command import upcycle_files
+
+    files, overrides = split_items(items)
+    print(f"upcycle: {upcycle_files(files, overrides, output, stage, expert, resume)}")
