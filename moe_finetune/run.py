@@ -91,14 +91,19 @@ def base_folder(recipe: Recipe) -> Path:
 
 
 def start_model(recipe: Recipe) -> Any:
-    """The model that training starts from: the checkpoint's weights, or random ones."""
+    """The model that training starts from: the checkpoint's weights, or random ones.
+
+    Without LoRA all weights train, and are float32 whatever ``model.dtype`` is (the trainer then
+    computes in that): updates at usual learning rates are below the resolution of bfloat16.
+    """
     from moe_finetune.families.fresh import fresh_config, fresh_model
     from moe_finetune.families.loading import load_model
 
     base, attention = base_folder(recipe), recipe.model.attn_implementation
     if recipe.model.init == "random":
         return fresh_model(fresh_config(base, recipe.model.config), recipe.seed, attention)
-    return load_model(base, dtype=recipe.model.dtype, attn_implementation=attention)
+    dtype = recipe.model.dtype if recipe.lora is not None else "float32"
+    return load_model(base, dtype=dtype, attn_implementation=attention)
 
 
 @dataclass(frozen=True)

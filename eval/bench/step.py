@@ -158,7 +158,7 @@ def terms_of(variant: str) -> dict | None:
     """Loss terms of a variant of ours, None for a baseline."""
     if variant in BASELINES:
         return None
-    if variant == "ours":
+    if variant in ("ours", "ours+metrics"):
         return {}
     if variant == "ours+all":
         return ALL_TERMS
@@ -184,7 +184,7 @@ class Variant:
             objective = Objective.from_options(terms, facts) if terms else None
             observers = (
                 [TrainingStatistics(facts.moe_layers, facts.num_experts)]
-                if arguments.metrics
+                if name == "ours+metrics"
                 else []
             )
             self.context = lambda: Recorder(model, objective, observers=observers)
@@ -316,7 +316,6 @@ def main() -> None:
         "it left it and not as another variant did",
     )
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--metrics", action="store_true", help="the callback's cheap metrics too")
     parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--variants", nargs="*")
     parser.add_argument("--no-memory", action="store_true")
@@ -330,6 +329,7 @@ def main() -> None:
     names = arguments.variants or [
         *BASELINES,
         "ours",
+        "ours+metrics",  # the callback's cheap ones
         "ours+orthogonal_variance",
         "ours+specialization_coupling",
         "ours+erc",
