@@ -197,8 +197,8 @@ EFFECTS: tuple[Effect, ...] = (
         "Fig. 5a",
         [
             _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc"),
-            _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc_alpha_3"),
-            _tuned("epsilon", after("noise_level"), "erc", +1, baseline="erc_alpha_3"),
+            _tuned("epsilon", after("noise_level"), "erc_alpha_0.4", +1, baseline="erc_alpha_1.5"),
+            _tuned("epsilon", after("noise_level"), "erc", +1, baseline="erc_alpha_1.5"),
         ],
     ),
     Effect(11, "CMR_1 and S_RL fall with SvMoE", "Tables 1, 2 and Fig. 3", []),
