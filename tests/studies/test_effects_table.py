@@ -172,6 +172,7 @@ def test_the_files_hold_what_the_table_says(tmp_path):
     (row,) = json.loads((tmp_path / "effects.json").read_text())
     assert row["effect"] == 7 and row["difference"] == pytest.approx(0.2)
     assert row["verdict"] == "sign only" and row["seeds"] == 2
+    assert "+20 %" in (tmp_path / "effects.md").read_text()
     head, line = (tmp_path / "effects.csv").read_text().splitlines()
     assert dict(zip(head.split(","), line.split(","), strict=True))["arm"] == "ours"
     assert (

@@ -38,7 +38,8 @@ WORDS: Mapping[Verdict, str] = {
 class Row:
     """One comparison with its numbers; ``difference`` and means are over the seeds both arms have.
 
-    ``excluded``: seeds that have no such number, such as a run that diverged.
+    ``excluded``: seeds that have no such number, such as a run that diverged. ``relative``: whether
+    the difference is a share of what an arm showed.
     """
 
     what: str
@@ -49,6 +50,7 @@ class Row:
     difference: Interval | None
     verdict: Verdict
     excluded: int = 0
+    relative: bool = True
 
 
 def compare(comparison: Comparison, results: Results) -> Row:
@@ -71,7 +73,8 @@ def compare(comparison: Comparison, results: Results) -> Row:
         limit = comparison.at_most
         if verdict == "reproduced" and limit is not None and mean > limit * base_mean:
             verdict = "sign only"
-    return Row(what, arm, baseline, mean, base_mean, found, verdict, excluded)
+    relative = baseline is not None and comparison.pair is None
+    return Row(what, arm, baseline, mean, base_mean, found, verdict, excluded, relative)
 
 
 def _pair(comparison: Comparison, ours: Result, base: Result) -> tuple[float | None, float | None]:
@@ -188,7 +191,7 @@ def _cells(row: Row, bold: bool) -> tuple[str, ...]:
         return compared, "–", "–", "–", word
     values = f"{_number(row.baseline_mean)} -> {_number(row.arm_mean)}"
     difference = _interval(row.difference)
-    if row.baseline and row.baseline_mean:
+    if row.relative and row.baseline_mean:
         difference += f", {100 * row.difference.mean / abs(row.baseline_mean):+.3g} %"
     return compared, values, difference, str(row.difference.seeds), word
 
