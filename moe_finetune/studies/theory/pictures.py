@@ -64,12 +64,18 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
         axes.boxplot(means, tick_labels=names)
         axes.set_title(metric.replace("_", " "), fontsize=9)
         axes.tick_params(labelsize=7)
+    # One scale for all arms, or the colours could not be compared.
+    largest = {
+        key: max(np.max(runs[0][key]) for runs in arms.values())
+        for key in ("cosines", "class_shares")
+    }
     for column, runs in enumerate(arms.values(), start=1):
         for axes, key, title in (
             (grid[0, column], "cosines", "|cos| of two experts"),
             (grid[1, column], "class_shares", "expert x class"),
         ):
-            drawn = axes.imshow(np.array(runs[0][key]), vmin=0, aspect="auto", cmap="viridis")
+            values = np.array(runs[0][key])
+            drawn = axes.imshow(values, vmin=0, vmax=largest[key], aspect="auto", cmap="viridis")
             axes.set_title(f"{names[column - 1]}: {title}", fontsize=8)
             axes.tick_params(labelsize=6)
             figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=6)
