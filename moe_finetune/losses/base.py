@@ -125,6 +125,8 @@ class Term(ABC):
     reads: ClassVar[str]
     trains: frozenset[Literal["router", "experts"]]
     Options: ClassVar[type[TermOptions]] = TermOptions
+    hinge: ClassVar[bool] = False
+    """Whether it is 0, and pushes nothing, while what it asks for holds."""
 
     def __init__(self, options: TermOptions):
         self.options = options

@@ -51,7 +51,7 @@ def erc_loss(
         ValueError: for wrong shapes or a negative ``alpha``.
 
     Warns:
-        UserWarning: for ``alpha`` above 1, where the loss cannot reach 0.
+        UserWarning: for ``alpha`` above 1, where other experts may be excited more.
 
     Source: *Coupling Experts and Routers via an Auxiliary Loss* (arXiv 2512.23447), eq. 3, 4.
     """
@@ -105,7 +105,8 @@ def check_alpha(alpha: float) -> None:
         raise ValueError(f"alpha is {alpha}, wanted a number in [0, 1]")
     if alpha > 1:
         warnings.warn(
-            f"erc: alpha {alpha} is above 1, where the loss cannot reach 0; the paper uses [0, 1]",
+            f"erc: alpha {alpha} is above 1, where other experts may be excited more than the row's "
+            "own; the paper uses [0, 1]",
             stacklevel=3,
         )
 
@@ -201,6 +202,7 @@ class Erc(Term):
     trains = frozenset({"router", "experts"})
     Options = ErcOptions
     options: ErcOptions
+    hinge = True
 
     def __init__(self, options: ErcOptions):
         super().__init__(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,15 @@ from moe_finetune.training import ranks
 
 PROBE_TOKENS = (2, 24)
 
+log = logging.getLogger(__name__)
+
 
 def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
     """Trace each term's gradient on a few random tokens; return the parameters it reaches.
 
     Parameters that are still at an exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are
-    not in the list. The random state and the terms' own state are left as they were.
+    not in the list. A hinge that is at 0 pushes nothing yet: its list is empty, with a warning. The
+    random state and the terms' own state are left as they were.
 
     Raises:
         ObjectiveError: a term reaches no trainable parameter; the message says what would mend it.
@@ -41,6 +45,7 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
     for term in objective.terms:
         total = values.get(term.name)
         found: list[str] = []
+        connected = False
         if total is not None and total.requires_grad and parameters:
             grads = torch.autograd.grad(
                 total, [p for _, p in parameters], retain_graph=True, allow_unused=True
@@ -50,7 +55,10 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
                 for (name, _), grad in zip(parameters, grads, strict=True)
                 if grad is not None and bool((grad != 0).any())
             ]
-        if not found:
+            connected = any(grad is not None for grad in grads)
+        if not found and term.hinge and connected and total is not None and not total.any():
+            _say_met(term.name)
+        elif not found:
             raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
         reached[term.name] = found
     return reached
@@ -71,7 +79,13 @@ def _reach_of_sharded(
         for term in copy.deepcopy(objective.terms):
             term.options.weight = 1.0
             ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
-            with Recorder(model, Objective([term], objective.facts)), torch.enable_grad():
+            values: list[Tensor] = []
+
+            def note(_: RoutingRecord, layer: LayerLoss, into: list[Tensor] = values) -> None:
+                into.extend(layer.values.values())
+
+            recorder = Recorder(model, Objective([term], objective.facts), observers=[note])
+            with recorder, torch.enable_grad():
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
                 (logits.float().sum() * 0.0).backward()
             found = []
@@ -80,12 +94,24 @@ def _reach_of_sharded(
                 local = None if grad is None else grad.to_local()  # type: ignore[attr-defined]
                 if ranks.any_rank(local is not None and bool((local != 0).any())):
                     found.append(name)
-            if not found:
+            # All ranks must agree: the next term's forward gathers parameters.
+            met = not ranks.any_rank(not values or any(bool(value.any()) for value in values))
+            if not found and term.hinge and met:
+                _say_met(term.name)
+            elif not found:
                 raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
             reached[term.name] = found
     finally:
         model.train(was_training)
     return reached
+
+
+def _say_met(name: str) -> None:
+    log.warning(
+        "method.terms.%s is 0 in every layer from the start: what it asks for holds, and it pushes "
+        "nothing until that changes",
+        name,
+    )
 
 
 def _unreached(name: str, reads: str, trains: list[str]) -> str:

@@ -16,6 +16,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
 from moe_finetune.recipe import LoraSection
+from moe_finetune.training.reach import check_reach
 from tests import tiny
 
 TERMS = {
@@ -235,6 +236,16 @@ def test_a_term_that_reaches_nothing_trainable_is_refused(tmp_path):
     )
     with pytest.raises(ObjectiveError, match=r"orthogonality.*reaches no trainable.*experts"):
         trainer.train()
+
+
+def test_a_hinge_that_is_met_at_the_start_is_said_and_not_refused(caplog):
+    model = adapted()
+    terms = {"erc": {"weight": 1.0, "alpha": 1e6}}
+    with pytest.warns(UserWarning, match="alpha"):
+        objective = Objective.from_options(terms, model_facts(model))
+    with caplog.at_level("WARNING"):
+        assert check_reach(model, objective) == {"erc": []}
+    assert "method.terms.erc is 0 in every layer from the start" in caplog.text
 
 
 def test_the_trainers_own_balance_loss_is_refused(tmp_path):

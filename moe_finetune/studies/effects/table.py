@@ -142,7 +142,8 @@ def directions_markdown(results: Results) -> str:
             "sign only": "yes, within noise" if row.difference.seeds > 1 else "yes",
             "opposite": "**no**, significantly",
         }.get(row.verdict, "**no**")
-        if comparison.at_most is not None and row.verdict == "sign only" and moved:
+        limit = comparison.at_most
+        if limit is not None and moved and row.arm_mean > limit * row.baseline_mean:
             answer = "lower, not 0"
         lines.append(
             f"| {row.arm} | {row.what} | {row.baseline} | {_number(row.baseline_mean)} | "
