@@ -105,8 +105,8 @@ def check_alpha(alpha: float) -> None:
         raise ValueError(f"alpha is {alpha}, wanted a number in [0, 1]")
     if alpha > 1:
         warnings.warn(
-            f"erc: alpha {alpha} is above 1, where other experts may be excited more than the row's "
-            "own; the paper uses [0, 1]",
+            f"erc: alpha {alpha} is above 1, where other experts may be excited more than the "
+            "row's own; the paper uses [0, 1]",
             stacklevel=3,
         )
 
