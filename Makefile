@@ -31,7 +31,7 @@ demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in 
 	$(BIN)/moe-finetune demo
 
 test: $(STAMP)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 lint: $(STAMP)  ## ruff check
 	$(BIN)/ruff check .
