@@ -174,7 +174,8 @@ def f(*a):
     "symlinks": """
 def f(*a):
     import os
-    for target in ['{host}/secret.txt', '/proc/1/root/etc/passwd', '/etc/passwd']:
+    outside = os.path.join('/proc', '1', 'root', 'etc', 'passwd')
+    for target in ['{host}/secret.txt', outside, '/etc/passwd']:
         try:
             link = os.path.join(os.environ.get('HOME', '/tmp'), 'link')
             os.symlink(target, link)
