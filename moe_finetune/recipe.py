@@ -28,7 +28,7 @@ from pydantic import (
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import Tree, dotted, load_tree, merge_mappings
-from moe_finetune.validation import describe
+from moe_finetune.validation import describe, from_tree
 
 
 class Section(BaseModel):
@@ -298,16 +298,7 @@ def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[st
 
 def recipe_from_tree(tree: Tree) -> Recipe:
     """Validate merged values; raise RecipeError that names where each problem was written."""
-    try:
-        return Recipe.model_validate(tree.values)
-    except ValidationError as error:
-        lines = describe(Recipe, error)
-    placed = []
-    for line in lines:
-        key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
-        origin = tree.origin(key)
-        placed.append(f"{origin}: {line}" if origin else line)
-    raise RecipeError("\n".join(placed))
+    return from_tree(Recipe, tree)
 
 
 def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: Any) -> Method:

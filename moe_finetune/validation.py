@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from moe_finetune.errors import MoeFinetuneError, did_you_mean
-from moe_finetune.layered_yaml import Key, dotted
+from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
+from moe_finetune.layered_yaml import Key, Tree, dotted
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def from_tree(
+    model: type[Model], tree: Tree, refused: type[MoeFinetuneError] = RecipeError, **defaults: Any
+) -> Model:
+    """Validate merged values, laid over ``defaults``.
+
+    Raises:
+        RecipeError (or ``refused``): one line for each problem, with where it was written and the
+            dotted key.
+    """
+    try:
+        return model.model_validate({**defaults, **tree.values})
+    except ValidationError as error:
+        lines = describe(model, error)
+    raise refused("\n".join(_placed(tree, line) for line in lines))
+
+
+def _placed(tree: Tree, line: str) -> str:
+    key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
+    origin = tree.origin(key)
+    return f"{origin}: {line}" if origin else line
 
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:

@@ -105,15 +105,22 @@ def load_model(
         )
     folder = local_folder(path)
     config = load_config(folder)
-    tensor_files(folder)
+    return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
+
+
+def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
+    """The causal language model of ``config`` with the folder's tensors; none is left random.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config.
+    """
     from transformers import AutoModelForCausalLM
 
+    tensor_files(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=dtype,
-            device_map=device_map,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.layered_yaml import Tree, load_tree
 from moe_finetune.recipe import Recipe, Section
-from moe_finetune.validation import describe
+from moe_finetune.validation import from_tree
 
 NOT_VARIED = "trainer.seed"
 
@@ -156,20 +156,10 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
 
 def study_from_tree(tree: Tree, name: str) -> StudyRecipe:
     """Validate merged values; ``name`` is the study's unless the values have one."""
-    try:
-        study = StudyRecipe.model_validate({"name": name, **tree.values})
-    except ValidationError as error:
-        lines = describe(StudyRecipe, error)
-        raise StudyError("\n".join(_placed(tree, line) for line in lines)) from None
+    study = from_tree(StudyRecipe, tree, StudyError, name=name)
     study._tree = tree
     return study
 
 
 def _first_key(override: str) -> str:
     return override.partition("=")[0].strip().partition(".")[0]
-
-
-def _placed(tree: Tree, line: str) -> str:
-    key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
-    origin = tree.origin(key)
-    return f"{origin}: {line}" if origin else line

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.families.checkpoint import read_config, tensor_files
-from moe_finetune.families.loading import local_folder
+from moe_finetune.families.checkpoint import read_config
+from moe_finetune.families.loading import local_folder, with_weights
 
 TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense ``model_type`` -> ``model_type`` of the MoE that its copies become."""
@@ -116,29 +116,7 @@ def load_dense(path: str | Path, dtype: str = "auto") -> Any:
         UnsupportedModelError: another model type.
     """
     folder = local_folder(path)
-    config = load_dense_config(folder)
-    tensor_files(folder)
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (RuntimeError, OSError) as error:
-        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
-            f"is '{missing[0]}'; copy the checkpoint again"
-        )
-    return model
+    return with_weights(folder, load_dense_config(folder), dtype=dtype)
 
 
 def new_llama(section: Any, tokenizer: Any, max_length: int) -> Any:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree
 from moe_finetune.recipe import LoraSection, Method, Section, resolve_method
-from moe_finetune.validation import describe
+from moe_finetune.validation import from_tree
 
 
 class PretrainSection(Section):
@@ -192,17 +192,7 @@ def load_upcycle_recipe(
     Raises:
         RecipeError: one line for each problem, with the file, line and dotted key.
     """
-    tree = load_tree(paths, overrides)
-    try:
-        return UpcycleRecipe.model_validate(tree.values)
-    except ValidationError as error:
-        lines = describe(UpcycleRecipe, error)
-    placed = []
-    for line in lines:
-        key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
-        origin = tree.origin(key)
-        placed.append(f"{origin}: {line}" if origin else line)
-    raise RecipeError("\n".join(placed))
+    return from_tree(UpcycleRecipe, load_tree(paths, overrides))
 
 
 def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:

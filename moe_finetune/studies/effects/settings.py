@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree, merge_mappings
 from moe_finetune.recipe import Section, resolve_method
-from moe_finetune.validation import describe
+from moe_finetune.validation import from_tree
 
 KIND = "miniature"
 TABLE = "token_frequencies.safetensors"
@@ -121,13 +121,7 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
     Raises:
         RecipeError: an unknown key, method or option, with its place.
     """
-    tree = load_tree([path], overrides)
-    try:
-        study = Miniature.model_validate(tree.values)
-    except ValidationError as error:
-        raise RecipeError(
-            "\n".join(f"{path}: {line}" for line in describe(Miniature, error))
-        ) from None
+    study = from_tree(Miniature, load_tree([path], overrides))
     for part in (study.finetune, study.scratch):
         for arm, method in (part.arms if part else {}).items():
             check_name(str(path), arm)
