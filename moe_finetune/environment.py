@@ -16,6 +16,8 @@ PACKAGES = (
     "trl",
     "accelerate",
     "datasets",
+    "safetensors",
+    "numpy",
     "vllm",
     "lm-eval",
 )

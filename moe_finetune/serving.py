@@ -173,7 +173,7 @@ def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) ->
         CheckpointError, AdapterError, RecipeError, DependencyError: before anything starts.
         OSError: the port is in use.
     """
-    from moe_finetune.evaluation.environment import require_vllm
+    from moe_finetune.evaluation.vllm_install import require_vllm
 
     folder = merged_folder(source)
     require_vllm()

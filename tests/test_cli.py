@@ -12,7 +12,7 @@ from moe_finetune import cli
 from moe_finetune.doctor import Check, as_json, healthy, text
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.placement.plan import PlacementPlan
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 from tests import tiny
 
 VERBS = sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands)

@@ -7,7 +7,8 @@ import yaml
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.recipe import Recipe, load_recipe, resolve_method
+from moe_finetune.method import resolve_method
+from moe_finetune.recipe import Recipe, load_recipe
 
 BASE = """\
 model: {path: some/model}

@@ -9,19 +9,14 @@ loads, projections with the adapter added into the weights.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
+from saved import add_save, finish
 from torch.nn.functional import cosine_similarity, one_hot, relu
 
-from moe_finetune.environment import describe_environment
 from moe_finetune.losses import functional as ours
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def cases(arguments):
@@ -124,7 +119,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--save", help="name of the file in results/")
+    add_save(parser, "losses")
     arguments = parser.parse_args()
     rows = {}
     for name, (mine, plain, inputs) in cases(arguments).items():
@@ -145,14 +140,7 @@ def main() -> None:
             f"{name:16s} {row['ours_ms']:8.1f} ms against {row['plain_ms']:8.1f} ms;"
             f" kept {row['ours_saved_mb']:.1f} MB against {row['plain_saved_mb']:.1f}"
         )
-    if arguments.save:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "arguments": {k: v for k, v in vars(arguments).items() if k != "save"},
-            "environment": describe_environment(),
-            "rows": rows,
-        }
-        (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result, indent=2) + "\n")
+    finish(arguments, {"rows": rows}, show=False)
 
 
 if __name__ == "__main__":

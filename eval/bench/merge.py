@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from saved import add_save, finish
 
 from moe_finetune.weights.headers import build_header
 
@@ -209,7 +207,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peft", action="store_true", help="measure PEFT's merge too")
     parser.add_argument("--folder", type=Path, default=None, help="where to put the checkpoints")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/merge.json")
+    add_save(parser, "merge")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="merge-bench-", dir=options.folder))
     try:
@@ -242,14 +240,8 @@ def main() -> None:
             "wall_over_cp_each": [round(m / c, 3) for m, c in zip(wall, copies, strict=True)],
             "peak_gb": max(merge["peak_gb"] for merge in merges),
             "peft_merge_and_save": peft,
-            "versions": {n: version(n) for n in ("torch", "transformers", "peft", "safetensors")},
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "date": datetime.now(UTC).date().isoformat(),
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
-        print(json.dumps(result, indent=2))
+        finish(options, result)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from merge import make_adapter, make_base
+from saved import add_save, finish
 
 # Says when it begins, so that the moment is not spent on imports.
 MERGE = """
@@ -58,8 +57,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--gigabytes", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
-    output = Path(__file__).parent / "results/merge_kill.json"
-    parser.add_argument("--output", type=Path, default=output)
+    add_save(parser, "merge_kill")
     options = parser.parse_args()
     chooser = random.Random(options.seed)
     work = Path(tempfile.mkdtemp(prefix="merge-kill-"))
@@ -98,12 +96,8 @@ def main() -> int:
             "checkpoint_gb": round(sum(p.stat().st_size for p in base.iterdir()) / 1e9, 3),
             "merge_seconds": round(seconds, 3),
             **counts,
-            "seed": options.seed,
-            "date": datetime.now(UTC).date().isoformat(),
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
-        print(json.dumps(result, indent=2))
+        finish(options, result)
         return int(counts["half"] > 0 or counts["rerun_ok"] < options.kills)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -21,13 +19,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from saved import add_save, finish
 
 from moe_finetune.capture.trace import RoutingTrace, TraceWriter
 from moe_finetune.metrics import placement_metrics
 from moe_finetune.metrics.summary import summarize_trace
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 26, 64, 6, 2048
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write(folder: Path, tokens: int, sample: int) -> None:
@@ -88,7 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--sample", type=int, default=2000)
     parser.add_argument("--measure", type=Path, help="summarise this trace, in this process")
-    parser.add_argument("--save", action="store_true", help="also write results/metrics.json")
+    add_save(parser, "metrics")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, options.sample)))
@@ -110,16 +108,8 @@ def main() -> None:
         "make_and_write_seconds": round(written, 2),
         "trace_mb": round(size / 1e6, 1),
         **json.loads(done.stdout),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "date": time.strftime("%Y-%m-%d"),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.save:
-        (RESULTS / "metrics.json").write_text(text + "\n", encoding="utf-8")
+    finish(options, result)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ within 20 s on 2 cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import time
 from pathlib import Path
 
 import numpy as np
+from saved import add_save, finish
 
 from moe_finetune.capture.trace import RoutingTrace
 from moe_finetune.placement import plan_placement
@@ -25,7 +24,6 @@ from moe_finetune.placement.simulate import compare_placements
 
 HIDDEN = 2048  # of DeepSeek-V2-Lite
 HERE = Path(__file__).resolve()
-RESULTS = HERE.parent / "results"
 DATA = Path(os.environ.get("MOE_FINETUNE_DATA", HERE.parents[3] / "shared" / "data"))
 
 
@@ -63,7 +61,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--max-imbalance", type=float, default=1.3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="also write results/placement.json")
+    add_save(parser, "placement")
     options = parser.parse_args()
     halves: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for task in ("intent", "law"):
@@ -79,20 +77,7 @@ def main() -> None:
         np.concatenate([2 * intent[2], 2 * law[2] + 1]),
     )
     result = {task: bench(*arrays, options) for task, arrays in halves.items()}
-    result["settings"] = {
-        "ranks": options.ranks,
-        "max_imbalance": options.max_imbalance,
-        "seed": options.seed,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.save:
-        (RESULTS / "placement.json").write_text(text + "\n", encoding="utf-8")
+    finish(options, result)
 
 
 if __name__ == "__main__":

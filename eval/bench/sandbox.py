@@ -11,9 +11,7 @@ Prints JSON. Wanted: a mean cost of at most 60 ms a program over `python file.py
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from saved import add_save, finish
 
 from moe_finetune.evaluation.code import human_eval_program
 from moe_finetune.evaluation.files import read_rows
@@ -32,6 +32,7 @@ def main() -> None:
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     parser.add_argument("--data", default=os.environ.get("MOE_FINETUNE_DATA", beside), type=Path)
     parser.add_argument("--rounds", default=3, type=int)
+    add_save(parser, "sandbox")
     options = parser.parse_args()
     problems = read_rows(options.data / "HumanEval.jsonl.gz")
     programs = [human_eval_program(p, p["canonical_solution"]) for p in problems]
@@ -70,12 +71,8 @@ def main() -> None:
         "median_ms": {name: round_ms(value) for name, value in median.items()},
         "cost_over_python_ms": round_ms(mean["sandbox"] - mean["python"]),
         "cost_over_python_without_site_ms": round_ms(mean["sandbox"] - mean["python -I -S -B"]),
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-        "load": round_ms(os.getloadavg()[0]),
-        "date": time.strftime("%Y-%m-%d"),
     }
-    print(json.dumps(result, indent=2))
+    finish(options, result)
 
 
 def round_ms(value: float) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from saved import add_save, finish
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -30,14 +30,12 @@ from transformers import (
 
 from moe_finetune.capture.model import backbone_of, model_facts
 from moe_finetune.capture.recorder import Recorder
-from moe_finetune.environment import describe_environment
 from moe_finetune.families import family_of
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 
-RESULTS = Path(__file__).parent / "results"
 ALL_TERMS = {
     "load_balance": {"weight": 1e-3, "variant": "deepseek"},
     "z_loss": {"weight": 1e-3},
@@ -51,6 +49,7 @@ ALL_TERMS = {
     "ncl": {"weight": 0.1},
 }
 BASELINES = ("attention-only", "stock-peft")
+COMPILED = ", compiled"
 _MLA = {
     "q_lora_rank": None,
     "kv_lora_rank": 512,
@@ -154,6 +153,11 @@ def build(arguments, experts: bool):
     return model.train()
 
 
+def adapts_experts(variant: str) -> bool:
+    """Whether LoRA is on the experts too."""
+    return not variant.startswith("attention-only")
+
+
 def terms_of(variant: str) -> dict | None:
     """Loss terms of a variant of ours, None for a baseline."""
     if variant in BASELINES:
@@ -171,8 +175,9 @@ def terms_of(variant: str) -> dict | None:
 class Variant:
     """One thing to time: a model, an optimizer, and what is installed while it runs."""
 
-    def __init__(self, name, model, arguments):
+    def __init__(self, name, model):
         self.name, self.model = name, model
+        name, _, compiled = name.partition(",")
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         terms = terms_of(name)
@@ -188,6 +193,12 @@ class Variant:
                 else []
             )
             self.context = lambda: Recorder(model, objective, observers=observers)
+        if compiled:
+            # Hooks are compiled into the layers, so they stay.
+            self.context().__enter__()
+            self.context = contextlib.nullcontext
+            for layer in backbone_of(model).layers:
+                layer.compile()
 
     def step(self, batch) -> None:
         with self.context():
@@ -216,10 +227,10 @@ def time_variants(arguments, names) -> dict[str, list[float]]:
     models = {}
     variants = []
     for name in names:
-        key = name != "attention-only"
+        key = name if name.endswith(COMPILED) else adapts_experts(name)
         if key not in models:
-            models[key] = build(arguments, key)
-        variants.append(Variant(name, models[key], arguments))
+            models[key] = build(arguments, adapts_experts(name))
+        variants.append(Variant(name, models[key]))
     batch = batch_of(arguments, config_of(arguments).vocab_size)
     seconds = {name: [] for name in names}
     for round_ in range(arguments.rounds + arguments.warmup):
@@ -242,7 +253,7 @@ def peak_memory(arguments, name) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        variant = Variant(name, build(arguments, name != "attention-only"), arguments)
+        variant = Variant(name, build(arguments, adapts_experts(name)))
         batch = batch_of(arguments, config_of(arguments).vocab_size)
         for _ in range(2):
             variant.step(batch)
@@ -261,9 +272,7 @@ def memory_child(arguments) -> None:
 
     torch.ones(64, 64) @ torch.ones(64, 64)
     before = rss()
-    variant = Variant(
-        arguments.memory_of, build(arguments, arguments.memory_of != "attention-only"), arguments
-    )
+    variant = Variant(arguments.memory_of, build(arguments, adapts_experts(arguments.memory_of)))
     batch = batch_of(arguments, config_of(arguments).vocab_size)
     for _ in range(3):
         variant.step(batch)
@@ -318,9 +327,12 @@ def main() -> None:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--train-router", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--variants", nargs="*")
+    parser.add_argument(
+        "--compiled", action="store_true", help="each variant a second time, its layers compiled"
+    )
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for the utilisation")
-    parser.add_argument("--save", help="name of the file in results/")
+    add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
@@ -335,13 +347,15 @@ def main() -> None:
         "ours+erc",
         "ours+all",
     ]
+    if arguments.compiled:
+        names = [other for name in names for other in (name, name + COMPILED)]
     seconds = time_variants(arguments, names)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
     rows = {}
     tokens = batch_of(arguments, 10)["input_ids"].numel()
     for name in names:
         median = statistics.median(seconds[name])
-        flops = step_flops(arguments, name != "attention-only")
+        flops = step_flops(arguments, adapts_experts(name))
         rows[name] = {
             "median_s": median,
             "min_s": min(seconds[name]),
@@ -351,18 +365,11 @@ def main() -> None:
         }
         if arguments.peak_tflops:
             rows[name]["utilisation"] = flops / median / 1e12 / arguments.peak_tflops
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "arguments": {k: v for k, v in vars(arguments).items() if k not in ("memory_of", "save")},
-        "environment": describe_environment(),
-        "rows": rows,
-        "ratios": ratios(rows),
-    }
     print(table(rows))
-    for name, value in result["ratios"].items():
+    found = ratios(rows)
+    for name, value in found.items():
         print(f"{name:60s} {value:.3f}")
-    if arguments.save:
-        (RESULTS / f"{arguments.save}.json").write_text(json.dumps(result, indent=2) + "\n")
+    finish(arguments, {"rows": rows, "ratios": found}, show=False)
 
 
 def ratios(rows) -> dict[str, float]:
@@ -376,6 +383,7 @@ def ratios(rows) -> dict[str, float]:
     ratio("time: all terms / stock PEFT without losses", "ours+all", "stock-peft", "median_s")
     ratio("time: ours without losses / attention-only", "ours", "attention-only", "median_s")
     for name in rows:
+        ratio(f"time: {name}{COMPILED} / {name}", name + COMPILED, name, "median_s")
         if name.startswith("ours+"):
             ratio(f"time: {name} / ours", name, "ours", "median_s")
     ratio("memory: all terms / ours", "ours+all", "ours", "peak_gb")

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from saved import add_save, finish
 
 from moe_finetune.capture.trace import RoutingTrace, TraceWriter
 
 LAYERS, EXPERTS, WIDTH, BATCH = 26, 64, 6, 4096
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def resident_mb() -> float:
@@ -79,7 +77,7 @@ def growth(sizes: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--token-layers", type=int, default=100_000_000)
-    parser.add_argument("--save", action="store_true", help="also write results/traces.json")
+    add_save(parser, "traces")
     options = parser.parse_args()
     batches = -(-options.token_layers // (BATCH * LAYERS))
     with tempfile.TemporaryDirectory() as name:
@@ -102,16 +100,8 @@ def main() -> None:
         "resident_mb_reading": reading,
         "growth_mb_writing": growth(writing),
         "growth_mb_reading": growth(reading),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "date": time.strftime("%Y-%m-%d"),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.save:
-        (RESULTS / "traces.json").write_text(text + "\n", encoding="utf-8")
+    finish(options, result)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from merge import write_random
+from saved import add_save, finish
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY = 2048, 5632, 32, 4, 64, 32000  # TinyLlama's
 CONFIG = {
@@ -96,8 +94,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of each expert")
     parser.add_argument("--folder", type=Path, default=None, help="where to put the checkpoints")
-    results = Path(__file__).parent / "results/upcycle.json"
-    parser.add_argument("--output", type=Path, default=results)
+    add_save(parser, "upcycle")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="upcycle-bench-", dir=options.folder))
     try:
@@ -115,14 +112,8 @@ def main() -> None:
         "moe_gb": round(found["bytes"] / 1e9, 3),
         "seconds": found["seconds"],
         "peak_gb": round(found["peak_bytes"] / 1e9, 3),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    finish(options, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_finetune.balancing.selection import Rule, select_with_bias
 from moe_finetune.capture.model import MoeLayer
-from moe_finetune.capture.recorder import Perturbation
+from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.objective import LayerLoss
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.capture.model import MoeLayer
-from moe_finetune.capture.recorder import Perturbation
-from moe_finetune.recipe import Perturbations
+from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.method import Perturbations
 
 
 class TrainingNoise(Perturbation):

@@ -91,6 +91,8 @@ class _Call:
     outputs: bool
 
 
+# Traced, its loop over the experts would be unrolled for every new set of group sizes.
+@torch.compiler.disable
 def run_experts(
     hidden_TH: Tensor,
     index_TK: Tensor,

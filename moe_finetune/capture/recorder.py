@@ -25,6 +25,7 @@ from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.capture.experts import run_experts
 from moe_finetune.capture.inject import inject
 from moe_finetune.capture.model import MoeLayer, backbone_of, check_experts, moe_layers
+from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.factors import (
@@ -40,27 +41,6 @@ from moe_finetune.losses.objective import LayerLoss, Objective
 IMPLEMENTATION = "moe_finetune"
 
 Observer = Callable[[RoutingRecord, LayerLoss], None]
-RouterEdit = Callable[["MoeLayer", RoutingRecord], RoutingRecord]
-
-
-class Perturbation:
-    """Changes to routing; the identity here. Subclasses live in ``balancing/``.
-
-    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` is asked in
-    every forward.
-    """
-
-    expert_dropout: float = 0.0
-
-    def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
-        """What the router reads instead of ``hidden``."""
-        return hidden
-
-    def routing(
-        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Weights and index that the block uses instead of the router's own."""
-        return weights_TK, index_TK
 
 
 class Recorder:
@@ -186,40 +166,19 @@ class Recorder:
 
     def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         train = module.training and torch.is_grad_enabled()
-        observe = bool(self.observers) and (train or self.observe == "all")
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        embeddings = kwargs.get("inputs_embeds")
-        shaped = ids if ids is not None else embeddings[..., 0] if embeddings is not None else None
         labels, self._labels = self._labels, None
-        if shaped is None:
-            raise CaptureError("the model was called with neither input_ids nor inputs_embeds")
         if train:
             _refuse_reentrant(module)
-        context = ForwardContext(
+        context = ForwardContext.of(
+            args,
+            kwargs,
             train=train and (self.objective is not None or self.perturbation is not None),
-            observe=observe,
+            observe=bool(self.observers) and (train or self.observe == "all"),
             scale=self.scale() if train and self.objective is not None else 0.0,
-            mask_T=self._mask(shaped, kwargs.get("attention_mask"), labels, train),
-            token_ids_T=None if ids is None else ids.reshape(-1),
-            sequence_lengths=_sequence_lengths(shaped, kwargs),
+            labels=labels,
+            count_labels=train and self.token_mask == "labels",
         )
         return args, {**kwargs, CONTEXT_KEY: context}
-
-    def _mask(
-        self, shaped: Tensor, attention: Tensor | None, labels: Tensor | None, train: bool
-    ) -> Tensor:
-        if self.token_mask == "labels" and train:
-            if labels is None:
-                raise CaptureError(
-                    "method.token_mask: labels needs the model to be called with labels, and this "
-                    "trainer does not pass them; use token_mask: attention"
-                )
-            # The token at t predicts label t+1; the last one predicts nothing.
-            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-            return (shifted != -100).reshape(-1)
-        if torch.is_tensor(attention) and attention.shape == shaped.shape:
-            return attention.reshape(-1) != 0
-        return torch.ones(shaped.numel(), dtype=torch.bool, device=shaped.device)
 
     def _before_router(self, layer: MoeLayer, module: nn.Module, args: tuple) -> tuple:
         context = layer.context
@@ -410,25 +369,3 @@ def _refuse_reentrant(backbone: Any) -> None:
                 "reentrant gradient checkpointing gives wrong gradients of losses between "
                 "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-
-
-def _sequence_lengths(shaped: Tensor, kwargs: dict) -> Tensor | None:
-    """Tokens of each sequence in the flattened batch: rows, or runs of packed positions."""
-    rows, length = shaped.shape[0], shaped.shape[1]
-    positions = kwargs.get("position_ids")
-    if (
-        kwargs.get("attention_mask") is None
-        and positions is not None
-        and positions.shape
-        == (
-            rows,
-            length,
-        )
-    ):
-        flat = positions.reshape(-1)
-        starts = (flat == 0).nonzero().squeeze(1)
-        if starts.numel() == 0 or int(starts[0]) != 0:
-            starts = torch.cat([starts.new_zeros(1), starts])
-        ends = torch.cat([starts[1:], starts.new_tensor([flat.numel()])])
-        return ends - starts
-    return torch.full((rows,), length, device=shaped.device)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.capture.model import backbone_of, model_facts
-from moe_finetune.capture.recorder import Perturbation, Recorder
+from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.capture.trace import TraceWriter
 from moe_finetune.losses.objective import LayerLoss

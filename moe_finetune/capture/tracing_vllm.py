@@ -158,8 +158,8 @@ def open_engine(
     checkpoint: Path, longest: int, dtype: str, overrides: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Heard | None]]:
     """An engine for sequences of up to ``longest`` tokens; on the CPU build, with its routers."""
-    from moe_finetune.evaluation.environment import require_vllm
     from moe_finetune.evaluation.vllm_backend import engine_arguments
+    from moe_finetune.evaluation.vllm_install import require_vllm
 
     require_vllm()
     cpu = "+cpu" in importlib.metadata.version("vllm")

@@ -107,7 +107,7 @@ def recipes_folder() -> Path:
 
 
 def _usable_backend() -> str:
-    from moe_finetune.evaluation.environment import vllm_status
+    from moe_finetune.evaluation.vllm_install import vllm_status
 
     status = vllm_status()
     if not status.problems:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.environment import require_vllm
 from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
+from moe_finetune.evaluation.vllm_install import require_vllm
 
 BACKENDS = ("vllm", "hf", "server")
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from moe_finetune.environment import describe_environment
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf, require_files
-from moe_finetune.evaluation.environment import describe_environment
 from moe_finetune.evaluation.files import (
     sha256_json,
     sha256_text,

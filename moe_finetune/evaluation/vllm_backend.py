@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend, package_versions
-from moe_finetune.evaluation.environment import require_vllm
+from moe_finetune.evaluation.vllm_install import require_vllm
 
 _CPU_KV_CACHE_GIB = "1"
 

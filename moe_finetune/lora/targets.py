@@ -25,7 +25,7 @@ from moe_finetune.lora.selected import SelectedExpertsLora, materialize
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from moe_finetune.recipe import LoraSection
+    from moe_finetune.sections import LoraSection
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from moe_finetune.losses.gram import off_diagonal
 from moe_finetune.losses.tensors import at_least_float32, check_shapes, full_precision
 
 Activation = Literal["gate", "up", "silu_gate", "swiglu", "output"]
+WIDENED_BYTES = 2**23
 
 
 @full_precision
@@ -141,15 +142,14 @@ def _project(inputs: Tensor, factors: ProjectionFactors) -> Tensor:
         return made_EPO
     low_EPr = inputs @ factors.a_ErI.to(inputs.dtype).mT
     b_ErO = factors.b_EOr.to(inputs.dtype).mT
-    return torch.baddbmm(made_EPO, low_EPr, b_ErO, alpha=factors.scaling)
+    return made_EPO.baddbmm_(low_EPr, b_ErO, alpha=factors.scaling)
 
 
 class _Product(torch.autograd.Function):
     """``x W_e^T`` for all experts e, with x ``(P, I)`` or ``(E, P, I)``.
 
-    Expert by expert, because the gate projection is a strided half of a fused stack: one product
-    for all would copy the stack first, in forward and again in backward, and bfloat16 weights
-    would be widened all at once.
+    Some experts at a time, so that bfloat16 weights are not widened all at once; batched, because
+    the gate projection is a strided half of a fused stack, which one plain product would copy.
     """
 
     @staticmethod
@@ -157,8 +157,9 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight_EOI)
         experts, outputs, _ = weight_EOI.shape
         made_EPO = inputs.new_empty(experts, inputs.shape[-2], outputs)
-        for e in range(experts):
-            torch.mm(_rows(inputs, e), weight_EOI[e].to(inputs.dtype).t(), out=made_EPO[e])
+        for some in _some_experts(weight_EOI, inputs):
+            weight = weight_EOI[some].to(inputs.dtype)
+            torch.bmm(_batch(inputs, some, experts), weight.mT, out=made_EPO[some])
         return made_EPO
 
     @staticmethod
@@ -166,18 +167,31 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad_EPO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight_EOI = ctx.saved_tensors
         needs_inputs, needs_weight = ctx.needs_input_grad
+        experts = weight_EOI.shape[0]
         grad_inputs = torch.zeros_like(inputs) if needs_inputs else None
         grad_weight = torch.empty_like(weight_EOI) if needs_weight else None
-        for e in range(weight_EOI.shape[0]):
+        for some in _some_experts(weight_EOI, inputs):
             if grad_inputs is not None:
-                _rows(grad_inputs, e).addmm_(grad_EPO[e], weight_EOI[e].to(inputs.dtype))
+                grad = torch.bmm(grad_EPO[some], weight_EOI[some].to(inputs.dtype))
+                if inputs.dim() == 2:
+                    grad_inputs += grad.sum(0)
+                else:
+                    grad_inputs[some] = grad
             if grad_weight is not None:
-                grad_weight[e] = grad_EPO[e].t() @ _rows(inputs, e)
+                left = grad_EPO[some].mT
+                grad_weight[some] = torch.bmm(left, _batch(inputs, some, experts))
         return grad_inputs, grad_weight
 
 
-def _rows(inputs: Tensor, expert: int) -> Tensor:
-    return inputs if inputs.dim() == 2 else inputs[expert]
+def _some_experts(weight_EOI: Tensor, inputs: Tensor) -> list[slice]:
+    """Experts whose weights are about ``WIDENED_BYTES`` in the type of ``inputs``."""
+    experts, outputs, width = weight_EOI.shape
+    step = max(1, WIDENED_BYTES // (outputs * width * inputs.element_size()))
+    return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
+
+
+def _batch(inputs: Tensor, some: slice, experts: int) -> Tensor:
+    return inputs.expand(experts, *inputs.shape[-2:])[some]
 
 
 class ErcOptions(TermOptions):

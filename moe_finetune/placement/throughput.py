@@ -168,7 +168,7 @@ def require_gpus(ranks: int) -> None:
     """Raise DependencyError unless there are as many GPUs as ranks, and a vLLM for them."""
     import torch
 
-    from moe_finetune.evaluation.environment import require_vllm
+    from moe_finetune.evaluation.vllm_install import require_vllm
 
     found = torch.cuda.device_count()
     if found < ranks:

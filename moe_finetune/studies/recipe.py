@@ -26,7 +26,8 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.layered_yaml import Tree, load_tree
-from moe_finetune.recipe import Recipe, Section
+from moe_finetune.recipe import Recipe
+from moe_finetune.sections import Section
 from moe_finetune.validation import from_tree
 
 NOT_VARIED = "trainer.seed"

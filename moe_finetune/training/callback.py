@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from moe_finetune.capture.model import backbone_of
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.recipe import Method, resolve_method
+from moe_finetune.method import Method, resolve_method
 from moe_finetune.training import ranks
 from moe_finetune.training.sample import evaluation_metrics
 from moe_finetune.training.specialization import Specialization

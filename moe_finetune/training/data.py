@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.errors import DataError
-from moe_finetune.recipe import DataSection, Paths
+from moe_finetune.sections import DataSection, Paths
 from moe_finetune.training.mixture import SourceReader
 from moe_finetune.training.rows import Form
 from moe_finetune.training.sources import Row

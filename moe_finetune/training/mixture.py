@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_finetune.errors import DataError, did_you_mean
-from moe_finetune.recipe import DataSection, DataSource
+from moe_finetune.sections import DataSection, DataSource
 from moe_finetune.training.rows import Former
 from moe_finetune.training.sources import Placed, Row, read_rows
 

@@ -21,11 +21,12 @@ from torch import nn
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.perturb import TrainingNoise
 from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Observer, Perturbation, Recorder
+from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.capture.recorder import Observer, Recorder
 from moe_finetune.capture.statistics import TrainingStatistics
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
-from moe_finetune.recipe import Method, resolve_method
+from moe_finetune.method import Method, resolve_method
 from moe_finetune.training.reach import check_reach
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_finetune.evaluation.files import write_atomic
 from moe_finetune.families.loading import local_folder
-from moe_finetune.recipe import resolve_method
+from moe_finetune.method import resolve_method
 from moe_finetune.upcycle.files import MEASURED_FILE, TABLE_FILE
 
 if TYPE_CHECKING:

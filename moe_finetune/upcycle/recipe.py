@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree
-from moe_finetune.recipe import LoraSection, Method, Section, resolve_method
+from moe_finetune.method import Method, resolve_method
+from moe_finetune.sections import LoraSection, Section
 from moe_finetune.validation import from_tree
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.recipe import DataSection, LoraSection, Method, ModelSection, Recipe
+from moe_finetune.method import Method
+from moe_finetune.recipe import Recipe
+from moe_finetune.sections import DataSection, LoraSection, ModelSection
 
 if TYPE_CHECKING:
     from torch import nn

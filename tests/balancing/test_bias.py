@@ -11,7 +11,7 @@ from moe_finetune.capture.model import model_facts, moe_layers
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import max_violation
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 from tests import tiny
 
 FAMILIES = tiny.FAMILY_NAMES

@@ -8,7 +8,8 @@ import torch
 from moe_finetune.balancing.perturb import TrainingNoise, drop_second_choice
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.recipe import LoraSection, Perturbations
+from moe_finetune.method import Perturbations
+from moe_finetune.sections import LoraSection
 from tests import tiny
 
 ALL = Perturbations(jitter=0.01, expert_dropout=0.4, random_second_choice=True)

@@ -13,7 +13,7 @@ from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 from tests import tiny
 
 FAMILIES = tiny.FAMILY_NAMES

@@ -18,9 +18,9 @@ import torch
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import open_backend, server_models
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.environment import vllm_status
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.results import load_results
+from moe_finetune.evaluation.vllm_install import vllm_status
 from tests import tiny
 from tests.evaluation.local import write_suite
 

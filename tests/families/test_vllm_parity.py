@@ -10,7 +10,7 @@ import torch
 from moe_finetune.families.convert import convert_checkpoint
 from moe_finetune.families.loading import load_model
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 from moe_finetune.weights import merge_adapter
 from tests import tiny, vllm_server
 

@@ -12,7 +12,8 @@ from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.selected import SelectedExpertsLora, selected_experts
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.recipe import LoraSection, load_recipe
+from moe_finetune.recipe import load_recipe
+from moe_finetune.sections import LoraSection
 from moe_finetune.weights import merge_adapter, read_metadata
 from moe_finetune.weights.adapter import open_adapter
 from moe_finetune.weights.verify import verify_merge

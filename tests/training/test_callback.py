@@ -15,7 +15,7 @@ from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
-from moe_finetune.recipe import LoraSection
+from moe_finetune.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from tests import tiny
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from moe_finetune.errors import DataError
-from moe_finetune.recipe import DataSection
+from moe_finetune.sections import DataSection
 from moe_finetune.training.data import load_dataset_for, prepare
 from moe_finetune.training.rows import Former
 from moe_finetune.training.sources import read_rows

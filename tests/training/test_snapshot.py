@@ -16,7 +16,7 @@ from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
 from moe_finetune.metrics.experts import separation
-from moe_finetune.recipe import DataSection, LoraSection
+from moe_finetune.sections import DataSection, LoraSection
 from moe_finetune.training.sample import Sample, evaluation_metrics
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import TrainerCallback, set_seed
 
 from moe_finetune.capture.model import config_facts
-from moe_finetune.capture.recorder import Perturbation
+from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moe_finetune.capture.recorder import Perturbation, Recorder
+from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.metrics import (

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.capture.recorder import Perturbation, Recorder
+from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.capture.recorder import Recorder
 from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
 from moe_finetune.studies.effects.probe import IGNORED, padded_batches
 

@@ -11,7 +11,8 @@ from pydantic import Field, field_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.layered_yaml import load_tree, merge_mappings
-from moe_finetune.recipe import Section, resolve_method
+from moe_finetune.method import resolve_method
+from moe_finetune.sections import Section
 from moe_finetune.validation import from_tree
 
 KIND = "miniature"

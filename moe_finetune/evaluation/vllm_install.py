@@ -12,19 +12,15 @@ import base64
 import hashlib
 import importlib
 import importlib.metadata as metadata
-import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moe_finetune.errors import DependencyError
 
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
 _INSTALLER = "moe-finetune"
-_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "lm-eval", "vllm")
 
 
 @dataclass(frozen=True)
@@ -163,17 +159,3 @@ def require_vllm() -> None:
         return
     remedy = "run 'moe-finetune doctor --fix'" if status.repairable else "or use --backend hf"
     raise DependencyError(f"vLLM cannot be used: {'; '.join(status.problems)}; {remedy}")
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return versions and hardware for results.json."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
-    }

@@ -1,0 +1,36 @@
+"""What every benchmark does with its figures: print them, and with ``--save`` keep them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.environment import describe_environment
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def add_save(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add ``--save [NAME]``, whose name is ``name`` when none is given."""
+    parser.add_argument(
+        "--save", nargs="?", const=name, metavar="NAME", help=f"write results/NAME.json ({name})"
+    )
+
+
+def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = True) -> None:
+    """Print ``figures`` as JSON, and write them with how and on what they were measured."""
+    if show:
+        print(json.dumps(figures, indent=2))
+    if arguments.save:
+        # Paths say nothing about a figure.
+        given = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
+        how = {
+            "arguments": {k: v for k, v in given.items() if k != "save" and v is not None},
+            "environment": describe_environment(),
+            "load": round(os.getloadavg()[0], 1),
+        }
+        text = json.dumps({**how, **figures}, indent=2)
+        (RESULTS / f"{arguments.save}.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,164 @@
+"""The sections of a recipe, and their keys. The ``method:`` section is in ``method.py``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+
+class Section(BaseModel):
+    """A mapping of the recipe: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
+
+
+class ModelSection(Section):
+    """The checkpoint to start from.
+
+    ``init: random`` takes only config and tokenizer from it, lays ``config`` over the former and
+    trains a model from scratch, without an adapter.
+    """
+
+    path: str = Field(min_length=1, description="folder or hub id")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    revision: str | None = None
+    tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
+    attn_implementation: str | None = None
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
+
+
+class RouterSection(Section):
+    """How the routers learn: all weights, through LoRA, or not at all."""
+
+    train: Literal["full", "lora", "frozen"] = "full"
+
+
+class LoraSection(Section):
+    """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
+
+    rank: int | None = Field(default=None, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[Literal["attention", "shared_experts", "experts"]] = [
+        "attention",
+        "shared_experts",
+        "experts",
+    ]
+    experts: str = Field(default="all", description="all, or a selection file")
+
+    @model_validator(mode="after")
+    def _alpha(self) -> LoraSection:
+        if self.alpha is None and self.rank is not None:
+            self.alpha = 4.0 * self.rank
+        return self
+
+
+class DataSource(Section):
+    """One of several sources, with columns of its own; what is unset is the section's.
+
+    ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
+    place, as a label of a classification task; ``limit`` counts the rows that are kept.
+    """
+
+    path: str = Field(min_length=1, description="file, folder or hub id")
+    format: Literal["auto", "messages", "prompt_completion", "text"] | None = None
+    columns: dict[str, str] | None = None
+    template: dict[str, str] | None = None
+    split: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    where: dict[str, list[str | int]] = Field(default={})
+    words: dict[str, list[str]] = Field(default={})
+
+    @model_validator(mode="after")
+    def _agree(self) -> DataSource:
+        if self.columns and self.template:
+            raise ValueError("columns and template cannot be combined; keep one of them")
+        return self
+
+
+def _kind(value: Any) -> str:
+    return "Text" if isinstance(value, str) else "Source"
+
+
+# Told apart by their type, so that an error is the one of what was meant.
+Source = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
+]
+Paths = str | list[Source]
+
+
+class DataSection(Section):
+    """The examples, and how they become tokens."""
+
+    train: Paths
+    validation: Paths | None = None
+    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    columns: dict[str, str] | None = Field(
+        default=None, description="our field -> the file's: {prompt: question, completion: answer}"
+    )
+    template: dict[str, str] | None = Field(
+        default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
+    )
+    chat_template: str | None = Field(default=None, description="chatml, or a Jinja file")
+    max_length: int = Field(default=2048, ge=2)
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    packing: bool = False
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    completion_only_loss: bool | None = Field(
+        default=None, description="default: on where there is a completion"
+    )
+    split: str = "train"
+    limit: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
+    num_proc: int | None = Field(default=None, ge=1)
+
+
+class ExportSection(Section):
+    """What is written after training. ``verify`` defaults to ``merge``."""
+
+    merge: bool = True
+    verify: bool | None = None
+
+    @model_validator(mode="after")
+    def _verify(self) -> ExportSection:
+        if self.verify is None:
+            self.verify = self.merge
+        return self
+
+
+class EvaluationSection(Section):
+    """What the merged checkpoint is tested on."""
+
+    suite: str = Field(min_length=1, description="name or file of a suite")
+    backend: Literal["vllm", "hf"] = "vllm"
+    only: list[str] | None = Field(
+        default=None, min_length=1, description="labels of the suite's tasks"
+    )
+    limit: int | None = Field(default=None, ge=1)
+    data_dir: str | None = Field(default=None, description="folder of local task data")
+    vllm: dict[str, Any] = {}
+
+
+class LoggingSection(Section):
+    """What the callback logs beside the trainer's own values."""
+
+    routing: bool = True
+    every: int | None = Field(default=None, ge=1, description="steps; default: trainer's")
+
+
+class NumericsSection(Section):
+    """What happens when numbers go wrong, and whether every operation must repeat exactly.
+
+    ``max_violation`` and ``dead_experts`` are limits of a router that has not collapsed, see
+    :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
+    """
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    max_violation: float | None = Field(
+        default=None, gt=0, description="default: 0.75 x (experts / selected - 1)"
+    )
+    dead_experts: float = Field(default=0.5, gt=0, le=1, description="share of the experts")
+    patience: int = Field(default=5, ge=1)
+    deterministic: bool = False
