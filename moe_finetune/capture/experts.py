@@ -239,11 +239,13 @@ class _Experts(torch.autograd.Function):
                 grad_weights = grad_weights.to(weights_TK.dtype)
             if grad_out is not None:
                 grad_out = grad_out.to(hidden_TH.dtype)
-            weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S).to(hidden_TH.dtype)
             rows_S = groups.inverse()
-            dy_SH = dz_own_SD = None
+            dy_SH = weights_S = dz_own_SD = None
             if grad_y_gram is not None or grad_y is not None:
                 dy_SH = outputs_gradient(grad_out, grad_y_gram, grad_y, weights_TK, y_TKH, rows_S)
+            elif grad_out is not None:
+                weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S)
+                weights_S = weights_S.to(hidden_TH.dtype)
             if grad_z_gram is not None or grad_z is not None:
                 z_SD = gated(rows_S2D, call.activation)
                 dz_own_SD = activations_gradient_(grad_z_gram, grad_z, z_SD, rows_S)
@@ -269,7 +271,7 @@ class _Experts(torch.autograd.Function):
             for part in _parts(groups, hidden_TH):
                 if dy_SH is not None:
                     dy = dy_SH[part.rows]
-                elif grad_out is not None:
+                elif weights_S is not None:
                     dy = grad_out.index_select(0, part.tokens_P)
                     dy.mul_(weights_S[part.rows].unsqueeze(1))
                 else:
