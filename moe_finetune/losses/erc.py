@@ -178,8 +178,11 @@ class _Product(torch.autograd.Function):
                 else:
                     grad_inputs[some] = grad
             if grad_weight is not None:
-                left = grad_EPO[some].mT
-                grad_weight[some] = torch.bmm(left, _batch(inputs, some, experts))
+                left, right = grad_EPO[some].mT, _batch(inputs, some, experts)
+                if grad_weight.dtype == inputs.dtype:
+                    torch.bmm(left, right, out=grad_weight[some])
+                else:
+                    grad_weight[some] = torch.bmm(left, right)
         return grad_inputs, grad_weight
 
 
