@@ -306,6 +306,20 @@ def step_flops(arguments, experts_lora: bool) -> float:
     return tokens * 2.0 * ((dense + active) * 2 + lora * 3 + scores * 3)
 
 
+def product_tflops(arguments) -> float:
+    """Rate of the fastest of some large square products in this type on this device."""
+    side = 8192 if arguments.device == "cuda" else 2048
+    left = torch.randn(side, side, device=arguments.device, dtype=getattr(torch, arguments.dtype))
+    seconds = []
+    for _ in range(8):
+        synchronize(arguments.device)
+        start = time.perf_counter()
+        torch.mm(left, left)
+        synchronize(arguments.device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds) / 1e12
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="small-cpu")
@@ -331,7 +345,11 @@ def main() -> None:
         "--compiled", action="store_true", help="each variant a second time, its layers compiled"
     )
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for the utilisation")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        help="of the device, for the utilisation; default: the best of some large products",
+    )
     add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -351,6 +369,7 @@ def main() -> None:
         names = [other for name in names for other in (name, name + COMPILED)]
     seconds = time_variants(arguments, names)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
+    peak = arguments.peak_tflops or product_tflops(arguments)
     rows = {}
     tokens = batch_of(arguments, 10)["input_ids"].numel()
     for name in names:
@@ -361,15 +380,14 @@ def main() -> None:
             "min_s": min(seconds[name]),
             "tokens_per_s": tokens / median,
             "tflops": flops / median / 1e12,
+            "utilisation": flops / median / 1e12 / peak,
             "peak_gb": memory.get(name),
         }
-        if arguments.peak_tflops:
-            rows[name]["utilisation"] = flops / median / 1e12 / arguments.peak_tflops
     print(table(rows))
     found = ratios(rows)
     for name, value in found.items():
         print(f"{name:60s} {value:.3f}")
-    finish(arguments, {"rows": rows, "ratios": found}, show=False)
+    finish(arguments, {"peak_tflops": peak, "rows": rows, "ratios": found}, show=False)
 
 
 def ratios(rows) -> dict[str, float]:
@@ -392,12 +410,13 @@ def ratios(rows) -> dict[str, float]:
 
 
 def table(rows) -> str:
-    lines = [f"{'':34s}{'ms':>9s}{'min':>9s}{'tokens/s':>10s}{'TFLOP/s':>9s}{'peak GB':>9s}"]
+    titles = ("ms", "min", "tokens/s", "TFLOP/s", "of peak", "peak GB")
+    lines = [" " * 34 + "".join(f"{title:>10s}" for title in titles)]
     for name, row in rows.items():
-        peak = f"{row['peak_gb']:9.2f}" if row["peak_gb"] else f"{'-':>9s}"
+        peak = f"{row['peak_gb']:10.2f}" if row["peak_gb"] else f"{'-':>10s}"
         lines.append(
-            f"{name:34s}{row['median_s'] * 1e3:9.0f}{row['min_s'] * 1e3:9.0f}"
-            f"{row['tokens_per_s']:10.0f}{row['tflops']:9.3f}{peak}"
+            f"{name:34s}{row['median_s'] * 1e3:10.0f}{row['min_s'] * 1e3:10.0f}"
+            f"{row['tokens_per_s']:10.0f}{row['tflops']:10.3f}{row['utilisation']:10.0%}{peak}"
         )
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ class Part:
         rows: where they lie among the sorted rows.
         slots_P: row -> flat pair ``t*K + k``.
         tokens_P: row -> token.
-        experts: those with rows; None when the device computes groups by itself.
+        experts: which they are; None when the device computes groups by itself.
         sizes: how many rows each of them has.
         offsets_E: int32 ends of the groups, for the device.
     """
@@ -33,7 +33,7 @@ class Part:
     rows: slice
     slots_P: Tensor
     tokens_P: Tensor
-    experts: list[int] | None
+    experts: slice | None
     sizes: list[int]
     offsets_E: Tensor
 
@@ -78,27 +78,28 @@ class Groups:
         """Experts to take at a time.
 
         All on a device that computes groups; else about 4 MiB of rows of ``row_bytes``, so that
-        what one product wrote is in the cache when the next reads it.
+        what one product wrote is in the cache when the next reads it. None is without rows,
+        unless all are.
         """
         if self.bounds is None:
             rows = slice(0, self.slots_S.numel())
             return [Part(rows, self.slots_S, self.tokens_S, None, [], self.offsets_E)]
         limit = max(1, PART_BYTES // row_bytes)
+        experts = len(self.bounds) - 1
         parts: list[Part] = []
-        experts, sizes = list[int](), list[int]()
         first = 0
-        for expert, (start, end) in enumerate(pairwise(self.bounds)):
-            if experts and end - first > limit:
-                parts.append(self._part(slice(first, start), experts, sizes))
-                experts, sizes, first = [], [], start
-            if end > start:
-                experts.append(expert)
-                sizes.append(end - start)
-        if experts:
-            parts.append(self._part(slice(first, self.bounds[-1]), experts, sizes))
+        for last in range(1, experts + 1):
+            if last < experts:
+                begin, here, end = self.bounds[first], self.bounds[last], self.bounds[last + 1]
+                if not begin < here < end or end - begin <= limit:
+                    continue
+            parts.append(self._part(self.bounds[first : last + 1], slice(first, last)))
+            first = last
         return parts
 
-    def _part(self, rows: slice, experts: list[int], sizes: list[int]) -> Part:
+    def _part(self, bounds: list[int], experts: slice) -> Part:
+        rows = slice(bounds[0], bounds[-1])
+        sizes = [end - start for start, end in pairwise(bounds)]
         return Part(rows, self.slots_S[rows], self.tokens_S[rows], experts, sizes, self.offsets_E)
 
     def inverse(self) -> Tensor:
@@ -168,8 +169,9 @@ def _rows_times(
         product = grouped_mm(rows, weight, offs=part.offsets_E)
         return product if scale == 1.0 else product.mul_(scale)
     result = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out[part.rows]
-    for expert, into, left in zip(part.experts, part.split(result), part.split(rows), strict=True):
-        into.addmm_(left, weight[expert], beta=0, alpha=scale)
+    matrices = weight[part.experts].unbind(0)
+    for into, left, matrix in zip(part.split(result), part.split(rows), matrices, strict=True):
+        _product(left, matrix, scale, out=into)
     return result
 
 
@@ -177,21 +179,30 @@ def _add_rows_times(into: Tensor, rows: Tensor, weight: Tensor, part: Part, scal
     if part.experts is None:
         into.add_(grouped_mm(rows, weight, offs=part.offsets_E), alpha=scale)
         return
-    for expert, into_e, left in zip(part.experts, part.split(into), part.split(rows), strict=True):
-        into_e.addmm_(left, weight[expert], alpha=scale)
+    matrices = weight[part.experts].unbind(0)
+    for into_e, left, matrix in zip(part.split(into), part.split(rows), matrices, strict=True):
+        into_e.addmm_(left, matrix, alpha=scale)
+
+
+def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
+    """``out = scale * left @ right``."""
+    if scale == 1.0:
+        torch.mm(left, right, out=out)
+    else:
+        out.addmm_(left, right, beta=0, alpha=scale)
 
 
 class OuterSums:
     """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
 
-    Filled part by part; experts without rows are 0. ``sums_EOI`` stays None without a weight.
+    Filled part by part; the sum over no rows is 0. ``sums_EOI`` stays None without a weight.
     """
 
     def __init__(self, like_EOI: Tensor | None, groups: Groups, scale: float = 1.0):
         self.scale = scale
         self.sums_EOI: Tensor | None = None
         if groups.bounds is not None and like_EOI is not None:
-            self.sums_EOI = torch.zeros_like(like_EOI, memory_format=torch.contiguous_format)
+            self.sums_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
 
     def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
         """Add the rows of ``part``; every part once."""
@@ -201,6 +212,6 @@ class OuterSums:
                 self.sums_EOI.mul_(self.scale)
             return
         assert self.sums_EOI is not None
-        pairs = zip(part.experts, part.split(left_PO), part.split(right_PI), strict=True)
-        for expert, left, right in pairs:
-            self.sums_EOI[expert].addmm_(left.t(), right, beta=0, alpha=self.scale)
+        sums = self.sums_EOI[part.experts].unbind(0)
+        for into, left, right in zip(sums, part.split(left_PO), part.split(right_PI), strict=True):
+            _product(left.t(), right, self.scale, out=into)

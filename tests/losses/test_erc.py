@@ -141,13 +141,16 @@ def test_alpha_out_of_range():
         term(alpha=1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("at_a_time", [1, 3, EXPERTS])
 @pytest.mark.parametrize("batched", [False, True])
-def test_product_by_experts_equals_the_plain_one(batched):
+def test_product_by_experts_equals_the_plain_one(batched, at_a_time, dtype, monkeypatch):
     """Float32 weights under float64 proxies take the path of bfloat16 under float32."""
+    monkeypatch.setattr(erc, "WIDENED_BYTES", at_a_time * WIDTH * HIDDEN * 8)
     g = torch.Generator().manual_seed(3)
     shape = (EXPERTS, 4, HIDDEN) if batched else (4, HIDDEN)
     inputs = torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
-    fused = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=g).requires_grad_()
+    fused = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=g, dtype=dtype).requires_grad_()
     upstream = torch.randn(EXPERTS, 4, WIDTH, generator=g, dtype=torch.float64)
     got = erc._Product.apply(inputs, fused[:, WIDTH:])
     plain = inputs @ fused[:, WIDTH:].double().mT
@@ -155,7 +158,7 @@ def test_product_by_experts_equals_the_plain_one(batched):
     mine = torch.autograd.grad(got, (inputs, fused), upstream)
     theirs = torch.autograd.grad(plain, (inputs, fused), upstream)
     torch.testing.assert_close(mine, theirs)
-    assert mine[1].dtype == torch.float32
+    assert mine[1].dtype == dtype
 
 
 @pytest.mark.parametrize("activation", ["gate", "up", "silu_gate", "swiglu", "output"])
