@@ -58,7 +58,7 @@ def merged_folder(source: str | Path) -> Path:
     Raises:
         CheckpointError: an adapter, a run that was not merged, or an incomplete checkpoint.
     """
-    from moe_finetune.families.checkpoint import tensor_files
+    from moe_finetune.checkpoint_files import read_headers
     from moe_finetune.families.loading import load_config, local_folder
 
     path = Path(source)
@@ -71,7 +71,7 @@ def merged_folder(source: str | Path) -> Path:
         )
     folder = local_folder(path if path.exists() else source)
     load_config(folder)
-    tensor_files(folder)
+    read_headers(folder)
     return folder
 
 

@@ -196,12 +196,12 @@ def permute(
 
 def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
     """Old expert at each new place by layer, from a plan for this model or a plain permutation."""
+    from moe_finetune.checkpoint_files import read_config
     from moe_finetune.errors import CheckpointError
     from moe_finetune.placement.plan import PlacementPlan
-    from moe_finetune.weights.checkpoint import read_config, read_json
-    from moe_finetune.weights.permute import read_permutation
+    from moe_finetune.weights.permute import read_mapping, read_permutation
 
-    if file.is_file() and "format" not in read_json(file):
+    if file.is_file() and "format" not in read_mapping(file):
         return read_permutation(file)
     plan = PlacementPlan.read(file)
     model_type = read_config(checkpoint).get("model_type")

@@ -9,16 +9,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import CheckpointError, OutputExistsError
-from moe_finetune.families.checkpoint import (
+from moe_finetune.checkpoint_files import (
+    COPY_AGAIN,
     INDEX,
     SINGLE,
     read_config,
-    read_header,
-    read_json,
-    tensor_files,
+    read_headers,
+    tensors_of,
 )
+from moe_finetune.errors import CheckpointError, OutputExistsError
 from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.json_file import read_object
+from moe_finetune.safetensors_header import Header
 
 _CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -42,12 +44,12 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         raise OutputExistsError(f"{output} exists already; choose a new folder")
     folder = local_folder(source)
     load_config(folder)
-    files = tensor_files(folder)
+    files = read_headers(folder)
     output.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        for file in sorted(set(files.values())):
-            _link(file, work / file.name)
+        for name in files:
+            _link(folder / name, work / name)
         write_index(files, work)
         config = read_config(folder)
         config.pop("auto_map", None)
@@ -79,7 +81,9 @@ def write_tokenizer(source: Path, output: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, output / name)
     settings_file = source / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.is_file() else {}
+    settings = {}
+    if settings_file.is_file():
+        settings = read_object(settings_file, CheckpointError, COPY_AGAIN)
     settings.pop("auto_map", None)
     settings["tokenizer_class"] = TOKENIZER_CLASS
     _write_json(output / "tokenizer_config.json", settings)
@@ -88,16 +92,13 @@ def write_tokenizer(source: Path, output: Path) -> None:
         shutil.copyfile(template, output / template.name)
 
 
-def write_index(files: dict[str, Path], output: Path) -> None:
+def write_index(files: dict[str, Header], output: Path) -> None:
     """Write the index of a checkpoint that has more files than ``model.safetensors``."""
-    if {file.name for file in files.values()} == {SINGLE}:
+    if list(files) == [SINGLE]:
         return
-    total = 0
-    for file in set(files.values()):
-        for entry in read_header(file).values():
-            first, end = entry["data_offsets"]
-            total += end - first
-    weight_map = {name: file.name for name, file in sorted(files.items())}
+    tensors = sorted(tensors_of(files).items())
+    total = sum(info.size for _, info in tensors)
+    weight_map = {name: info.file.name for name, info in tensors}
     _write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint_files import read_config
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.families import deepseek_moe, family_of
-from moe_finetune.families.checkpoint import read_config
 from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
 
 if TYPE_CHECKING:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint_files import COPY_AGAIN, read_config, read_headers
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.families import deepseek_moe, family_of
-from moe_finetune.families.checkpoint import read_config, read_json, tensor_files
 from moe_finetune.families.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
+from moe_finetune.json_file import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +117,7 @@ def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    tensor_files(folder)
+    read_headers(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -160,7 +161,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
                 f"{folder}: its tokenizer files cannot be read ({error}); copy them again"
             ) from error
         settings = folder / "tokenizer_config.json"
-        if settings.is_file() and read_json(settings).get("add_bos_token"):
+        held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
+        if held.get("add_bos_token"):
             bos = tokenizer.bos_token_id
             if bos is not None and tokenizer.encode("")[:1] != [bos]:
                 tokenizer.add_bos_token = True

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from moe_finetune.errors import DataError
+from moe_finetune.json_file import read_object
 from moe_finetune.report.compare import Score
 from moe_finetune.report.markup import is_number
 from moe_finetune.report.routing import Routing
@@ -157,15 +158,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        data = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}); remove the file to leave it out"
-        ) from None
-    if not isinstance(data, dict):
-        raise DataError(f"{path}: expected an object, found {type(data).__name__}")
-    return data
+    return read_object(path, DataError, "remove the file to leave it out")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.json_file import read_object
 from moe_finetune.studies.expand import Run, baseline_of
 from moe_finetune.studies.recipe import StudyRecipe
 
@@ -114,7 +115,7 @@ def check_finished(folder: Path) -> None:
     record = folder / FINISHED
     if not record.is_file():
         return
-    content = read_json(record, f"delete {folder} to have the run made again")
+    content = read_object(record, StudyError, f"delete {folder} to have the run made again")
     for name, digest in content["files"].items():
         file = folder / name
         if not file.is_file() or _digest(file) != digest:
@@ -154,14 +155,3 @@ def state_of(output: Path, name: str) -> State:
     if failed_file(output, name).is_file():
         return "failed"
     return "started" if (folder / "recipe.yaml").is_file() else "missing"
-
-
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """A JSON object, or StudyError that names the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path}: cannot be read ({error}); {remedy}") from None
-    if not isinstance(content, dict):
-        raise StudyError(f"{path}: holds no object; {remedy}")
-    return content

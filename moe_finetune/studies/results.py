@@ -11,6 +11,7 @@ from typing import Any
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
+from moe_finetune.json_file import read_object
 from moe_finetune.studies import folder as disk
 
 
@@ -77,7 +78,7 @@ class RunResult:
         after = self.folder / "routing" / "after.json"
         if not after.is_file():
             return None
-        found = disk.read_json(after, "the run is damaged").get("metrics", {}).get(metric)
+        found = read_object(after, StudyError, "the run is damaged").get("metrics", {}).get(metric)
         return float(found["mean"]) if found else None
 
 
@@ -131,7 +132,7 @@ def load_results(output: str | Path) -> StudyResults:
     output = Path(output)
     if not (output / disk.MANIFEST).is_file():
         raise StudyError(f"{output}: holds no {disk.MANIFEST}; give the --output of a study")
-    content = disk.read_json(output / disk.MANIFEST, "start the study again with --resume")
+    content = read_object(output / disk.MANIFEST, StudyError, "start the study again with --resume")
     if content.get("schema") != disk.SCHEMA:
         raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
     runs = [_run(output, row) for row in content["runs"]]
@@ -148,7 +149,7 @@ def _run(output: Path, row: dict[str, Any]) -> RunResult:
     disk.check_finished(folder)
     reason = ""
     if state == "failed":
-        failed = disk.read_json(disk.failed_file(output, name), "delete it")
+        failed = read_object(disk.failed_file(output, name), StudyError, "delete it")
         reason = str(failed.get("reason", ""))
     return RunResult(
         row["arm"], row["seed"], row["values"], folder, state, reason, row["recipe_sha256"]

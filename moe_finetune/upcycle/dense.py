@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint_files import read_config
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.families.checkpoint import read_config
 from moe_finetune.families.loading import local_folder, with_weights
 
 TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}

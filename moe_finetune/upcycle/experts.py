@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_finetune.checkpoint_files import read_headers, tensors_of
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.families.checkpoint import tensor_files
+from moe_finetune.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.upcycle.dense import DenseFacts, dense_facts
 from moe_finetune.upcycle.frequencies import tokenizer_hash
-from moe_finetune.weights.headers import FLOATS, TensorInfo, read_header
 
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 # Buffers that old checkpoints of these models hold; transformers computes them.
@@ -32,8 +32,7 @@ def open_expert(path: str | Path) -> Expert:
     facts = dense_facts(folder)
     tensors = {
         name: info
-        for file in sorted(set(tensor_files(folder).values()))
-        for name, info in read_header(file, CheckpointError).tensors.items()
+        for name, info in tensors_of(read_headers(folder)).items()
         if not name.endswith(_COMPUTED)
     }
     if facts.tied and "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors:

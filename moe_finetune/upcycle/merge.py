@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint_files import INDEX
 from moe_finetune.errors import CheckpointError
 from moe_finetune.families import FAMILIES
+from moe_finetune.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.upcycle.dense import DenseFacts
 from moe_finetune.upcycle.experts import (
     FEED_FORWARD,
@@ -28,8 +30,6 @@ from moe_finetune.upcycle.experts import (
 )
 from moe_finetune.weights.apply import default_workers
 from moe_finetune.weights.carried import carried_files
-from moe_finetune.weights.checkpoint import INDEX
-from moe_finetune.weights.headers import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.weights.output import check_output, output_folder, write_small
 
 if TYPE_CHECKING:

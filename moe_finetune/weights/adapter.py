@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -10,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint_files import COPY_AGAIN
 from moe_finetune.errors import AdapterError
-from moe_finetune.weights.headers import FLOATS, TensorInfo, read_header
+from moe_finetune.json_file import read_object
+from moe_finetune.safetensors_header import FLOATS, TensorInfo, read_header
 from moe_finetune.weights.selection import AdapterMetadata, read_metadata
 
 CONFIG = "adapter_config.json"
@@ -106,12 +107,9 @@ def check_finite(adapter: Adapter) -> None:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise AdapterError(f"{file}: not valid JSON ({problem})") from problem
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_object(file, AdapterError, COPY_AGAIN)
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
         raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or config[key] <= 0:

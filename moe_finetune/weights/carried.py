@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.weights.checkpoint import INDEX, read_json
+from moe_finetune.checkpoint_files import COPY_AGAIN, INDEX
+from moe_finetune.errors import CheckpointError
+from moe_finetune.json_file import read_object
 
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
@@ -47,7 +49,7 @@ def _loaders_disagree(folder: Path) -> bool:
     if not (folder / "tokenizer.json").is_file():
         return (folder / "tiktoken.model").is_file()
     settings = folder / "tokenizer_config.json"
-    held = read_json(settings) if settings.is_file() else {}
+    held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
     # transformers 5 ignores add_bos_token beside a tokenizer.json; training did not.
     return bool(held.get("add_bos_token"))
 
@@ -64,7 +66,8 @@ def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]
     try:
         mapping = json.loads(content)
     except ValueError:
-        mapping = read_json(folder / name)  # raises the error that names the file
+        # Raises the error that names the file.
+        mapping = read_object(folder / name, CheckpointError, COPY_AGAIN)
     wanted = mapping | dict(changes)
     for key in (_CODE, *(key for key, value in changes.items() if value is None)):
         wanted.pop(key, None)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import NumericsError
+from moe_finetune.safetensors_header import ITEM_BYTES, TensorInfo
 from moe_finetune.weights.adapter import Adapter
-from moe_finetune.weights.headers import ITEM_BYTES, TensorInfo
 from moe_finetune.weights.plan import TensorPlan
 from moe_finetune.weights.tensors import (
     as_bytes,

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint_files import INDEX
 from moe_finetune.errors import CheckpointError
+from moe_finetune.json_file import read_object
+from moe_finetune.safetensors_header import TensorInfo
 from moe_finetune.weights.apply import default_workers
 from moe_finetune.weights.carried import carried_files
-from moe_finetune.weights.checkpoint import INDEX, Checkpoint, open_checkpoint, read_json
-from moe_finetune.weights.headers import TensorInfo
+from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
 from moe_finetune.weights.output import check_output, output_folder, write_small
 
 if TYPE_CHECKING:
@@ -113,12 +115,17 @@ def inverse(permutation: Permutation) -> dict[int, list[int]]:
 
 def read_permutation(file: str | Path) -> dict[int, list[int]]:
     """Read ``{"<layer>": [old expert of place 0, of place 1, ...]}`` from a JSON file."""
-    content = read_json(Path(file))
+    content = read_mapping(Path(file))
     if not content or not all(
         key.isdigit() and isinstance(order, list) for key, order in content.items()
     ):
         raise CheckpointError(f"{file}: must map a layer's number to a list of expert numbers")
     return {int(key): order for key, order in content.items()}
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """What a file of a plan or a permutation holds."""
+    return read_object(file, CheckpointError, "write one with 'moe-finetune place'")
 
 
 def check_permutation(base: Checkpoint, permutation: Permutation) -> None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint_files import INDEX, SINGLE
 from moe_finetune.errors import AdapterError, CheckpointError
+from moe_finetune.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.bias import BiasExport, plan_bias
 from moe_finetune.weights.carried import carried_files
-from moe_finetune.weights.checkpoint import INDEX, SINGLE, Checkpoint
-from moe_finetune.weights.headers import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.weights.checkpoint import Checkpoint
 from moe_finetune.weights.updates import LowRank, Replace, Update, resolve
 
 # Names of the --dtype option as stored in safetensors.

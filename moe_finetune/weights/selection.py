@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint_files import COPY_AGAIN
 from moe_finetune.errors import AdapterError
+from moe_finetune.json_file import read_object
 
 METADATA = "moe_finetune.json"
 
@@ -59,12 +61,7 @@ def read_metadata(folder: str | Path) -> AdapterMetadata:
     file = Path(folder) / METADATA
     if not file.is_file():
         return AdapterMetadata()
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise AdapterError(f"{file}: not valid JSON ({problem})") from problem
-    if not isinstance(content, dict):
-        raise AdapterError(f"{file}: holds {type(content).__name__} instead of a mapping")
+    content = read_object(file, AdapterError, COPY_AGAIN)
     experts = content.pop("experts", None)
     dropout = content.pop("experts_dropout", 0.0)
     return AdapterMetadata(_experts(file, experts), float(dropout), content)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_finetune.weights.headers import TensorInfo
+from moe_finetune.safetensors_header import TensorInfo
 
 DTYPES = {
     "F64": torch.float64,

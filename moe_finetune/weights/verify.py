@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError, NumericsError
+from moe_finetune.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.weights.adapter import open_adapter
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
-from moe_finetune.weights.headers import FLOATS, TensorInfo
 from moe_finetune.weights.plan import plan_merge
 from moe_finetune.weights.reference import compare_logits
 from moe_finetune.weights.sampled import compare_tensors

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_finetune.weights.headers import Header, TensorInfo
+from moe_finetune.safetensors_header import Header, TensorInfo
 from moe_finetune.weights.tensors import PAGE, as_bytes, read_into, thread_buffer
 
 _COPY_BYTES = 64 << 20

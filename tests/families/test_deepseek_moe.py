@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moe_finetune.checkpoint_files import read_headers, tensors_of
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.families import FAMILIES, deepseek_moe, family_of
-from moe_finetune.families.checkpoint import tensor_files
 from tests import tiny
 from tests.families import deepseek_reference
 
@@ -231,8 +231,8 @@ def test_sft_trainer_trains_it_and_the_loss_falls(tmp_path):
 
 def test_saved_files_are_plain_safetensors_with_an_exact_index(tmp_path):
     tiny.model("deepseek_moe").save_pretrained(tmp_path, max_shard_size="200KB")
-    files = tensor_files(tmp_path)
-    assert set(files) == _published_names(tiny.config("deepseek_moe"))
+    tensors = tensors_of(read_headers(tmp_path))
+    assert set(tensors) == _published_names(tiny.config("deepseek_moe"))
     name = "model.layers.2.mlp.experts.11.down_proj.weight"
-    with safe_open(files[name], "pt") as shard:
+    with safe_open(tensors[name].file, "pt") as shard:
         assert shard.get_slice(name).get_shape() == [192, 48]
