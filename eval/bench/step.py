@@ -11,8 +11,8 @@ variant on a CPU, and from the allocator on a GPU.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,192 +20,13 @@ import time
 from pathlib import Path
 
 import torch
+from geometries import GEOMETRIES, config_of
 from saved import add_save, finish
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
+from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
-from moe_finetune.capture.model import backbone_of, model_facts
-from moe_finetune.capture.recorder import Recorder
+from moe_finetune.capture.model import backbone_of
 from moe_finetune.families import family_of
-from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.objective import Objective
-from moe_finetune.losses.presets import PRESETS
-from moe_finetune.sections import LoraSection
-
-ALL_TERMS = {
-    "load_balance": {"weight": 1e-3, "variant": "deepseek"},
-    "z_loss": {"weight": 1e-3},
-    "orthogonality": {"weight": 1e-3},
-    "variance": {"weight": 1e-3},
-    "specialization": {"weight": 2e-4},
-    "coupling": {"weight": 1e-4},
-    "erc": {"weight": 1.0},
-    "router_orthogonality": {"weight": 1e-2},
-    "dpp": {"weight": 0.1},
-    "ncl": {"weight": 0.1},
-}
-BASELINES = ("attention-only", "stock-peft")
-COMPILED = ", compiled"
-_MLA = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_DEEPSEEK = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "first_k_dense_replace": 1,
-}
-
-
-def _qwen(hidden, heads, kv, head_dim, width, experts, top_k, vocab):
-    return Qwen3MoeConfig(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        head_dim=head_dim,
-        moe_intermediate_size=width,
-        intermediate_size=3 * width,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        norm_topk_prob=True,
-        vocab_size=vocab,
-    )
-
-
-def _deepseek_moe():
-    from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
-
-    return DeepseekConfig(**_DEEPSEEK, intermediate_size=10944, vocab_size=102400)
-
-
-GEOMETRIES = {
-    # name: (config, default layers)
-    "tiny": (lambda: _qwen(128, 4, 2, 32, 48, 12, 3, 512), 2),
-    "small-cpu": (lambda: _qwen(512, 8, 4, 64, 256, 64, 8, 4096), 4),
-    "qwen3_30b_a3b": (lambda: _qwen(2048, 32, 4, 128, 768, 128, 8, 151936), 4),
-    "deepseek_moe_16b": (_deepseek_moe, 4),
-    "deepseek_v2_lite": (
-        lambda: DeepseekV2Config(
-            **_DEEPSEEK,
-            **_MLA,
-            intermediate_size=10944,
-            vocab_size=102400,
-            topk_method="greedy",
-            routed_scaling_factor=1.0,
-        ),
-        4,
-    ),
-    "moonlight_16b_a3b": (
-        lambda: DeepseekV3Config(
-            **_DEEPSEEK,
-            **_MLA,
-            intermediate_size=11264,
-            vocab_size=163840,
-            routed_scaling_factor=2.446,
-        ),
-        4,
-    ),
-}
-
-
-def config_of(arguments):
-    make, layers = GEOMETRIES[arguments.geometry]
-    config = make()
-    config.num_hidden_layers = arguments.layers or layers
-    return config
-
-
-def build(arguments, experts: bool):
-    """A random model with LoRA on attention, and on experts and full routers if ``experts``."""
-    torch.manual_seed(0)
-    with torch.device(arguments.device):
-        model = AutoModelForCausalLM.from_config(
-            config_of(arguments), dtype=getattr(torch, arguments.dtype)
-        )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.normal_(0, 0.05)
-    targets = ["attention", "shared_experts", "experts"] if experts else ["attention"]
-    lora = LoraSection(rank=arguments.rank, alpha=4.0 * arguments.rank, targets=targets)
-    model = add_lora(model, lora, "full" if experts else "frozen")
-    if not arguments.train_router:
-        for name, parameter in model.named_parameters():
-            if "gate.modules_to_save" in name:
-                parameter.requires_grad_(False)
-    if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    return model.train()
-
-
-def adapts_experts(variant: str) -> bool:
-    """Whether LoRA is on the experts too."""
-    return not variant.startswith("attention-only")
-
-
-def terms_of(variant: str) -> dict | None:
-    """Loss terms of a variant of ours, None for a baseline."""
-    if variant in BASELINES:
-        return None
-    if variant in ("ours", "ours+metrics"):
-        return {}
-    if variant == "ours+all":
-        return ALL_TERMS
-    if variant.startswith("ours+"):
-        name = variant.removeprefix("ours+")
-        return dict(PRESETS[name].terms) if name in PRESETS else {name: ALL_TERMS[name]}
-    raise SystemExit(f"unknown variant {variant}")
-
-
-class Variant:
-    """One thing to time: a model, an optimizer, and what is installed while it runs."""
-
-    def __init__(self, name, model):
-        self.name, self.model = name, model
-        name, _, compiled = name.partition(",")
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-        terms = terms_of(name)
-        self.context = contextlib.nullcontext
-        if terms is not None:
-            from moe_finetune.capture.statistics import TrainingStatistics
-
-            facts = model_facts(model)
-            objective = Objective.from_options(terms, facts) if terms else None
-            observers = (
-                [TrainingStatistics(facts.moe_layers, facts.num_experts)]
-                if name == "ours+metrics"
-                else []
-            )
-            self.context = lambda: Recorder(model, objective, observers=observers)
-        if compiled:
-            # Hooks are compiled into the layers, so they stay.
-            self.context().__enter__()
-            self.context = contextlib.nullcontext
-            for layer in backbone_of(model).layers:
-                layer.compile()
-
-    def step(self, batch) -> None:
-        with self.context():
-            loss = self.model(**batch).loss
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def batch_of(arguments, vocab):
@@ -223,7 +44,8 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def time_variants(arguments, names) -> dict[str, list[float]]:
+def time_variants(arguments, names) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Seconds and page faults of each timed step."""
     models = {}
     variants = []
     for name in names:
@@ -232,19 +54,24 @@ def time_variants(arguments, names) -> dict[str, list[float]]:
             models[key] = build(arguments, adapts_experts(name))
         variants.append(Variant(name, models[key]))
     batch = batch_of(arguments, config_of(arguments).vocab_size)
-    seconds = {name: [] for name in names}
+    seconds, faults = {name: [] for name in names}, {name: [] for name in names}
     for round_ in range(arguments.rounds + arguments.warmup):
         order = variants if round_ % 2 == 0 else variants[::-1]
         for variant in order:
             for _ in range(arguments.settle):
                 variant.step(batch)
             synchronize(arguments.device)
-            start = time.perf_counter()
+            faulted, start = page_faults(), time.perf_counter()
             variant.step(batch)
             synchronize(arguments.device)
             if round_ >= arguments.warmup:
                 seconds[variant.name].append(time.perf_counter() - start)
-    return seconds
+                faults[variant.name].append(page_faults() - faulted)
+    return seconds, faults
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory(arguments, name) -> float:
@@ -367,7 +194,7 @@ def main() -> None:
     ]
     if arguments.compiled:
         names = [other for name in names for other in (name, name + COMPILED)]
-    seconds = time_variants(arguments, names)
+    seconds, faults = time_variants(arguments, names)
     memory = {} if arguments.no_memory else {n: peak_memory(arguments, n) for n in names}
     peak = arguments.peak_tflops or product_tflops(arguments)
     rows = {}
@@ -378,6 +205,7 @@ def main() -> None:
         rows[name] = {
             "median_s": median,
             "min_s": min(seconds[name]),
+            "page_faults": statistics.median(faults[name]),
             "tokens_per_s": tokens / median,
             "tflops": flops / median / 1e12,
             "utilisation": flops / median / 1e12 / peak,

@@ -1,0 +1,110 @@
+"""What a step is timed with: baselines, ours with each set of terms, each of them compiled."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from geometries import config_of
+from transformers import AutoModelForCausalLM
+
+from moe_finetune.capture.model import backbone_of, model_facts
+from moe_finetune.capture.recorder import Recorder
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.sections import LoraSection
+
+ALL_TERMS = {
+    "load_balance": {"weight": 1e-3, "variant": "deepseek"},
+    "z_loss": {"weight": 1e-3},
+    "orthogonality": {"weight": 1e-3},
+    "variance": {"weight": 1e-3},
+    "specialization": {"weight": 2e-4},
+    "coupling": {"weight": 1e-4},
+    "erc": {"weight": 1.0},
+    "router_orthogonality": {"weight": 1e-2},
+    "dpp": {"weight": 0.1},
+    "ncl": {"weight": 0.1},
+}
+BASELINES = ("attention-only", "stock-peft")
+COMPILED = ", compiled"
+
+
+def build(arguments, experts: bool):
+    """A random model with LoRA on attention, and on experts and full routers if ``experts``."""
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(
+            config_of(arguments), dtype=getattr(torch, arguments.dtype)
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.normal_(0, 0.05)
+    targets = ["attention", "shared_experts", "experts"] if experts else ["attention"]
+    lora = LoraSection(rank=arguments.rank, alpha=4.0 * arguments.rank, targets=targets)
+    model = add_lora(model, lora, "full" if experts else "frozen")
+    if not arguments.train_router:
+        for name, parameter in model.named_parameters():
+            if "gate.modules_to_save" in name:
+                parameter.requires_grad_(False)
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def adapts_experts(variant: str) -> bool:
+    """Whether LoRA is on the experts too."""
+    return not variant.startswith("attention-only")
+
+
+def terms_of(variant: str) -> dict | None:
+    """Loss terms of a variant of ours, None for a baseline."""
+    if variant in BASELINES:
+        return None
+    if variant in ("ours", "ours+metrics"):
+        return {}
+    if variant == "ours+all":
+        return ALL_TERMS
+    if variant.startswith("ours+"):
+        name = variant.removeprefix("ours+")
+        return dict(PRESETS[name].terms) if name in PRESETS else {name: ALL_TERMS[name]}
+    raise SystemExit(f"unknown variant {variant}")
+
+
+class Variant:
+    """One thing to time: a model, an optimizer, and what is installed while it runs."""
+
+    def __init__(self, name, model):
+        self.name, self.model = name, model
+        name, _, compiled = name.partition(",")
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        terms = terms_of(name)
+        self.context = contextlib.nullcontext
+        if terms is not None:
+            from moe_finetune.capture.statistics import TrainingStatistics
+
+            facts = model_facts(model)
+            objective = Objective.from_options(terms, facts) if terms else None
+            observers = (
+                [TrainingStatistics(facts.moe_layers, facts.num_experts)]
+                if name == "ours+metrics"
+                else []
+            )
+            self.context = lambda: Recorder(model, objective, observers=observers)
+        if compiled:
+            # Hooks are compiled into the layers, so they stay.
+            self.context().__enter__()
+            self.context = contextlib.nullcontext
+            for layer in backbone_of(model).layers:
+                layer.compile()
+
+    def step(self, batch) -> None:
+        with self.context():
+            loss = self.model(**batch).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
