@@ -182,7 +182,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
-    from moe_finetune.training.sft import build_trainer
+    from moe_finetune.training.sft import build_trainer, describe_steps
     from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.snapshot import sample_examples, take_snapshot
 
@@ -195,6 +195,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     trainer, callback = build_trainer(
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
+    log.info("%s", describe_steps(trainer, inputs.train))
     examples = inputs.validation if inputs.validation is not None else inputs.train
     sample = sample_examples(recipe.data, inputs.tokenizer, examples)
     if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():

@@ -29,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data go into a folder of the session's, also in child processes."""
+    os.environ.setdefault("MOE_FINETUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def data_file() -> Callable[[str], Path]:
     """Path of a real data file by name; the test is skipped where the file is absent."""

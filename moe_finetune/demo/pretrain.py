@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import random
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.cache_folder import cache_folder
 from moe_finetune.demo.batches import IGNORED, Mixture, base_problem, batches
 from moe_finetune.demo.corpus import Document, library_folder, read_corpus, source_files
 from moe_finetune.demo.data import task_problem
@@ -85,7 +85,7 @@ def ensure_demo_checkpoint(
         DataError: this Python has no standard-library source.
     """
     config = config or PretrainConfig()
-    root = Path(cache) if cache is not None else default_cache()
+    root = Path(cache) if cache is not None else cache_folder()
     final = root / f"demo-{fingerprint(config, seed)[:16]}"
     if final.is_dir():
         return final
@@ -102,14 +102,6 @@ def ensure_demo_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
-
-
-def default_cache() -> Path:
-    """``$MOE_FINETUNE_CACHE``, or ``moe-finetune`` in the user's cache folder."""
-    if named := os.environ.get("MOE_FINETUNE_CACHE"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moe-finetune"
 
 
 def fingerprint(config: PretrainConfig, seed: int) -> str:

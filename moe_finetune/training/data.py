@@ -2,28 +2,36 @@
 
 The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` takes as they are: it only
 packs them (``packing_strategy``) or pads them. Whatever is cut or left out is counted and logged.
+
+Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped from the
+cache folder, so memory does not grow with the data. A prepared dataset's folder is named after all
+that decides its content (see :mod:`moe_finetune.training.prepared`): the same recipe prepares
+nothing a second time, and of several processes one prepares while the others wait.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moe_finetune.errors import DataError
-from moe_finetune.sections import DataSection, Paths
-from moe_finetune.training.mixture import SourceReader
+from moe_finetune.sections import DataSection, DataSource, Paths
+from moe_finetune.training.mixture import SourceReader, draw
+from moe_finetune.training.prepared import data_key, prepared_once
 from moe_finetune.training.rows import Form
-from moe_finetune.training.sources import Row
+from moe_finetune.training.sources import Placed, Row, source_identity
 from moe_finetune.training.tokenize import IGNORED, set_chat_template, tokenize_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-OURS = ("messages", "prompt", "completion", "text")
 log = logging.getLogger(__name__)
+COLUMNS = ("input_ids", "labels")
 
 
 @dataclass
@@ -70,67 +78,95 @@ def load_dataset_for(
 ) -> tuple[Dataset, Dataset | None]:
     """Training and validation examples with ``input_ids`` and ``labels`` (-100: not learned).
 
-    Sets the tokenizer's chat template when ``data.chat_template`` names one. The training rows are
-    shuffled with ``data.seed``, or ``seed`` when that is unset; validation keeps the file's order.
+    Sets the tokenizer's chat template when ``data.chat_template`` names one. ``data.seed``, or
+    ``seed`` when that is unset, shuffles the training rows and draws those that a ``limit`` keeps.
+    Validation keeps the file's order, and its draw is the same for all seeds.
 
     Raises:
-        DataError: a file, line or row that cannot be used, or nothing left to train on.
+        DataError: a file, line or row that cannot be used, fewer rows than a ``limit`` asks for,
+            or nothing left to train on.
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
-    train = prepare(data.train, data, tokenizer, "train").shuffle(order)
+    # An order of the rows in memory is 8 bytes a row; on disk it would be a file a seed.
+    train = prepare(data.train, data, tokenizer, "train", order).shuffle(order, keep_in_memory=True)
     validation = None
     if data.validation is not None:
         validation = prepare(data.validation, data, tokenizer, "validation")
     return train, validation
 
 
-def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str) -> Dataset:
-    """Read, tokenize and cut the rows of ``sources``, in their order; log what became of them."""
-    from datasets import Dataset
+def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0) -> Dataset:
+    """Rows of ``sources`` in their order, tokenized and cut; logs what became of them.
 
-    places, rows = _read(sources, data)
-    columns = {field: [row.get(field) for row in rows] for field in OURS}
-    tokenized = Dataset.from_dict(columns).map(
-        _tokenize,
-        with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer, "data": data, "places": places},
-        num_proc=data.num_proc,
-        remove_columns=list(OURS),
-        load_from_cache_file=False,
-        desc=f"Tokenizing {name}",
+    Args:
+        sources: what to read: ``data.train`` or ``data.validation``.
+        data: how to read it.
+        tokenizer: a fast tokenizer; its content is part of what the result is known by.
+        name: "train" or "validation", for messages. Validation data may have fewer rows than
+            ``data.limit``.
+        seed: decides which rows a ``limit`` keeps.
+    """
+    listed = [sources] if isinstance(sources, str) else list(sources)
+    if not listed:
+        raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
+    drawn = data.limit is not None or any(
+        isinstance(source, DataSource) and source.limit is not None for source in listed
     )
-    whole = tokenized.with_format("numpy")
-    kept = tokenized.select([i for i, dropped in enumerate(whole["dropped"]) if not dropped])
-    summary, *losses = count(tokenized).lines(data.max_length)
-    log.info("%s data: %s", name, summary)
+    key = data_key(
+        tokenizer,
+        data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
+        [_identity(source, data) for source in listed],
+        [name, seed] if drawn else [],
+    )
+
+    def make(folder: Path) -> dict[str, int]:
+        rows = _rows(listed, data, name, seed)
+        return dataclasses.asdict(_write(rows, data, tokenizer, name, folder))
+
+    dataset, counted, found = prepared_once(key, make)
+    counts = Counts(**counted)
+    summary, *losses = counts.lines(data.max_length)
+    log.info("%s data: %s%s", name, summary, " (prepared before)" if found else "")
     for loss in losses:
         log.warning("%s data: %s", name, loss)
-    if not len(kept):
-        raise DataError(
-            f"data.{name}: none of the {len(rows)} rows has anything to learn within "
-            f"data.max_length {data.max_length}; raise it"
-        )
-    return kept.select_columns(["input_ids", "labels"])
+    return dataset
 
 
-def _read(sources: Paths, data: DataSection) -> tuple[list[str], list[Row]]:
-    places: list[str] = []
-    rows: list[Row] = []
-    for source in [sources] if isinstance(sources, str) else sources:
-        reader = SourceReader.of(source, data)
-        path, before = reader.source.path, len(rows)
-        for place, row in reader:
-            if data.limit is not None and len(rows) >= data.limit:
-                break
-            rows.append(row)
-            places.append(place)
-        if len(rows) == before and (data.limit is None or before < data.limit):
-            raise DataError(f"{path} is empty; wanted at least one row")
-        _check_form(path, reader.former.form, data)
-    if not rows:
-        raise DataError("data.train is an empty list; name a file, folder or hub dataset")
-    return places, rows
+def _identity(source: str | DataSource, data: DataSection) -> list[Any]:
+    reader = SourceReader.of(source, data)
+    options = reader.source.model_dump(mode="json", exclude={"path", "split"})
+    return [source_identity(reader.source.path, reader.split), options]
+
+
+def _rows(
+    sources: list[str | DataSource], data: DataSection, name: str, seed: int
+) -> Iterator[Placed]:
+    rows = itertools.chain.from_iterable(
+        _source_rows(source, data, seed + number) for number, source in enumerate(sources)
+    )
+    if data.limit is None:
+        return rows
+    if name == "validation":
+        return _at_most(rows, data.limit, seed)
+    return draw(rows, data.limit, seed, f"data.limit of data.{name}")
+
+
+def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
+    first = list(itertools.islice(rows, limit))
+    if len(first) < limit:
+        return iter(first)
+    return draw(itertools.chain(first, rows), limit, seed, "data.limit of data.validation")
+
+
+def _source_rows(source: str | DataSource, data: DataSection, seed: int) -> Iterator[Placed]:
+    reader = SourceReader.of(source, data, seed)
+    placed = None
+    for placed in reader:
+        yield placed
+    if placed is None:
+        raise DataError(f"{reader.source.path} is empty; wanted at least one row")
+    _check_form(reader.source.path, reader.former.form, data)
 
 
 def _check_form(source: str, form: Form | str, data: DataSection) -> None:
@@ -143,19 +179,72 @@ def _check_form(source: str, form: Form | str, data: DataSection) -> None:
         )
 
 
-def _tokenize(
-    row: Row, index: int, tokenizer: Any, data: DataSection, places: list[str]
-) -> dict[str, Any]:
+def _write(
+    rows: Iterator[Placed], data: DataSection, tokenizer: Any, name: str, folder: Path
+) -> Counts:
+    """Tokenize ``rows`` into the dataset ``folder / "rows"``, through files beside it."""
+    from datasets import Dataset, Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    text, number, flag = Value("string"), Value("int32"), Value("bool")
+    read = {"place": text, "prompt": text, "completion": text, "text": text}
+    turns = {"messages": [{"role": text, "content": text}]}
+    with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read | turns)) as writer:
+        for place, row in rows:
+            writer.write({"place": place, **{field: row.get(field) for field in _FIELDS}})
+        writer.finalize()
+    tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
+        _tokenize,
+        fn_kwargs={"tokenizer": tokenizer, "data": data},
+        num_proc=data.num_proc,
+        remove_columns=["place", *_FIELDS],
+        features=Features(
+            {"input_ids": [number], "labels": [number]}
+            | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
+            | dict.fromkeys(("dropped", "rewritten", "straddled"), flag)
+        ),
+        cache_file_name=str(folder / "tokens.arrow"),
+        new_fingerprint="tokens",  # hashing the tokenizer for one would take longer than small data
+        load_from_cache_file=False,
+        desc=f"Tokenizing {name}",
+    )
+    columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
+    kept = ~columns["dropped"]
+    if not kept.any():
+        raise DataError(
+            f"data.{name}: none of the {len(kept)} rows has anything to learn within "
+            f"data.max_length {data.max_length}; raise it"
+        )
+    chosen = tokenized if kept.all() else tokenized.select(kept.nonzero()[0])
+    chosen.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
+    for left in folder.glob("*.arrow"):
+        left.unlink()
+    return Counts(
+        rows=len(kept),
+        tokens=int(columns["tokens"][kept].sum()),
+        learned=int(columns["learned"][kept].sum()),
+        dropped=int(columns["dropped"].sum()),
+        truncated=int((columns["cut"] > 0).sum()),
+        cut=int(columns["cut"].sum()),
+        rewritten=int(columns["rewritten"].sum()),
+        straddled=int(columns["straddled"].sum()),
+    )
+
+
+_FIELDS = ("messages", "prompt", "completion", "text")
+
+
+def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
     """One row's ids and labels within ``max_length``, and what was lost."""
     try:
         tokens = tokenize_row(row, tokenizer, data.completion_only_loss is not False)
     except DataError as error:
-        raise DataError(f"{places[index]}: {error}") from error
+        raise DataError(f"{row['place']}: {error}") from error
     splits = data.packing and data.packing_strategy != "bfd"
     cut = 0 if splits else max(0, len(tokens.input_ids) - data.max_length)
     if cut and data.overlong == "error":
         raise DataError(
-            f"{places[index]}: {len(tokens.input_ids)} tokens, longer than data.max_length "
+            f"{row['place']}: {len(tokens.input_ids)} tokens, longer than data.max_length "
             f"{data.max_length}; raise it, or set data.overlong to truncate or drop"
         )
     end = len(tokens.input_ids) - cut
@@ -165,26 +254,10 @@ def _tokenize(
     return {
         "input_ids": tokens.input_ids[:end],
         "labels": labels,
+        "tokens": end,
         "learned": learned,
         "dropped": dropped,
         "cut": 0 if dropped else cut,
         "rewritten": tokens.rewritten,
         "straddled": tokens.straddled,
     }
-
-
-def count(tokenized: Dataset) -> Counts:
-    """Totals over the rows that :func:`prepare` has tokenized."""
-    columns = tokenized.remove_columns(["input_ids", "labels"]).with_format("numpy")[:]
-    kept = ~columns["dropped"]
-    lengths = np.fromiter(map(len, tokenized["labels"]), int, len(tokenized))
-    return Counts(
-        rows=len(tokenized),
-        tokens=int(lengths[kept].sum()),
-        learned=int(columns["learned"][kept].sum()),
-        dropped=int(columns["dropped"].sum()),
-        truncated=int((columns["cut"] > 0).sum()),
-        cut=int(columns["cut"].sum()),
-        rewritten=int(columns["rewritten"].sum()),
-        straddled=int(columns["straddled"].sum()),
-    )

@@ -1,9 +1,11 @@
-"""The sources of a recipe's data, each with its own columns, read and brought into a form."""
+"""The sources of a recipe's data, each with its own columns: read, drawn, brought into a form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.sections import DataSection, DataSource
@@ -18,10 +20,14 @@ class SourceReader:
     source: DataSource
     former: Former
     split: str
+    seed: int = 0
 
     @classmethod
-    def of(cls, source: str | DataSource, data: DataSection) -> SourceReader:
-        """The reader of a source; a bare path takes everything from the section."""
+    def of(cls, source: str | DataSource, data: DataSection, seed: int = 0) -> SourceReader:
+        """The reader of a source; a bare path takes everything from the section.
+
+        ``seed`` decides which rows a source with a ``limit`` gives.
+        """
         if isinstance(source, str):
             source = DataSource(path=source)
         own = bool(source.columns or source.template)
@@ -30,24 +36,51 @@ class SourceReader:
             source.columns if own else data.columns,
             source.template if own else data.template,
         )
-        return cls(source, former, source.split or data.split)
+        return cls(source, former, source.split or data.split, seed)
 
     def __iter__(self) -> Iterator[Placed]:
-        source, kept = self.source, 0
-        for place, row in read_rows(source.path, self.split):
-            if not _wanted(place, row, source.where):
-                continue
-            if source.limit is not None and kept >= source.limit:
-                return
-            kept += 1
+        source = self.source
+        rows = self._matching()
+        if source.limit is not None:
+            rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
+        for place, row in rows:
             yield place, self.former(place, _worded(place, row, source.words))
-        if not kept and source.where:
+
+    def _matching(self) -> Iterator[Placed]:
+        source, found = self.source, False
+        for place, row in read_rows(source.path, self.split):
+            if _wanted(place, row, source.where):
+                found = True
+                yield place, row
+        if not found and source.where:
             raise DataError(
                 f"{source.path} has no row where "
                 + " and ".join(
                     f"{field} is one of {values}" for field, values in source.where.items()
                 )
             )
+
+
+def draw(rows: Iterator[Placed], limit: int, seed: int, asked: str) -> Iterator[Placed]:
+    """``limit`` of ``rows``, each as likely as any other, in their order; the seed decides which.
+
+    One pass, with ``limit`` rows in memory (reservoir sampling).
+
+    Raises:
+        DataError: there are fewer; ``asked`` says who wanted them.
+    """
+    generator = np.random.default_rng([seed, limit])
+    held: list[tuple[int, Placed]] = []
+    seen = 0
+    for seen, row in enumerate(rows, 1):
+        if seen <= limit:
+            held.append((seen, row))
+        elif (place := int(generator.integers(seen))) < limit:
+            held[place] = (seen, row)
+    if seen < limit:
+        raise DataError(f"{asked}: {limit} rows are wanted and there are {seen}; lower the limit")
+    for _, row in sorted(held, key=lambda item: item[0]):
+        yield row
 
 
 def _wanted(place: str, row: Row, where: dict[str, list[str | int]]) -> bool:

@@ -120,6 +120,27 @@ def drop_after(path: Path, step: int) -> None:
     partial.replace(path)
 
 
+def describe_steps(trainer: RunTrainer, examples: Any) -> str:
+    """How many examples and tokens one optimizer step takes, as a sentence.
+
+    Args:
+        trainer: its dataset may hold several examples a row (packing).
+        examples: the dataset that it was given.
+    """
+    import pyarrow.compute
+
+    args, rows = trainer.args, len(trainer.train_dataset)
+    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    lengths = pyarrow.compute.list_value_length(examples.data.column("input_ids"))
+    tokens = pyarrow.compute.mean(lengths).as_py() * len(examples) / rows
+    packed = f" packed into {rows} rows of {tokens:.0f} tokens" if rows != len(examples) else ""
+    return (
+        f"{len(examples)} examples{packed}; a step takes {step} rows"
+        f"{f' (about {step * len(examples) / rows:.0f} examples)' if packed else ''}, about "
+        f"{step * tokens:.0f} tokens"
+    )
+
+
 def build_trainer(
     recipe: Recipe,
     output: Path,

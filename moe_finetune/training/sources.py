@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,10 +31,40 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
         yield from _read_file(path)
     elif path.is_dir():
         yield from _read_folder(path, split)
-    elif _suffix(path) in _SUFFIXES or path.is_absolute() or source.startswith((".", "~")):
+    elif _names_a_file(source):
         raise DataError(f"there is no data file or folder {source} (looked from {Path.cwd()})")
     else:
-        yield from _read_hub(source, split)
+        yield from _from_datasets(source, _hub_dataset(source, split), split)
+
+
+def source_identity(source: str, split: str = "train") -> list[Any]:
+    """What a source holds, as plain values: equal where :func:`read_rows` gives equal rows.
+
+    Files count by their content, so a copy is the same source and a changed file another; a hub
+    dataset counts by its fingerprint.
+
+    Raises:
+        DataError: no such file or dataset.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [[_suffix(path), _content_hash(path)]]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+        return [split, *([str(p.relative_to(path)), _content_hash(p)] for p in files)]
+    if _names_a_file(source):
+        raise DataError(f"there is no data file or folder {source} (looked from {Path.cwd()})")
+    return [source, split, _hub_dataset(source, split)._fingerprint]
+
+
+def _content_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _names_a_file(source: str) -> bool:
+    path = Path(source).expanduser()
+    return _suffix(path) in _SUFFIXES or path.is_absolute() or source.startswith((".", "~"))
 
 
 def _suffix(path: Path) -> str:
@@ -63,19 +94,18 @@ def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
         yield f"{name}: row {number}", row
 
 
-def _read_hub(source: str, split: str) -> Iterator[Placed]:
+def _hub_dataset(source: str, split: str) -> Any:
     from datasets import load_dataset
 
     name, _, configuration = source.partition(":")
     try:
-        dataset = load_dataset(name, configuration or None, split=split)
+        return load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the libraries raise a dozen unrelated types here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"'{source}' is no file or folder here (looked from {Path.cwd()}), and as a hub "
             f"dataset it cannot be loaded: {reason}"
         ) from error
-    yield from _from_datasets(source, dataset, split)
 
 
 def _read_file(path: Path) -> Iterator[Placed]:

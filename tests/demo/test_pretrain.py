@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_finetune.cache_folder import cache_folder
 from moe_finetune.demo import pretrain as module
 from moe_finetune.demo.batches import IGNORED, Mixture, batches, positions_of
 from moe_finetune.demo.corpus import Document
@@ -123,10 +124,10 @@ def test_an_interrupted_run_leaves_no_checkpoint_behind(tmp_path):
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "named"))
-    assert module.default_cache() == tmp_path / "named"
+    assert cache_folder() == tmp_path / "named"
     monkeypatch.delenv("MOE_FINETUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert module.default_cache() == tmp_path / "xdg" / "moe-finetune"
+    assert cache_folder() == tmp_path / "xdg" / "moe-finetune"
 
 
 def test_batches_teach_answers_alone_and_text_in_full(small_corpus):

@@ -9,6 +9,7 @@ import pytest
 from moe_finetune.errors import DataError
 from moe_finetune.sections import DataSection
 from moe_finetune.training.data import load_dataset_for, prepare
+from moe_finetune.training.mixture import draw
 from moe_finetune.training.rows import Former
 from moe_finetune.training.sources import read_rows
 from moe_finetune.training.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
@@ -269,8 +270,62 @@ def test_order_is_fixed_by_the_seed(write, tokenizer):
     assert order(3) == order(3) != order(4)
     assert sorted(order(3)) == [f"{i:02d}" for i in range(40)]
     assert order(3) == order(9, seed=3), "data.seed wins over the run's"
-    assert order(3, num_proc=2) == order(3)
-    assert sorted(order(3, limit=5)) == [f"{i:02d}" for i in range(5)]
+
+
+def test_processes_do_not_change_the_order(write, tokenizer, monkeypatch, tmp_path):
+    section = DataSection(train=write("t.jsonl", texts(11)))
+    one = prepare(section.train, section, tokenizer, "train")
+    monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "other"))  # or it is found there
+    two = prepare(section.train, section.model_copy(update={"num_proc": 2}), tokenizer, "train")
+    assert one.to_list() == two.to_list()
+
+
+def test_a_limit_draws_from_all_rows_by_the_seed(write, tokenizer):
+    a, b = (
+        write("a.jsonl", texts(40)),
+        write("b.jsonl", [{"text": f"B{chr(97 + i)}"} for i in range(26)]),
+    )
+
+    def drawn(seed, sources, **options):
+        section = DataSection(train=sources, **options)
+        kept = prepare(section.train, section, tokenizer, "train", seed)
+        return [tokenizer.decode(row[:2]) for row in kept["input_ids"]]
+
+    first = drawn(1, [a, b], limit=20)
+    assert first == drawn(1, [a, b], limit=20) != drawn(2, [a, b], limit=20)
+    from_b = [text for text in first if text.startswith("B")]
+    assert 3 <= len(from_b) <= 14 and first[-len(from_b) :] == from_b, "in the files' order"
+    own = drawn(1, [{"path": a, "limit": 6}, {"path": b, "limit": 5}])
+    assert [text.startswith("B") for text in own] == [False] * 6 + [True] * 5
+    assert own[:6] != [f"{i:02d}" for i in range(6)] and len(set(own)) == len(own)
+
+
+def test_every_row_is_as_likely_as_any_other():
+    rows = [(f"f:{i}", {"text": str(i)}) for i in range(9)]
+    taken = [0] * 9
+    for seed in range(2000):
+        kept = [int(row["text"]) for _, row in draw(iter(rows), 4, seed, "limit")]
+        assert kept == sorted(kept)
+        for i in kept:
+            taken[i] += 1
+    # Each is taken 2000 x 4/9 = 889 times, give or take 22 (one standard deviation).
+    assert all(abs(count - 889) < 100 for count in taken), taken
+
+
+def test_a_limit_that_cannot_be_met_is_refused_for_training_alone(write, tokenizer):
+    source = write("t.jsonl", texts(7))
+    with pytest.raises(DataError, match=r"data\.limit of data\.train: 8 .* there are 7; lower"):
+        load_dataset_for(DataSection(train=source, limit=8), tokenizer, 0)
+    short = DataSection(train=[{"path": source, "limit": 9}])
+    with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): 9 rows .* there are 7"):
+        load_dataset_for(short, tokenizer, 0)
+    held = write("v.jsonl", [{"text": f"v{i}"} for i in range(4)])
+    section = DataSection(train=source, validation=held, limit=5)
+    assert [len(part) for part in load_dataset_for(section, tokenizer, 0)] == [5, 4]
+    section = DataSection(train=source, validation=held, limit=3)
+    kept = [load_dataset_for(section, tokenizer, seed) for seed in (0, 1, 2)]
+    assert len({str(train.to_list()) for train, _ in kept}) == 3
+    assert len({str(validation.to_list()) for _, validation in kept}) == 1
 
 
 def test_several_sources_of_different_forms_and_validation(write, tokenizer):
@@ -322,16 +377,6 @@ def test_splitting_strategies_keep_long_texts_and_refuse_chats(write, tokenizer)
         prepare(source, masked, tokenizer, "train")
 
 
-def test_the_tokenizer_alone_decides_nothing_is_cached_between_runs(write, tokenizer):
-    """A changed file under the same name is read again."""
-    source = write("t.jsonl", [{"text": "first"}])
-    section = DataSection(train=source)
-    prepare(source, section, tokenizer, "train")
-    write("t.jsonl", [{"text": "second"}])
-    again = prepare(source, section, tokenizer, "train")
-    assert tokenizer.decode(again[0]["input_ids"]) == "second<|endoftext|>"
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_trl_takes_the_labels_as_they_are(write, tokenizer, tmp_path, packing):
     """What reaches the model: every learned token of the file, and no other."""
@@ -372,10 +417,11 @@ def test_gsm8k(data_file, tokenizer):
 @pytest.mark.parametrize("task", ["intent", "law"])
 def test_esft(data_file, tokenizer, task):
     path = data_file(f"esft_{task}_train.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:60]]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     data = prepare(
-        str(path), DataSection(train=str(path), limit=60, max_length=9000), tokenizer, "t"
+        str(path), DataSection(train=str(path), limit=60, max_length=9000), tokenizer, "train"
     )
+    rows = [row for _, row in draw(((str(i), row) for i, row in enumerate(rows)), 60, 0, "")]
     for row, ids, labels in zip(rows, data["input_ids"], data["labels"], strict=True):
         answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         said = learned(tokenizer, ids, labels)

@@ -55,7 +55,10 @@ def test_a_source_is_filtered_worded_and_limited(files):
         {"prompt": "fine:", "completion": " positive"},
     ]
     data = section([classification(files, limit=2)])
-    assert [row["prompt"] for row in rows(data.train[0], data)] == ["bad:", "good:"]
+    kept = [row["prompt"] for row in rows(data.train[0], data)]
+    assert len(kept) == 2 and kept == [p for p in ("bad:", "good:", "fine:") if p in kept]
+    with pytest.raises(DataError, match=r"data limit\): 4 rows are wanted and there are 3"):
+        rows(section([classification(files, limit=4)]).train[0], data)
 
 
 def test_sources_of_different_columns_become_one_dataset(files):
@@ -82,7 +85,7 @@ def test_snapshots_see_every_source_in_its_own_form(files):
 
 def test_what_a_source_leaves_out_is_the_sections(files):
     data = section(
-        [{"path": str(files / "sentiment.jsonl"), "limit": 1}],
+        [{"path": str(files / "sentiment.jsonl"), "where": {"label": [0]}}],
         template={"prompt": "{task}?", "completion": "{sentence}"},
     )
     assert rows(data.train[0], data) == [{"prompt": "sst?", "completion": "bad"}]

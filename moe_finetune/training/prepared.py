@@ -1,0 +1,88 @@
+"""Prepared data on disk: made once, known by all that decides it, mapped by every process.
+
+A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset that maps into memory) and
+``counts.json``, which is written last. A lock that the kernel releases lets one process prepare
+while the others, ranks of the same run or other runs, wait for it. Delete a folder at any time that
+no run reads it: it is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.cache_folder import cache_folder
+from moe_finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMAT = 1
+"""To be raised when the code makes other tokens or labels of the same input."""
+
+_COUNTS = "counts.json"
+
+
+def data_key(tokenizer: Any, *decides: Any) -> str:
+    """Hash of a tokenizer's content and of ``decides``, plain values."""
+    parts = [
+        FORMAT,
+        [importlib.metadata.version(name) for name in ("transformers", "tokenizers")],
+        type(tokenizer).__name__,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        decides,
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def prepared_once(
+    key: str, make: Callable[[Path], dict[str, int]]
+) -> tuple[Dataset, dict[str, int], bool]:
+    """The dataset of ``key``, what was counted when it was made, and whether it was there.
+
+    Args:
+        key: what it is known by.
+        make: writes the dataset into ``rows`` of the folder it gets and returns what it counted.
+
+    Raises:
+        DataError: the cache cannot be written; whatever ``make`` raises.
+    """
+    from datasets import load_from_disk
+    from filelock import FileLock
+
+    folder = cache_folder() / "data" / key
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            found = (folder / _COUNTS).is_file()
+            if not found:
+                _fill(folder, make)
+    except OSError as error:
+        raise DataError(
+            f"data: {folder.parent} cannot hold the prepared data ({error.strerror or error}); "
+            "make room there, or name another folder in MOE_FINETUNE_CACHE"
+        ) from error
+    counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+    dataset: Any = load_from_disk(str(folder / "rows"))
+    return dataset, counts, found
+
+
+def _fill(folder: Path, make: Callable[[Path], dict[str, int]]) -> None:
+    partial = folder.with_suffix(".partial")
+    for left in (partial, folder):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir()
+    try:
+        counts = make(partial)
+        (partial / _COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
