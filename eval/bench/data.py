@@ -3,9 +3,9 @@
     python eval/bench/data.py [--tokens 100000000] [--processes 2] [--save]
 
 Writes JSON lines of prompts and completions whose tokens (bytes) add up to ``--tokens``, prepares
-them in a process of its own with an empty cache, and again in another with what the first left; each
-then reads the whole dataset once, as an epoch does. Prints seconds, the peak of each process's own
-(anonymous) memory, which mapped files do not count in, and the bytes on disk a token as JSON.
+them in a process of its own with an empty cache, and again in another with what the first left;
+each then reads the whole dataset once, as an epoch does. Prints seconds, the peak of each process's
+own (anonymous) memory, which mapped files do not count in, and the bytes on disk a token as JSON.
 """
 
 from __future__ import annotations
