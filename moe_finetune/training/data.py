@@ -107,7 +107,7 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
     """
-    listed = [sources] if isinstance(sources, str) else list(sources)
+    listed: list[str | DataSource] = [sources] if isinstance(sources, str) else [*sources]
     if not listed:
         raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
     drawn = data.limit is not None or any(

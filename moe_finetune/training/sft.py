@@ -129,7 +129,8 @@ def describe_steps(trainer: RunTrainer, examples: Any) -> str:
     """
     import pyarrow.compute
 
-    args, rows = trainer.args, len(trainer.train_dataset)
+    dataset: Any = trainer.train_dataset
+    args, rows = trainer.args, len(dataset)
     step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     lengths = pyarrow.compute.list_value_length(examples.data.column("input_ids"))
     tokens = pyarrow.compute.mean(lengths).as_py() * len(examples) / rows
