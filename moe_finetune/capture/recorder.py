@@ -27,6 +27,7 @@ from moe_finetune.capture.inject import inject
 from moe_finetune.capture.model import MoeLayer, backbone_of, check_experts, moe_layers
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
+from moe_finetune.capture.tokens import read_tokens
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.factors import (
     expert_factors,
@@ -132,7 +133,9 @@ class Recorder:
         for module in self.backbone.layers:
             found = by_module.get(id(module))
             self._hook(
-                module.register_forward_pre_hook(partial(_take_context, found), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    partial(self._take_context, found), with_kwargs=True
+                )
             )
             if found is not None:
                 self._hook(module.register_forward_hook(partial(_finish, found), always_call=True))
@@ -169,16 +172,48 @@ class Recorder:
         labels, self._labels = self._labels, None
         if train:
             _refuse_reentrant(module)
-        context = ForwardContext.of(
-            args,
-            kwargs,
+        context = ForwardContext(
             train=train and (self.objective is not None or self.perturbation is not None),
             observe=bool(self.observers) and (train or self.observe == "all"),
             scale=self.scale() if train and self.objective is not None else 0.0,
-            labels=labels,
-            count_labels=train and self.token_mask == "labels",
+            tokens=None,
         )
+        if context.wanted:
+            context.tokens = read_tokens(
+                args,
+                kwargs,
+                pad_token_id=getattr(module.config, "pad_token_id", None),
+                labels_BL=labels,
+                count_labels=train and self.token_mask == "labels",
+            )
         return args, {**kwargs, CONTEXT_KEY: context}
+
+    def _take_context(
+        self, layer: MoeLayer | None, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        context = kwargs.pop(CONTEXT_KEY, None)
+        if layer is None:
+            return args, kwargs
+        layer.clear()
+        if context is None and self._expects_context(module):
+            raise CaptureError(
+                f"layer {layer.index} was run without its model's own forward, so its losses and "
+                "records would be lost; call the model, or the decoder below its head"
+            )
+        if context is not None and context.copied:
+            raise CaptureError(
+                f"layer {layer.index} got a copy of what the forward hands from layer to layer, "
+                "and losses between layers would be lost: a wrapper of this layer copies keyword "
+                "arguments; remove it"
+            )
+        layer.context = context
+        return args, kwargs
+
+    def _expects_context(self, module: nn.Module) -> bool:
+        if self.observers and self.observe == "all":
+            return True
+        acts = self.objective is not None or self.perturbation is not None or self.observers
+        return bool(acts) and module.training and torch.is_grad_enabled()
 
     def _before_router(self, layer: MoeLayer, module: nn.Module, args: tuple) -> tuple:
         context = layer.context
@@ -249,6 +284,11 @@ class Recorder:
         first_visit = layer.index not in context.seen
         record = self._record(layer, context)
         below = context.previous.get(layer.index)
+        if below is None and self._reads_below(layer, context):
+            raise CaptureError(
+                f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
+                "loss reads; was that layer skipped in this forward?"
+            )
         loss = LayerLoss()
         if context.train and self.objective is not None:
             with torch.autocast(record.logits_TE.device.type, enabled=False):
@@ -260,9 +300,10 @@ class Recorder:
                         draws=context.draws.setdefault(layer.index, {}),
                     ),
                 )
+        left = self._for_next(layer, context, record)
         if first_visit:
             context.seen.add(layer.index)
-            self._leave_for_next(layer, context, record, below)
+            self._leave(layer, context, left, below)
             if context.observe:
                 with torch.no_grad():
                     for observer in self.observers:
@@ -273,8 +314,14 @@ class Recorder:
             return output
         return inject(output, loss.total, context.scale)
 
+    def _reads_below(self, layer: MoeLayer, context: ForwardContext) -> bool:
+        if not context.train or self.objective is None or layer.index == self.layers[0].index:
+            return False
+        return "previous" in self.objective.needs_of(layer.index)
+
     def _record(self, layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
         assert layer.router_output and layer.result and layer.router_input is not None
+        assert context.tokens is not None
         logits, weights, index = layer.router_output
         result = layer.result
         return RoutingRecord(
@@ -283,11 +330,11 @@ class Recorder:
             logits_TE=logits.float(),
             index_TK=index,
             weights_TK=weights,
-            mask_T=context.mask_T,
+            mask_T=context.tokens.mask_T,
             score=layer.family.score,
             router_weight_EH=router_weight(layer.router),
-            token_ids_T=context.token_ids_T,
-            sequence_lengths=context.sequence_lengths,
+            token_ids_T=context.tokens.ids_T,
+            sequence_lengths=context.tokens.sequence_lengths,
             activations_TKD=result.activations_TKD,
             outputs_TKH=result.outputs_TKH,
             activations_gram_TKK=result.activations_gram_TKK,
@@ -295,29 +342,38 @@ class Recorder:
             expert_factors=partial(_projection, layer.experts, dict(layer.factors)),
         )
 
-    def _leave_for_next(
+    def _for_next(
+        self, layer: MoeLayer, context: ForwardContext, record: RoutingRecord
+    ) -> PreviousLayer | None:
+        """What the next MoE layer reads of this one.
+
+        Made on every visit: a recomputation must save the tensors that the first visit saved.
+        """
+        if not context.train or self.objective is None or "previous" not in self.objective.needs:
+            return None
+        if layer.index == self._last:
+            return None
+        return PreviousLayer(layer.index, record.distribution_TE, record.index_TK)
+
+    def _leave(
         self,
         layer: MoeLayer,
         context: ForwardContext,
-        record: RoutingRecord,
+        left: PreviousLayer | None,
         below: PreviousLayer | None,
     ) -> None:
-        """Stash this layer's probabilities for the next; free the graph of the ones below.
+        """Stash what the next layer reads; free the graph of what this one has read.
 
-        Kept by the layer that will read them. A recomputation needs their values alone, so once
-        read they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
+        Kept by the layer that will read it. A recomputation needs the values alone, so once read
+        they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
         """
-        if not context.train or self.objective is None or "previous" not in self.objective.needs:
-            return
         if below is not None:
             seen = below.distribution_TE
             leaf = seen.detach().requires_grad_(seen.requires_grad)
             context.previous[layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
-        if layer.index != self._last:
+        if left is not None:
             following = next(item.index for item in self.layers if item.index > layer.index)
-            context.previous[following] = PreviousLayer(
-                layer.index, record.distribution_TE, record.index_TK
-            )
+            context.previous[following] = left
 
 
 def _experts_function(
@@ -331,16 +387,6 @@ def _experts_function(
             "use SpecializationCallback or Recorder, or set another implementation"
         )
     return run(hidden_states, top_k_index, top_k_weights)
-
-
-def _take_context(
-    layer: MoeLayer | None, module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
-    context = kwargs.pop(CONTEXT_KEY, None)
-    if layer is not None:
-        layer.clear()
-        layer.context = context
-    return args, kwargs
 
 
 def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> None:

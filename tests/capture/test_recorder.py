@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model
 
+from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.capture.model import model_facts
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import CaptureError
@@ -154,6 +156,67 @@ def test_two_forwards_before_one_backward():
     with Recorder(model, Objective.from_options(TERMS, model_facts(model))):
         (model(**first).loss + model(**second).loss).backward()
     assert_close(gradients(model), {n: expected[n] + other[n] for n in expected}, 2e-5)
+
+
+def test_a_copy_of_the_context_is_refused():
+    """Losses between layers would be lost without a word."""
+    model = adapted("olmoe")
+
+    def take_apart(module, args, kwargs):
+        return args, {k: copy.copy(v) if k == CONTEXT_KEY else v for k, v in kwargs.items()}
+
+    objective = Objective.from_options({"coupling": {"weight": 2.0}}, model_facts(model))
+    layer = model.get_base_model().model.layers[1]
+    handle = layer.register_forward_pre_hook(take_apart, with_kwargs=True)
+    with Recorder(model, objective), pytest.raises(CaptureError, match="layer 1 got a copy"):
+        model(**tiny.batch())
+    handle.remove()
+    with Recorder(model, objective):
+        model(**tiny.batch()).loss.backward()
+
+
+def test_wrappers_that_map_over_tensors_leave_the_context_whole():
+    from torch.distributed.utils import _apply_to_tensors
+
+    context = ForwardContext(train=True, observe=False, scale=1.0, tokens=None)
+    given = {"hidden": torch.ones(2), CONTEXT_KEY: [context]}
+    for mapped in (
+        _apply_to_tensors(lambda t: t + 1, given),
+        torch.utils._pytree.tree_map(lambda leaf: leaf, given),
+        send_to_device(given, torch.device("meta")),
+    ):
+        assert mapped[CONTEXT_KEY][0] is context
+    assert not context.copied
+    assert copy.copy(context).copied and copy.deepcopy(context).copied
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_a_layer_without_its_models_forward_is_refused_in_training(name):
+    model = tiny.model(name).train()
+    layer, hidden = model.model.layers[1], torch.randn(1, 5, 192)
+    positions = torch.arange(5).unsqueeze(0)
+    rope = model.model.rotary_emb(hidden, positions)
+    objective = Objective.from_options(TERMS, model_facts(model))
+    with Recorder(model, objective):
+        with pytest.raises(CaptureError, match="layer 1 was run without its model's own forward"):
+            layer(hidden, position_embeddings=rope, position_ids=positions)
+        with torch.no_grad():
+            quiet = layer(hidden, position_embeddings=rope, position_ids=positions)
+    assert torch.allclose(
+        layer(hidden, position_embeddings=rope, position_ids=positions), quiet, atol=1e-5
+    )
+
+
+def test_coupling_refuses_a_forward_that_skips_the_layer_below():
+    model = tiny.model("olmoe").train()
+    objective = Objective.from_options({"coupling": {"weight": 1.0}}, model_facts(model))
+    layers = model.model.layers
+    skip = lambda hidden, **_: hidden  # noqa: E731
+    with Recorder(model, objective):
+        layers[1].forward = skip
+        with pytest.raises(CaptureError, match="layer 2 found nothing from the MoE layer below"):
+            model(**tiny.batch())
+    del layers[1].forward
 
 
 def test_reentrant_checkpointing_is_refused():

@@ -1,0 +1,159 @@
+"""What each rank of ``test_sharded.py`` runs: every method plain, checkpointed, sharded and both.
+
+``python -m tests.training.sharded_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
+The plain model sees both ranks' batches, one after the other, in every process: one rank of an
+accumulation of two. The others see their own batch, and gradients are averaged over ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.sections import LoraSection
+from moe_finetune.training import ranks
+from moe_finetune.training.specialization import Specialization
+from tests import tiny
+
+MODES = ("plain", "checkpointed", "sharded", "both")
+WORLD = 2
+# Large enough that a term which is lost or quieter is seen in the gradients.
+WEIGHT = {"z_loss": 0.02, "coupling": 2.0, "orthogonality": 0.5}
+COUPLED = {
+    "coupling alone": {"coupling": {}},
+    # A table of this batch alone: with an older share ranks would begin from another one.
+    "coupling, transition": {"coupling": {"pairing": "transition", "decay": 0.0}},
+    "coupling and z_loss": {"coupling": {}, "z_loss": {}},
+    "coupling and specialization": {"coupling": {}, "specialization": {}},
+    "coupling and erc": {"coupling": {}, "erc": {}},
+    "coupling and router_orthogonality": {"coupling": {}, "router_orthogonality": {}},
+    "coupling above a layer without balance": {
+        "coupling": {"layers": [2]},
+        "load_balance": {"layers": [0, 2, 3]},
+    },
+}
+CASES = (*PRESETS, *COUPLED)
+
+
+def method(case: str, table: str) -> dict:
+    """The case's method with weights that are seen."""
+    coupled = COUPLED.get(case)
+    chosen = {"terms": copy.deepcopy(coupled)} if coupled else PRESETS[case].method()
+    for name, options in chosen["terms"].items():
+        options["weight"] = WEIGHT.get(name, 0.3)
+        if options.get("reduction") == "sum":
+            options["weight"] = 0.02
+        if name == "supervised_routing":
+            options["table"] = table
+    return chosen
+
+
+def model() -> torch.nn.Module:
+    """Four small MoE layers, with LoRA everywhere and routers that train in full."""
+    base = tiny.model(
+        "olmoe", num_hidden_layers=4, hidden_size=96, intermediate_size=20, vocab_size=300
+    )
+    torch.manual_seed(1)
+    built = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return built.train()
+
+
+def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
+    """Gradients, logged values and state of one optimizer step."""
+    built = copy.deepcopy(built)
+    if mode in ("checkpointed", "both"):
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+        built.enable_input_require_grads()
+    alone = mode in ("plain", "checkpointed")
+    if not alone:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in built.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(built, mesh=mesh)
+    batches = range(WORLD) if alone else [ranks.rank()]
+    with Specialization(built, options, accumulation=len(batches)) as work:
+        if work.balancer is not None:
+            for layer, bias in work.balancer.bias.items():
+                work.balancer.bias[layer] = torch.linspace(-0.05, 0.05, bias.numel()).roll(layer)
+        for rank in batches:
+            torch.manual_seed(100 + rank)
+            batch = tiny.batch(rows=2, length=11 + rank, seed=7 + rank)
+            (built(**batch).loss / len(batches)).backward()
+        gradients = {
+            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
+            for name, p in built.named_parameters()
+            if p.grad is not None
+        }
+        work.step()
+        values, state = work.read(), work.state_dict()
+    losses = {k: v for k, v in values.items() if k.startswith("losses/")}
+    biases = {k: v for k, v in state.items() if k.startswith("bias.")}
+    return {"gradients": gradients, "losses": losses, "biases": biases}
+
+
+def furthest(got: dict, wanted: dict) -> float:
+    """Largest difference of a tensor, relative to its largest entry."""
+    assert got.keys() == wanted.keys()
+    return max(
+        float((got[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp_min(1e-6))
+        for n in wanted
+    )
+
+
+def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dict:
+    """By mode: the distance to the plain run, or the error."""
+    options = method(case, table)
+    plain = run(built, "plain", options)
+    found = {"plain": {"acts": furthest(plain["gradients"], without)}}
+    for mode in MODES[1:]:
+        try:
+            got = run(built, mode, options)
+        except Exception as error:
+            found[mode] = {"error": f"{type(error).__name__}: {error}"[:400]}
+            continue
+        found[mode] = {
+            "gradients": furthest(got["gradients"], plain["gradients"]),
+            "losses": [[plain["losses"][k], got["losses"][k]] for k in plain["losses"]],
+            "biases": furthest(got["biases"], plain["biases"]) if plain["biases"] else 0.0,
+        }
+    return found
+
+
+def main(out: Path) -> None:
+    """Run all cases in one job."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    ranks.join_group()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        table = f"{folder}/table.safetensors"
+        torch.manual_seed(3)
+        save_file({"token_frequencies": torch.randn(300, 12).softmax(-1)}, table)
+        built = model()
+        without = run(built, "plain", {"terms": {}})["gradients"]
+        for case in CASES:
+            found[case] = compare(case, table, built, without)
+    if ranks.rank() == 0:
+        out.write_text(json.dumps(found))
+    ranks.barrier()
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    main(Path(sys.argv[1]))
