@@ -1,28 +1,139 @@
-"""A JSON file that holds one object."""
+"""The one reader of JSON: what is not plain, finite and unambiguous is refused, by line.
+
+Python's own reader takes a key twice (the last wins), ``NaN``, ``1e999`` (infinity) and halves of
+surrogate pairs, and raises five kinds of errors for what it does not take.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError
 
+MAX_BYTES = 64 << 20  # what this holds in memory is at most twenty times as much
+MAX_NESTING = 100
+MAX_DIGITS = 39  # of 128 bits
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-def read_object(file: Path, refused: type[MoeFinetuneError], remedy: str) -> dict[str, Any]:
+
+class JsonError(ValueError):
+    """Text that is not strict JSON; ``line`` is where, or None when it is a matter of the whole."""
+
+    def __init__(self, problem: str, line: int | None = None):
+        super().__init__(problem if line is None else f"line {line}: {problem}")
+        self.problem, self.line = problem, line
+
+
+def parse_json(text: str | bytes, finite: bool = True) -> Any:
+    """The value that ``text`` holds.
+
+    Args:
+        text: JSON; bytes are UTF-8.
+        finite: refuse NaN and infinity; False is for logs, where they are findings.
+
+    Raises:
+        JsonError: not JSON; a key twice in an object; a number that is not finite or has too many
+            digits; half a surrogate pair; too deep nesting.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_finite if finite else float,
+            parse_constant=_constant if finite else float,
+        )
+        check_nesting(value)
+    except json.JSONDecodeError as problem:
+        raise JsonError(f"not JSON ({problem.msg})", problem.lineno) from None
+    except UnicodeDecodeError as problem:
+        raise JsonError(f"not UTF-8 at byte {problem.start}") from None
+    except RecursionError:
+        raise JsonError(f"nested more than {MAX_NESTING} deep") from None
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise JsonError("holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def read_json(file: Path, refused: type[MoeFinetuneError], remedy: str, finite: bool = True) -> Any:
+    """The value in ``file``, see :func:`parse_json`.
+
+    Raises:
+        refused: it cannot be read or is not strict JSON; the message ends with ``remedy``.
+    """
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise refused(f"{file}: has more than {MAX_BYTES >> 20} MiB; {remedy}")
+        return parse_json(raw, finite)
+    except OSError as problem:
+        raise refused(f"{file}: cannot be read ({problem.strerror}); {remedy}") from None
+    except JsonError as problem:
+        place = file if problem.line is None else f"{file}:{problem.line}"
+        raise refused(f"{place}: {problem.problem}; {remedy}") from None
+
+
+def read_object(
+    file: Path, refused: type[MoeFinetuneError], remedy: str, finite: bool = True
+) -> dict[str, Any]:
     """The object in ``file``.
 
     Raises:
-        refused: it cannot be read or holds something else; the message ends with ``remedy``.
+        refused: see :func:`read_json`; or it holds something else.
     """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise refused(f"{file}: cannot be read ({problem.strerror}); {remedy}") from None
-    except json.JSONDecodeError as problem:
-        raise refused(f"{file}:{problem.lineno}: not JSON ({problem.msg}); {remedy}") from None
-    except UnicodeDecodeError as problem:
-        raise refused(f"{file}: not UTF-8 at byte {problem.start}; {remedy}") from None
+    value = read_json(file, refused, remedy, finite)
     if not isinstance(value, dict):
         raise refused(f"{file}: holds {type(value).__name__} instead of an object; {remedy}")
     return value
+
+
+def check_nesting(value: Any) -> None:
+    """Raise RecursionError when ``value`` is nested so deep that later code may not follow."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [inner for held in level for inner in _inside(held)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (inner for inner in held if isinstance(inner, dict | list))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"the key '{twice:.80}' occurs twice in one object")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS + 1:
+        raise JsonError(f"a whole number of {len(digits)} digits; at most {MAX_DIGITS} are read")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise JsonError(f"{digits:.40} is not a finite number")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise JsonError(f"{name} is not a finite number")

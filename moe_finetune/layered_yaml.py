@@ -8,7 +8,6 @@ of :data:`SHORTHANDS` stands for a mapping: ``method: erc`` is ``method: {preset
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +16,11 @@ from typing import Any
 import yaml
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.yaml_file import YamlError, parse_file, parse_yaml
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with ``1e-3`` read as a number (YAML 1.1 reads it as text)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+MAX_FILES = 200
 
 
 @dataclass
@@ -74,16 +64,19 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
         RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
             override that cannot be applied. The message names file and line.
     """
-    tree = Tree()
+    tree, read = Tree(), [0]
     for path in paths:
-        tree.merge(_read(Path(path), ()))
+        tree.merge(_read(Path(path), (), read))
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
     resolved = path.resolve()
+    read[0] += 1
+    if read[0] > MAX_FILES:
+        raise RecipeError(f"{path}: `extends` reads more than {MAX_FILES} files; list fewer")
     if resolved in above:
         chain = " -> ".join(str(p) for p in (*above[above.index(resolved) :], resolved))
         raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
@@ -101,7 +94,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
                 f"{own.origin(('extends',))}: extends: there is no file {file} "
                 f"(paths are relative to {path.parent})"
             )
-        tree.merge(_read(file, (*above, resolved)))
+        tree.merge(_read(file, (*above, resolved), read))
     tree.merge(own)
     return tree
 
@@ -109,12 +102,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
 def _parse(path: Path) -> Tree:
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}")
-    try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, _Loader)
-        values = yaml.load(text, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not a YAML file: {error}") from error
+    node, values = parse_file(path, RecipeError)
     tree = Tree()
     if node is None:
         return tree
@@ -131,14 +119,8 @@ def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> Non
             origins[(*key, i)] = f"{path}:{child.start_mark.line + 1}"
             _mark(child, (*key, i), path, origins)
     elif isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
         for name, child in node.value:
-            place = f"{path}:{name.start_mark.line + 1}"
-            if name.value in seen:
-                dotted_name = dotted((*key, name.value))
-                raise RecipeError(f"{place}: {dotted_name} is set twice in this file")
-            seen.add(name.value)
-            origins[(*key, name.value)] = place
+            origins[(*key, name.value)] = f"{path}:{name.start_mark.line + 1}"
             _mark(child, (*key, name.value), path, origins)
 
 
@@ -149,9 +131,9 @@ def _apply(tree: Tree, override: str) -> None:
     if not equals or not all(parts):
         raise RecipeError(f"'{override}': an override is written key.path=value")
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"'{override}': the value is not YAML: {error}") from error
+        _, value = parse_yaml(text)
+    except YamlError as error:
+        raise RecipeError(f"'{override:.80}': the value: {error.problem}") from None
     key = tuple(int(part) if part.isdigit() else part for part in parts)
     if any(part.isdigit() for part in parts):
         _set_in_list(tree, parts, value, override)

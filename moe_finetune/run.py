@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.json_file import read_object
 from moe_finetune.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -285,7 +286,7 @@ def report(output: Path) -> Path:
 def note(output: Path, **values: Any) -> None:
     """Add ``values`` to the run's ``summary.json``."""
     path = output / "summary.json"
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    held = read_object(path, RecipeError, "move it away") if path.exists() else {}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({**held, **values}, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from moe_finetune.errors import TraceError
+from moe_finetune.json_file import parse_json
 
 MANIFEST = "trace.json"
 FORMAT = "moe-finetune routing trace"
@@ -120,7 +121,7 @@ def read_manifest(folder: Path) -> TraceInfo:
             f"{folder}: no {MANIFEST} there; the recording did not finish or this is no trace"
         )
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes())
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise TraceError(
                 f"{path}: got format {document.get('format')!r} version "

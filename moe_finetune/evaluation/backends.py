@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint_files import read_config
 from moe_finetune.errors import CheckpointError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
 from moe_finetune.evaluation.vllm_install import require_vllm
@@ -255,7 +256,7 @@ def _open_server(
     has_folder = folder.is_dir()
     max_length = 2048
     if has_folder:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(folder)
         max_length = int(config.get("max_position_embeddings") or max_length)
     try:
         lm = LocalCompletionsAPI(

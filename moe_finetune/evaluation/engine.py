@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_finetune.environment import describe_environment
-from moe_finetune.errors import MoeFinetuneError, OutputExistsError
+from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf, require_files
@@ -26,6 +25,7 @@ from moe_finetune.evaluation.files import (
 )
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
+from moe_finetune.json_file import read_object
 
 _RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 
@@ -116,10 +116,9 @@ def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
     path = output / "results.json"
     if not path.is_file():
         return
-    try:
-        there = json.loads(path.read_text(encoding="utf-8"))["checkpoint"]["sha256"]
-    except (ValueError, KeyError, TypeError):
-        there = None
+    held = read_object(path, OutputExistsError, "choose another output folder", finite=False)
+    there = held.get("checkpoint")
+    there = there.get("sha256") if isinstance(there, dict) else None
     if there != backend.identity:
         raise OutputExistsError(
             f"{path} holds results of another checkpoint; choose another output folder"
@@ -193,7 +192,7 @@ class _Run:
         key = sha256_json([definition, self.identity])
         file = self._task_file(key, entry)
         if file.is_file():
-            return cast(TaskResult, json.loads(file.read_text(encoding="utf-8")))
+            return cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
         started = time.perf_counter()
         raw, usage = self._ask(entry, limit)
         samples = _samples(raw["samples"])

@@ -8,12 +8,15 @@ import hashlib
 import inspect
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.json_file import JsonError, parse_json, read_json
+from moe_finetune.text_file import refuse_twice, short_lines
 
 ROW_FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 _WEIGHTS = (".safetensors", ".bin")
@@ -130,30 +133,29 @@ def _numbered_rows(path: Path) -> Iterator[tuple[int, Any]]:
         if name.endswith((".jsonl", ".jsonl.gz")):
             opener = gzip.open if name.endswith(".gz") else open
             with opener(path, "rt", encoding="utf-8") as stream:
-                for number, line in enumerate(stream, 1):
+                for number, line in enumerate(short_lines(stream, path), 1):
                     if line.strip():
                         try:
-                            yield number, json.loads(line)
-                        except json.JSONDecodeError as error:
-                            raise DataError(
-                                f"{path}, line {number}: not JSON ({error.msg} at column "
-                                f"{error.colno})"
-                            ) from None
+                            yield number, parse_json(line, finite=False)
+                        except JsonError as error:
+                            raise DataError(f"{path}, line {number}: {error.problem}") from None
         elif name.endswith(".json"):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, DataError, "write it as .jsonl", finite=False)
             if not isinstance(content, list):
                 raise DataError(f"{path}: a .json data file must hold one list of objects")
             yield from enumerate(content, 1)
         elif name.endswith(".csv"):
             with path.open(newline="", encoding="utf-8") as stream:
-                yield from enumerate(csv.DictReader(stream), 2)
+                reader = csv.DictReader(short_lines(stream, path))
+                refuse_twice(path, reader.fieldnames or ())
+                yield from enumerate(reader, 2)
         elif name.endswith(".parquet"):
             import pyarrow.parquet
 
             yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
         else:
             raise DataError(f"{path}: unknown kind of file; known: {', '.join(ROW_FORMATS)}")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
         raise DataError(f"{path} is damaged: {error}") from None
 
 

@@ -6,7 +6,6 @@ import csv
 import html
 import io
 import itertools
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.files import read_rows, sha256_text, to_json, write_atomic
 from moe_finetune.evaluation.judge import item_texts, one_row_per_item
+from moe_finetune.json_file import read_object
 
 COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")
 _YES = {"correct", "yes", "y", "1", "true", "right"}
@@ -134,10 +134,7 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
         DataError: unknown code or verdict (file and line), or the same code twice.
     """
     path = Path(annotated)
-    try:
-        codes = json.loads(Path(key).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{key} is no key of annotation sheets: {error}") from None
+    codes = read_object(Path(key), DataError, "give the key.json that eval --sheets wrote")
     found: dict[tuple[str, str, int], bool] = {}
     for line, row in enumerate(read_rows(path, ("id", "verdict")), 2):
         verdict = (row["verdict"] or "").strip().lower()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypedDict
 
 from moe_finetune.errors import EvaluationError
+from moe_finetune.json_file import read_object
 
 SCHEMA = 1
 
@@ -71,13 +71,10 @@ def load_results(path: str | Path) -> Results:
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path} is damaged: {error}") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    if not path.is_file():
+        raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first")
+    content = read_object(path, EvaluationError, "evaluate again", finite=False)
+    if content.get("schema") != SCHEMA:
         raise EvaluationError(f"{path} is no results file of schema {SCHEMA}")
     return content  # type: ignore[return-value]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
+from moe_finetune.yaml_file import read_yaml
 
 
 class SuiteTask(BaseModel):
@@ -116,10 +116,7 @@ def load_suite(suite: str | Path | Suite) -> Suite:
             )
     if not path.is_file():
         raise EvaluationError(f"suite file {path} does not exist")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path} is not YAML: {error}") from None
+    content = read_yaml(path, EvaluationError)
     try:
         loaded = Suite.model_validate(content)
     except ValidationError as error:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -155,11 +155,6 @@ def _content(token: Any) -> str:
 
 def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} is missing; {RANKS_FILE} cannot be read without it"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); copy it again") from None
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; {RANKS_FILE} cannot be read without it")
+    return read_object(file, CheckpointError, "copy it again")

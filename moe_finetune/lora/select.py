@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_finetune.errors import DataError
+from moe_finetune.json_file import read_json
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 
 Score = Literal["token", "gate"]
@@ -140,10 +141,7 @@ class ExpertSelection:
         Raise DataError that names the file and the entry that is wrong. ESFT files that also train
         shared experts or other modules are refused: say so in the recipe's targets instead.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise DataError(f"{path}: cannot be read as a selection file: {error}") from error
+        document = read_json(Path(path), DataError, "write one with 'moe-finetune select'")
         if not isinstance(document, dict) or not isinstance(document.get("experts"), dict):
             raise DataError(
                 f"{path}: not a selection file; wanted JSON with "
@@ -176,8 +174,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _layer(path: str | Path, key: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        raise DataError(f"{path}: experts: '{key}' is not the number of a decoder layer")
+    if not (key.isascii() and key.isdigit()) or len(key) > 5 or str(int(key)) != key:
+        raise DataError(f"{path}: experts: '{key:.40}' is not the number of a decoder layer")
     return int(key)
 
 

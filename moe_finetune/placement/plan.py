@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.errors import DataError
+from moe_finetune.json_file import parse_json
 from moe_finetune.metrics.arrays import Array, integers
 
 FORMAT = "moe-finetune placement plan"
@@ -87,10 +88,12 @@ class PlacementPlan:
     def read(cls, path: str | Path) -> PlacementPlan:
         """Read and check a plan; DataError names the file, the layer and what is wrong there."""
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            document = parse_json(Path(path).read_bytes())
             if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise DataError(f"{path}: not a {FORMAT}; write one with 'moe-finetune place'")
             rows = {int(layer): entry for layer, entry in document["layers"].items()}
+            if list(map(str, rows)) != list(document["layers"]):
+                raise DataError(f"{path}: a layer's number is written oddly, or twice")
             lengths = {layer: len(entry["ranks"]) for layer, entry in rows.items()}
             wrong = [n for n, length in lengths.items() if length != document["num_experts"]]
             if wrong or not rows:
@@ -107,7 +110,7 @@ class PlacementPlan:
             orders = [rows[layer]["permutation"] for layer in plan.layers]
         except DataError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(
                 f"{path}: cannot be read as a placement plan ({type(error).__name__}: {error})"
             ) from error

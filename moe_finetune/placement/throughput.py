@@ -23,6 +23,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import DependencyError, EvaluationError, OutputExistsError
+from moe_finetune.json_file import read_object
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import write_prompts
@@ -241,10 +242,10 @@ def read_speed(result: Path, samples: int) -> float:
     Raises:
         EvaluationError: not all samples were answered.
     """
-    found = json.loads(result.read_text(encoding="utf-8"))
-    if found["completed"] != samples:
+    found = read_object(result, EvaluationError, "measure again")
+    if found.get("completed") != samples:
         raise EvaluationError(
-            f"{result}: {found['completed']} of {samples} samples were answered; look for the "
+            f"{result}: {found.get('completed')} of {samples} samples were answered; look for the "
             "server's error above, and at the rows' lengths against --max-model-len"
         )
     return float(found["request_throughput"])

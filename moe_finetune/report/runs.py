@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_finetune.errors import DataError
-from moe_finetune.json_file import read_object
+from moe_finetune.json_file import JsonError, parse_json, read_object
 from moe_finetune.report.compare import Score
 from moe_finetune.report.markup import is_number
 from moe_finetune.report.routing import Routing
+from moe_finetune.yaml_file import read_yaml
 
 AXES = ("kind", "step", "epoch")
 MARKS = (
@@ -158,19 +156,13 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    return read_object(path, DataError, "remove the file to leave it out")
+    return read_object(path, DataError, "remove the file to leave it out", finite=False)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        data = yaml.safe_load(_read_text(path))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise DataError(f"{path}{line}: not YAML ({problem})") from None
+    data = read_yaml(path, DataError)
     if not isinstance(data, dict):
         raise DataError(f"{path}: expected a mapping, found {type(data).__name__}")
     return data
@@ -210,9 +202,9 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
 def _record(line: str, where: str) -> tuple[dict[str, Any], float]:
     remedy = "delete the line, or run the training again"
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}); {remedy}") from None
+        record = parse_json(line, finite=False)
+    except JsonError as error:
+        raise DataError(f"{where}: {error.problem}; {remedy}") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}; {remedy}")
     step = record.get("step")

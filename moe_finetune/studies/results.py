@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
-from moe_finetune.json_file import read_object
+from moe_finetune.json_file import parse_json, read_object
 from moe_finetune.studies import folder as disk
 
 
@@ -60,7 +59,7 @@ class RunResult:
         """Rows of ``metrics.jsonl``; StudyError where it is damaged."""
         try:
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            return [json.loads(line) for line in lines]
+            return [parse_json(line, finite=False) for line in lines]
         except (OSError, ValueError) as error:
             raise StudyError(f"{self.metrics_file}: cannot be read ({error})") from None
 

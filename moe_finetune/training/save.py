@@ -13,6 +13,8 @@ from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.capture.model import moe_layers
+from moe_finetune.errors import CheckpointError
+from moe_finetune.json_file import read_object
 from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
@@ -100,7 +102,7 @@ def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) ->
 def _name_dtype(folder: Path, dtype: str) -> None:
     """Let the config name the type of the saved weights; transformers writes the trained one's."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_object(file, CheckpointError, "train again")
     file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 

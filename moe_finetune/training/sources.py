@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
-import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.json_file import JsonError, parse_json
+from moe_finetune.text_file import refuse_twice, short_lines
 
 Row = dict[str, Any]
 Placed = tuple[str, Row]
+MAX_FILE = 256 << 20  # characters of a .json file, which is read whole
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
@@ -121,7 +124,8 @@ def _read_file(path: Path) -> Iterator[Placed]:
             path, "rt", encoding="utf-8-sig", newline="" if suffix == ".csv" else None
         ) as f:
             if suffix == ".csv":
-                reader = csv.DictReader(f, strict=True)
+                reader = csv.DictReader(short_lines(f, path), strict=True)
+                refuse_twice(path, reader.fieldnames or ())
                 for row in reader:
                     if None in row or None in row.values():
                         wanted = len(reader.fieldnames or ())
@@ -135,38 +139,30 @@ def _read_file(path: Path) -> Iterator[Placed]:
                 yield from _read_lines(path, f)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a complete gzip file: {error}") from error
     except csv.Error as error:
         raise DataError(f"{path}: not a CSV file: {error}") from error
 
 
 def _read_lines(path: Path, lines: Iterable[str]) -> Iterator[Placed]:
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(short_lines(lines, path), 1):
         if line.strip():
             yield f"{path}:{number}", _parse(line, f"{path}:{number}")
 
 
-def _read_csv(path: Path, file: IO[str]) -> Iterator[Placed]:
-    reader = csv.DictReader(file, strict=True)
-    for row in reader:
-        place = f"{path}:{reader.line_num}"
-        if None in row or None in row.values():
-            wanted = len(reader.fieldnames or ())
-            raise DataError(f"{place}: wanted {wanted} fields, as in the header")
-        yield place, row
-
-
 def _read_json(path: Path, file: IO[str]) -> Iterator[Placed]:
     """A JSON array of objects, or JSON lines under the name ``.json``."""
-    text = file.read()
+    text = file.read(MAX_FILE + 1)
+    if len(text) > MAX_FILE:
+        raise DataError(f"{path}: has more than {MAX_FILE >> 20} MiB of text; write it as .jsonl")
     if not text.lstrip().startswith("["):
         yield from _read_lines(path, text.splitlines())
         return
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+        rows = parse_json(text)
+    except JsonError as error:
+        raise DataError(f"{path}:{error.line or 1}: {error.problem}") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{path}: row {number}: wanted an object, got {short(row)}")
@@ -175,9 +171,9 @@ def _read_json(path: Path, file: IO[str]) -> Iterator[Placed]:
 
 def _parse(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+        row = parse_json(line)
+    except JsonError as error:
+        raise DataError(f"{place}: {error.problem}") from None
     if not isinstance(row, dict):
         raise DataError(f"{place}: wanted an object, got {short(row)}")
     return row

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
 from moe_finetune.evaluation.files import write_atomic
-from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, RESULTS_FILE, TABLES_FILE
+from moe_finetune.json_file import read_object
+from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, REMEDY, RESULTS_FILE, TABLES_FILE
 from moe_finetune.upcycle.ledger import Ledger
 from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
 from moe_finetune.upcycle.stages import STAGES, Upcycle
@@ -143,7 +144,7 @@ def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     }
     write_atomic(output / RESULTS_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     write_atomic(output / TABLES_FILE, "\n".join(each.to_markdown() for each in held))
-    clusters = json.loads((output / "clusters" / CLUSTERS_FILE).read_text(encoding="utf-8"))
+    clusters = read_object(output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
     page = output / "report" / "index.html"
     write_atomic(page, render(arms, held, clusters["cluster"]))
     return page

@@ -19,6 +19,7 @@ from typing import Any
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.evaluation.files import sha256_json, write_atomic
+from moe_finetune.json_file import read_object
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -108,14 +109,16 @@ class Ledger:
         found = {}
         for name in self.steps:
             if self._mark(name).is_file():
-                found[name] = float(json.loads(self._mark(name).read_text())["seconds"])
+                found[name] = float(self._note(name)["seconds"])
         return found
 
     def _mark(self, name: str) -> Path:
         return self.output / "steps" / f"{name.replace('/', '.')}.json"
 
     def _noted(self, name: str) -> str | None:
-        try:
-            return json.loads(self._mark(name).read_text(encoding="utf-8"))["inputs"]
-        except (OSError, ValueError, KeyError, TypeError):
+        if not self._mark(name).is_file():
             return None
+        return self._note(name).get("inputs")
+
+    def _note(self, name: str) -> dict[str, Any]:
+        return read_object(self._mark(name), RecipeError, "delete it to do the step again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.upcycle.files import MEASURED_FILE
+from moe_finetune.errors import RecipeError
+from moe_finetune.json_file import read_object
+from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 
 LEVEL = 0.95
@@ -79,7 +80,7 @@ def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
         files = [
             output / f"seed-{seed}" / "measured" / name / MEASURED_FILE for seed in recipe.seeds
         ]
-        measured = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        measured = [read_object(file, RecipeError, REMEDY) for file in files]
         arms.append(Arm(arm.label or name, tuple(measured)))
     return arms
 

@@ -19,9 +19,10 @@ import numpy as np
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.evaluation.files import sha256_file, sha256_json, write_atomic
 from moe_finetune.families.loading import load_tokenizer, local_folder
+from moe_finetune.json_file import read_object
 from moe_finetune.upcycle.actions import Measure, Merge, Train
 from moe_finetune.upcycle.clustering import check_pins, cluster_categories
-from moe_finetune.upcycle.files import CLUSTERS_FILE, TABLE_FILE
+from moe_finetune.upcycle.files import CLUSTERS_FILE, REMEDY, TABLE_FILE
 from moe_finetune.upcycle.frequencies import FrequencyTable, count_table, tokenizer_hash
 from moe_finetune.upcycle.ledger import Step
 from moe_finetune.upcycle.recipe import UpcycleRecipe
@@ -68,7 +69,7 @@ class Upcycle:
     @cached_property
     def clusters_C(self) -> np.ndarray:
         """Cluster of each category; the step ``clusters`` is done."""
-        held = json.loads((self.output / "clusters" / CLUSTERS_FILE).read_text(encoding="utf-8"))
+        held = read_object(self.output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
         return np.array([held["cluster"][name] for name in self.texts.categories], np.int64)
 
     @cached_property

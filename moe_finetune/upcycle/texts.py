@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.json_file import parse_json
 
 if TYPE_CHECKING:
     from moe_finetune.upcycle.recipe import TextSection
@@ -159,9 +160,9 @@ class Texts:
         from safetensors.numpy import load_file
 
         try:
-            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+            index = parse_json((folder / INDEX_FILE).read_bytes())
             return cls(tuple(index["categories"]), load_file(folder / TOKENS_FILE))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}: the tokenized texts cannot be read ({error}); remove the folder and "
                 "run the stage 'dense' again"

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from moe_finetune.yaml_file import YamlError, parse_yaml
+
 _CARD = "README.md"
 
 
@@ -67,8 +69,8 @@ def licence_of(base: str | Path) -> str | None:
     if card.is_file():
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.read_text("utf-8", "replace"), re.S)
         try:
-            front = yaml.safe_load(match[1]) if match else None
-        except yaml.YAMLError:
+            front = parse_yaml(match[1])[1] if match else None
+        except YamlError:
             front = None
         if isinstance(front, dict) and front.get("license"):
             return str(front.get("license_name") or front["license"])

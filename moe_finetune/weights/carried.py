@@ -63,11 +63,7 @@ def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
 
 
 def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
-    try:
-        mapping = json.loads(content)
-    except ValueError:
-        # Raises the error that names the file.
-        mapping = read_object(folder / name, CheckpointError, COPY_AGAIN)
+    mapping = read_object(folder / name, CheckpointError, COPY_AGAIN)
     wanted = mapping | dict(changes)
     for key in (_CODE, *(key for key, value in changes.items() if value is None)):
         wanted.pop(key, None)

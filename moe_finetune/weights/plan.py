@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint_files import INDEX, SINGLE
+from moe_finetune.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
 from moe_finetune.errors import AdapterError, CheckpointError
+from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.bias import BiasExport, plan_bias
@@ -180,8 +181,8 @@ def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes
     old = base.folder / INDEX
     if old.is_file():
         content = old.read_bytes()
-        index: dict[str, Any] = json.loads(content)
-        known = index.get("metadata", {}).get("total_size", total)
+        index = read_object(old, CheckpointError, COPY_AGAIN)
+        known = (index.get("metadata") or {}).get("total_size", total)
         if index["weight_map"] == weight_map and (known == total or total == base.size):
             return {INDEX: content}
     if list(files) == [SINGLE]:

@@ -171,7 +171,7 @@ def test_programs_are_built_from_continuations_and_blocks():
 def test_suite_files_are_checked(tmp_path):
     path = tmp_path / "s.yaml"
     for text, message in (
-        ("name: [", "is not YAML"),
+        ("name: [", "not YAML"),
         ("name: x\ntasks: []", "tasks: "),
         ("name: x\ntasks: [{task: a, metric: m}, {task: a, metric: m}]", "'a' occurs twice"),
         ("name: x\nlimit: 3\ntasks: [{task: a, metric: m}]", "limit"),

@@ -91,7 +91,7 @@ def test_file_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a selection file"),
+        ("{", "not JSON"),
         ("[1]", "not a selection file"),
         ('{"experts": {"one": [1]}}', "'one' is not the number"),
         ('{"experts": {"1": []}}', "experts of layer 1"),

@@ -5,7 +5,6 @@ Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder
+from moe_finetune.json_file import parse_json
 from moe_finetune.layered_yaml import Tree, merge_mappings
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
@@ -180,7 +180,9 @@ def run_finetune(
 
 
 def _log(path: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [
+        parse_json(line, finite=False) for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     return [
         {key: value for key, value in row.items() if isinstance(value, int | float)}
         for row in rows

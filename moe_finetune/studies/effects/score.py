@@ -8,7 +8,6 @@ Shape legend: B rows, S positions, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
+from moe_finetune.json_file import parse_json
 from moe_finetune.studies.effects.probe import IGNORED, padded_batches
 
 Row = dict[str, list[int]]
@@ -104,4 +104,4 @@ def _row(tokenizer: Any, prompt: str, answer: str, *end: int) -> Row:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]

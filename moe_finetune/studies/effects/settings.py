@@ -14,6 +14,7 @@ from moe_finetune.layered_yaml import load_tree, merge_mappings
 from moe_finetune.method import resolve_method
 from moe_finetune.sections import Section
 from moe_finetune.validation import from_tree
+from moe_finetune.yaml_file import read_yaml
 
 KIND = "miniature"
 TABLE = "token_frequencies.safetensors"
@@ -138,11 +139,9 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
 
 def is_miniature(path: str | Path) -> bool:
     """Whether the file says ``kind: miniature``; False when it cannot be read."""
-    import yaml
-
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        values = read_yaml(Path(path), RecipeError)
+    except RecipeError:
         return False
     return isinstance(values, dict) and values.get("kind") == KIND
 

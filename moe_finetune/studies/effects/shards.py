@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError
 from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.json_file import read_json, read_object
 from moe_finetune.studies.effects.settings import Miniature
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
             raise OutputExistsError(
                 f"{output} holds a study; choose another --output, or add --resume to go on with it"
             )
-        held = json.loads(place.read_text(encoding="utf-8"))
+        held = read_object(place, RecipeError, f"choose another --output than {output}")
         different = [key for key in _decisive(settings) if _clash(held, settings, key)]
         if different:
             raise RecipeError(
@@ -177,10 +178,7 @@ def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:
         file = shard.file(output)
         if not file.exists():
             continue
-        try:
-            found[shard] = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecipeError(f"{file}: is damaged ({error}); delete it to run it again") from None
+        found[shard] = read_json(file, RecipeError, "delete it to run it again")
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.json_file import parse_json
 from moe_finetune.studies.effects.paired import t_interval, verdict_of_sign
 from moe_finetune.studies.effects.table import Row
 
@@ -27,7 +27,7 @@ def upcycle_rows(folder: str | None) -> list[Row]:
         return []
     path = Path(folder) / RESULTS_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
         return [
             _row(found["arms"], metric, baseline)
             for baseline in BASELINES
@@ -39,7 +39,7 @@ def upcycle_rows(folder: str | None) -> list[Row]:
             f"upcycle: {path} cannot be read ({error}); make it with `moe-finetune upcycle "
             f"recipes/upcycle/miniature.yaml --output {folder}`"
         ) from None
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise RecipeError(
             f"upcycle: {path} has no {error}; wanted the results of a comparison of "
             f"{OURS} and {BASELINES[0]}"
