@@ -5,31 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.training.whole import like, plain_name, whole
+from moe_finetune.training import ranks
+from moe_finetune.training.whole import like, plain_name
 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """``{"groups": [...], "state": {parameter: {...}}}``; all ranks call it (it gathers)."""
+    """``{"groups": [...], "state": {parameter: {...}}}``; empty past rank 0.
+
+    All ranks call it (it gathers). What lies whole on the CPU already is not copied.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)
-    names = _names(model)
-    groups = []
-    for group in inner.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": [names[p] for p in group["params"]]})
-    state = {
-        names[p]: {
-            key: whole(value, f"optimizer state {names[p]}.{key}")
-            if isinstance(value, Tensor)
-            else value
-            for key, value in inner.state[p].items()
-        }
-        for group in inner.param_groups
-        for p in group["params"]
-        if p in inner.state
-    }
-    return {"groups": groups, "state": state}
+    complete = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered: Any = get_optimizer_state_dict(model, inner, options=complete)
+    if ranks.rank() > 0:
+        return {"groups": [], "state": {}}
+    return {"groups": gathered["param_groups"], "state": gathered["state"]}
 
 
 def load_optimizer_state(

@@ -36,7 +36,7 @@ from moe_finetune.training.packing import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
 from moe_finetune.training.save import ADAPTER_FILE, write_adapter
 from moe_finetune.training.state import STATE_FILE, load_state, save_state
-from moe_finetune.training.whole import set_weights, whole_weights
+from moe_finetune.training.whole import set_weights, trained_weights
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
@@ -73,7 +73,7 @@ class ResumableTrainer(_Trainer):
 
     def _parts(self) -> dict[str, Any]:
         """Functions that write the checkpoint's files, by what they write."""
-        weights = whole_weights(self.model)
+        weights = trained_weights(self.model)
         tensors: dict[str, Tensor] = {}
         optimizer = {"optimizer": {}, "scheduler": self.lr_scheduler.state_dict()}
         if not self.is_deepspeed_enabled:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.capture.model import moe_layers
@@ -20,7 +19,7 @@ from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import sync
 from moe_finetune.training.state import load_state, save_state
-from moe_finetune.training.whole import plain_name, whole, whole_weights
+from moe_finetune.training.whole import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BIAS_FILE = "router_bias.safetensors"
@@ -45,7 +44,8 @@ def save_trained(
 
     adapted = isinstance(model, PeftModel)
     target = output / ("adapter" if adapted else "merged")
-    weights = whole_weights(model) if adapted else _whole_model(model, recipe.model.dtype)
+    dtype = getattr(torch, recipe.model.dtype)
+    weights = trained_weights(model) if adapted else whole_model(model, dtype)
     if ranks.rank() > 0:
         ranks.barrier()
         return target
@@ -104,15 +104,6 @@ def _name_dtype(folder: Path, dtype: str) -> None:
     file = folder / "config.json"
     config = read_object(file, CheckpointError, "train again")
     file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-
-
-def _whole_model(model: nn.Module, dtype: str) -> dict[str, torch.Tensor]:
-    wanted = getattr(torch, dtype)
-    return {
-        plain_name(name): (full.to(wanted) if full.is_floating_point() else full)
-        for name, tensor in model.state_dict().items()
-        for full in [whole(tensor, name)]
-    }
 
 
 def load_bias(adapter: Path) -> dict[int, list[float]] | None:

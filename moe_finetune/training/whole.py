@@ -1,6 +1,7 @@
-"""Whole tensors of a model whose parameters may be sharded over ranks (FSDP2).
+"""Whole tensors of a model whose parameters may be sharded over ranks (FSDP2), on rank 0 alone.
 
-All ranks call these functions, with the same parameters in the same order: gathering is collective.
+All ranks call these functions, because gathering is collective; one tensor at a time passes through
+the others' memory, and only rank 0, which writes files, keeps what was gathered.
 """
 
 from __future__ import annotations
@@ -9,30 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from moe_finetune.errors import CheckpointError
-
-
-def whole(tensor: Any, name: str = "tensor") -> Tensor:
-    """``tensor`` complete, on the CPU, as a copy that shares nothing; checked when gathered.
-
-    Raises:
-        CheckpointError: the gathered tensor is not the sum of its shards: a shard got lost.
-    """
-    tensor = tensor.detach()
-    if not hasattr(tensor, "full_tensor"):
-        return tensor.to("cpu", copy=True).contiguous()
-    full = tensor.full_tensor()
-    if full.shape != tensor.shape:
-        raise CheckpointError(f"{name}: gathered {tuple(full.shape)}, wanted {tuple(tensor.shape)}")
-    if full.is_floating_point() and all(p.is_shard() for p in tensor.placements):
-        local = tensor.to_local().double().square().sum()
-        for dimension in range(tensor.device_mesh.ndim):
-            distributed.all_reduce(local, group=tensor.device_mesh.get_group(dimension))
-        if not torch.isclose(full.double().square().sum(), local, rtol=1e-9, equal_nan=True):
-            raise CheckpointError(f"{name}: the gathered tensor lacks a rank's shard")
-    return full.to("cpu", copy=True).contiguous()
+from moe_finetune.training import ranks
 
 
 def fill(target: Tensor, value: Tensor) -> None:
@@ -58,29 +40,55 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def live_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that training changes, under the names a checkpoint has; not copied.
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that training changes, under the names a checkpoint has; empty past rank 0.
 
     An adapted model gives PEFT's names of its active adapter, any other its trainable parameters.
+    What lies whole on the CPU already is not copied: write it before the next step.
     """
+    model = getattr(model, "module", model)
+    gathered = _gathered(model, ignore_frozen_params=True)
+    return _trained(model, gathered) if ranks.rank() == 0 else {}
+
+
+def whole_model(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every parameter and buffer, floating-point ones as ``dtype``; empty past rank 0."""
+    gathered = _gathered(getattr(model, "module", model))
+    names = list(gathered) if ranks.rank() == 0 else []
+    whole = {}
+    for name in names:  # one float32 tensor less for each that is converted
+        tensor = gathered.pop(name)
+        whole[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return whole
+
+
+def _gathered(model: nn.Module, **options: Any) -> dict[str, Any]:
+    complete = StateDictOptions(full_state_dict=True, cpu_offload=True, **options)
+    return get_model_state_dict(model, options=complete)
+
+
+def _trained(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The part of a model's ``state`` that trains, under the names a checkpoint has."""
     from peft import PeftModel
 
-    model = getattr(model, "module", model)
     if isinstance(model, PeftModel):
         from peft import get_peft_model_state_dict
 
-        return {
-            plain_name(k): v
-            for k, v in get_peft_model_state_dict(
-                model, adapter_name=model.active_adapter, save_embedding_layers=False
-            ).items()
-        }
-    return {plain_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return get_peft_model_state_dict(
+            model,
+            state_dict=state,
+            adapter_name=model.active_adapter,
+            save_embedding_layers=False,
+        )
+    trains = {plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
+    return {name: tensor for name, tensor in state.items() if name in trains}
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """:func:`live_weights` as complete copies on the CPU."""
-    return {name: whole(tensor, name) for name, tensor in live_weights(model).items()}
+def live_weights(model: nn.Module) -> dict[str, Tensor]:
+    """As :func:`trained_weights`, but this rank's own tensors, sharded as they are."""
+    model = getattr(model, "module", model)
+    state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    return _trained(model, state)
 
 
 def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:

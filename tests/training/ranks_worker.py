@@ -24,7 +24,7 @@ from moe_finetune.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.sft import build_trainer
 from moe_finetune.training.specialization import Specialization
-from moe_finetune.training.whole import whole_weights
+from moe_finetune.training.whole import trained_weights, whole_model
 from tests import tiny
 
 STEPS, GLOBAL_BATCH, LENGTH = 5, 4, 13
@@ -106,7 +106,7 @@ def train(preset, folder):
     )
     assert all(blob == blobs[0] for blob in blobs), f"{preset}: tables differ between ranks"
     assert (len(blobs[0]) > 0) == (preset in ("loss_free", TRANSITION)), preset
-    return logged, {**whole_weights(trainer.model), **tables}
+    return logged, {**trained_weights(trainer.model), **tables}
 
 
 def batch():
@@ -196,16 +196,23 @@ def main(out: Path) -> None:
             tensors |= {f"{preset}/{name}": value for name, value in weights.items()}
     for how in ("fully_shard", "fsdp2_prepare_model"):
         built, state, _ = sharded(how)
-        weights = whole_weights(built)
+        weights = trained_weights(built)
         tensors |= {f"{how}/{name}": value for name, value in weights.items()}
         moments = {
             k: v for name in state["state"] for k, v in [(name, state["state"][name]["exp_avg"])]
         }
         tensors |= {f"{how}/moment/{name}": value for name, value in moments.items()}
         built, state, tables = sharded(how, stop=2)
-        half = (2, whole_weights(built), state, tables)
-        built, _, _ = sharded(how, resume=half)
-        again = whole_weights(built)
+        # Every rank reads the files that rank 0 wrote; here it is told what they hold.
+        half = [(2, trained_weights(built), state, tables)]
+        kept = [len(half[0][1]), len(state["state"]), len(whole_model(built, torch.bfloat16))]
+        if ranks.world_size() > 1:
+            torch.distributed.broadcast_object_list(half)
+        results[f"{how}, kept by rank"] = [
+            json.loads(blob) for blob in ranks.gather_bytes(json.dumps(kept).encode())
+        ]
+        built, _, _ = sharded(how, resume=half[0])
+        again = trained_weights(built)
         results[f"{how}, resumed"] = all(torch.equal(weights[n], again[n]) for n in weights)
     if ranks.rank() == 0:
         out.mkdir()

@@ -104,3 +104,13 @@ def test_sharded_ranks_equal_one(both, how):
     assert all(float(moment.abs().max()) > 0 for moment in moving)
     assert logged[f"{how}, resumed"], "resuming a sharded run is not exact"
     assert not any(isinstance(v, torch.distributed.tensor.DTensor) for v in two.values())
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
+def test_rank_0_alone_keeps_what_was_gathered(both, how):
+    (one, _), (two, _) = both
+    kept, nothing = two[f"{how}, kept by rank"]
+    assert nothing == [0, 0, 0]
+    assert kept == one[f"{how}, kept by rank"][0]
+    trained, moments, all_tensors = kept
+    assert 20 <= trained == moments < all_tensors
