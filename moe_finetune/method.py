@@ -77,8 +77,11 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
 
 
 def _preset(name: str) -> dict[str, Any]:
-    from moe_finetune.losses.presets import PRESETS
+    from moe_finetune.losses.presets import PRESETS, RENAMED
 
+    if name in RENAMED:
+        now, why = RENAMED[name]
+        raise RecipeError(f"method.preset: '{name}' is now '{now}', {why}")
     if name not in PRESETS:
         raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
     return PRESETS[name].method()
@@ -103,6 +106,6 @@ def _terms(terms: Any) -> dict[str, BaseModel]:
             validated = model.model_validate(options)
         except ValidationError as error:
             raise RecipeError("\n".join(describe(model, error, place))) from None
-        if validated.weight > 0:
+        if not validated.removed:
             resolved[name] = validated
     return resolved

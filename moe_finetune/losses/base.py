@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 from moe_finetune.capture.records import RoutingRecord
@@ -46,12 +46,23 @@ class Schedule(BaseModel):
 
 
 class TermOptions(BaseModel):
-    """Options that every term has; a term's own options join them in a subclass."""
+    """Options that every term has; a term's own options join them in a subclass.
+
+    How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's, from
+    which the weight is found when training begins (and again ``every`` so many steps). A weight
+    beside a share is the note of an earlier run and is not used; 0 removes the term all the same.
+
+    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints, at
+    the number of tokens of its batch.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    weight: float = Field(ge=0, allow_inf_nan=False)
+    weight: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    share: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    every: int | None = Field(default=None, ge=1)
     reduction: Literal["mean", "sum"] = "mean"
+    tokens: int | None = Field(default=None, ge=1)
     layers_reduction: Literal["sum", "mean"] = "sum"
     layers: Literal["all"] | list[int | str] = "all"
     schedule: Schedule = Schedule()
@@ -62,6 +73,28 @@ class TermOptions(BaseModel):
         if value != "all" and not expand_layers(value):
             raise ValueError("layers: an empty list selects no layer; weight 0 removes a term")
         return value
+
+    @model_validator(mode="after")
+    def _strength(self) -> Self:
+        if self.weight is None and self.share is None:
+            raise ValueError("weight is missing; give a weight, or a share such as 0.1")
+        if self.share is not None and self.weight:
+            self.weight = None
+        if self.every is not None and self.share is None:
+            raise ValueError("every: says when a share's weight is found again; give a share")
+        if self.reduction == "sum" and self.tokens is None:
+            raise ValueError(
+                "tokens is missing: reduction 'sum' stands for a sum over so many tokens; give the "
+                "paper's, such as 16384, or remove reduction"
+            )
+        if self.reduction == "mean" and self.tokens is not None:
+            raise ValueError("tokens: belongs to reduction 'sum'; add that or remove tokens")
+        return self
+
+    @property
+    def removed(self) -> bool:
+        """Whether the term is switched off: weight 0."""
+        return self.weight == 0
 
     def selects(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` carries this term."""
@@ -138,7 +171,10 @@ class Term(ABC):
 
     @abstractmethod
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
-        """Unweighted float32 scalar of this layer, or None where the layer has no such term."""
+        """Unweighted float32 scalar of this layer, or None where the layer has no such term.
+
+        A loss over tokens is their mean; ``reduction`` is the objective's to apply.
+        """
 
     def check(self, facts: ModelFacts) -> None:
         """Raise ObjectiveError when the model cannot carry this term."""

@@ -158,7 +158,6 @@ class Coupling(Term):
             record.index_TK.shape[1],
             record.mask_T,
             table_EE,
-            reduction=self.options.reduction,
         )
 
     def _moved(self, layer: int, batch_EE: Tensor) -> Tensor:

@@ -93,9 +93,4 @@ class Dpp(Term):
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Determinantal loss of this layer."""
         assert record.outputs_gram_TKK is not None
-        return dpp_from_gram(
-            record.outputs_gram_TKK,
-            record.mask_T,
-            self.options.eps,
-            reduction=self.options.reduction,
-        )
+        return dpp_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.eps)

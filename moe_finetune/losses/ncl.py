@@ -100,9 +100,4 @@ class Ncl(Term):
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Negative correlation loss of this layer."""
         assert record.outputs_gram_TKK is not None
-        return ncl_from_gram(
-            record.outputs_gram_TKK,
-            record.mask_T,
-            self.options.normalize,
-            reduction=self.options.reduction,
-        )
+        return ncl_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.normalize)

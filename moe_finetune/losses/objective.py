@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
+
+_FOUND = "strength."
+"""Begins the state's keys of weights that were found for shares."""
 
 
 @dataclass
@@ -33,6 +37,10 @@ class Objective:
     Args:
         terms: the terms; at most one of a name.
         facts: the model's sizes; every term is checked against them.
+
+    Attributes:
+        full_weights: each term's weight before its schedule; None for a share until it is found.
+        weights: the weights at this step.
     """
 
     def __init__(self, terms: Iterable[Term], facts: ModelFacts):
@@ -47,7 +55,9 @@ class Objective:
             term.name: sum(term.options.selects(layer) for layer in facts.moe_layers)
             for term in self.terms
         }
+        self.full_weights = {term.name: term.options.weight for term in self.terms}
         self.weights: dict[str, float] = {}
+        self._progress = (0, 1)
         self.set_progress(0, 1)
 
     @classmethod
@@ -60,9 +70,9 @@ class Objective:
                 parsed = kind.Options(**options)
             except ValidationError as error:
                 first = error.errors()[0]
-                place = ".".join(str(part) for part in first["loc"])
-                raise ObjectiveError(f"method.terms.{name}.{place}: {first['msg']}") from None
-            if parsed.weight > 0:
+                place = ".".join(("method", "terms", name, *(str(part) for part in first["loc"])))
+                raise ObjectiveError(f"{place}: {first['msg']}") from None
+            if not parsed.removed:
                 built.append(kind(parsed))
         return cls(built, facts)
 
@@ -79,10 +89,24 @@ class Objective:
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Move every weight to optimizer step ``step`` of ``total_steps``."""
+        self._progress = (step, total_steps)
         self.weights = {
-            term.name: term.options.weight * term.options.schedule.factor(step, total_steps)
+            term.name: (self.full_weights[term.name] or 0.0)
+            * term.options.schedule.factor(step, total_steps)
             for term in self.terms
         }
+
+    def set_full_weight(self, name: str, weight: float | None) -> None:
+        """Note the weight that was found for a term's share; its schedule goes on."""
+        self.full_weights[name] = weight
+        self.set_progress(*self._progress)
+
+    def only(self, *names: str) -> Objective:
+        """The same terms (not copies) of these names alone, at weight 1 whatever their schedules."""
+        chosen = copy.copy(self)
+        chosen.terms = tuple(term for term in self.terms if term.name in names)
+        chosen.full_weights = chosen.weights = dict.fromkeys(names, 1.0)
+        return chosen
 
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
         """Evaluate the terms of this layer on ``record``."""
@@ -93,17 +117,26 @@ class Objective:
             value = term.loss(record, context)
             if value is None:
                 continue
-            weight = self.weights[term.name]
+            result.values[term.name] = value.detach()
+            weight = self.weights[term.name] * (term.options.tokens or 1)
             if term.options.layers_reduction == "mean":
                 weight /= self._layers[term.name]
+            if weight == 0:  # a share whose weight is not found yet, or the end of a schedule
+                continue
             weighted = value * weight
             result.total = weighted if result.total is None else result.total + weighted
-            result.values[term.name] = value.detach()
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of all terms, keys prefixed by the term's name."""
-        return {
+        """State of all terms, keys prefixed by the term's name, and weights found for shares."""
+        found = {
+            f"{_FOUND}{term.name}": torch.tensor(
+                self.full_weights[term.name] or 0.0, dtype=torch.float64
+            )
+            for term in self.terms
+            if term.options.share is not None
+        }
+        return found | {
             f"{term.name}.{key}": tensor
             for term in self.terms
             for key, tensor in term.state_dict().items()
@@ -112,6 +145,8 @@ class Objective:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`state_dict` returned."""
         for term in self.terms:
+            if term.options.share is not None:
+                self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)
             prefix = f"{term.name}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             if own or term.state_dict():

@@ -147,10 +147,6 @@ class Orthogonality(Term):
         shared = (record.scores_TK, record.mask_T, options.form, options.tau_gate, options.eps)
         if options.one_sided:
             assert record.outputs_TKH is not None
-            return orthogonality_loss(
-                record.outputs_TKH, *shared, one_sided=True, reduction=options.reduction
-            )
+            return orthogonality_loss(record.outputs_TKH, *shared, one_sided=True)
         assert record.outputs_gram_TKK is not None
-        return orthogonality_from_gram(
-            record.outputs_gram_TKK, *shared, reduction=options.reduction
-        )
+        return orthogonality_from_gram(record.outputs_gram_TKK, *shared)

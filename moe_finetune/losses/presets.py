@@ -43,6 +43,9 @@ def _balance(weight: float, variant: str, scope: str, **options: Any) -> dict[st
     return {"weight": weight, "variant": variant, "scope": scope, **options}
 
 
+_P0_SUM = {"reduction": "sum", "tokens": 32 * 512}
+"""P0's batch: 32 sequences; their length, 512 tokens, is our assumption (the paper gives none)."""
+
 _DEEPSEEK = _balance(1e-3, "deepseek", "sequence")
 _PER_LAYER = _balance(1e-2, "deepseek", "micro_batch", layers_reduction="mean")
 _SYNTHETIC = _balance(1e-2, "switch", "micro_batch")
@@ -96,21 +99,21 @@ _ALL = (
         "orthogonal_variance",
         terms={
             "load_balance": _DEEPSEEK,
-            "orthogonality": {"weight": 1e-3, "form": "projection"},
-            "variance": {"weight": 1e-3},
+            "orthogonality": {"weight": 1e-3, "form": "projection", **_P0_SUM},
+            "variance": {"weight": 1e-3, **_P0_SUM},
         },
-        source="P0 eq. 7, 18, 25",
+        source="P0 eq. 7, 18, 25, summed over tokens as printed",
         shows="score variance above and output overlap below aux_loss, MaxVio about the same",
     ),
     Preset(
-        "orthogonal_variance_sum",
+        "orthogonal_variance_mean",
         terms={
             "load_balance": _DEEPSEEK,
-            "orthogonality": {"weight": 1e-3, "form": "projection", "reduction": "sum"},
-            "variance": {"weight": 1e-3, "reduction": "sum"},
+            "orthogonality": {"weight": 1e-3, "form": "projection"},
+            "variance": {"weight": 1e-3},
         },
-        source="P0 eq. 7, 18, 25, summed over tokens as printed",
-        shows="as orthogonal_variance, stronger",
+        source="P0 eq. 7, 18, 25, its weights on the mean over tokens",
+        shows="as orthogonal_variance, some thousand times weaker",
     ),
     Preset(
         "specialization_coupling",
@@ -182,5 +185,13 @@ _ALL = (
         shows="the balance loss that P3 compares with",
     ),
 )
+
+RENAMED = {
+    "orthogonal_variance_sum": (
+        "orthogonal_variance",
+        "which sums over the 16,384 tokens of the paper's batch, whatever the batch here",
+    )
+}
+"""Presets of earlier versions: what to write now, and why."""
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})

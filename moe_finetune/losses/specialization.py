@@ -66,6 +66,4 @@ class Specialization(Term):
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Specialization loss of this layer."""
         assert record.activations_gram_TKK is not None
-        return specialization_from_gram(
-            record.activations_gram_TKK, record.mask_T, reduction=self.options.reduction
-        )
+        return specialization_from_gram(record.activations_gram_TKK, record.mask_T)

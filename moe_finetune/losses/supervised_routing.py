@@ -139,9 +139,5 @@ class SupervisedRouting(Term):
         if self._table_VE.device != device:
             self._table_VE = self._table_VE.to(device)
         return supervised_routing_loss(
-            record.logits_TE,
-            record.token_ids_T,
-            self._table_VE,
-            record.mask_T,
-            reduction=self.options.reduction,
+            record.logits_TE, record.token_ids_T, self._table_VE, record.mask_T
         )

@@ -49,4 +49,4 @@ class Variance(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Variance loss of this layer."""
-        return variance_loss(record.scores_TE, record.mask_T, reduction=self.options.reduction)
+        return variance_loss(record.scores_TE, record.mask_T)

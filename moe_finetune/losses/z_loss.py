@@ -45,4 +45,4 @@ class ZLoss(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """Z-loss of this layer."""
-        return router_z_loss(record.logits_TE, record.mask_T, reduction=self.options.reduction)
+        return router_z_loss(record.logits_TE, record.mask_T)

@@ -77,7 +77,7 @@ def _reach_of_sharded(
     model.train()
     try:
         for term in copy.deepcopy(objective.terms):
-            term.options.weight = 1.0
+            term.options = term.options.model_copy(update={"weight": 1.0, "share": None})
             ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
             values: list[Tensor] = []
 

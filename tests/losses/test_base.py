@@ -93,3 +93,25 @@ def test_bad_weights(name, weight):
 def test_unknown_options_are_refused(name):
     with pytest.raises(ValidationError, match="wieght"):
         TERMS[name].Options(weight=0.0, wieght=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "weight is missing; give a weight, or a share"),
+        ({"weight": 1.0, "reduction": "sum"}, "tokens is missing: reduction 'sum' stands for"),
+        ({"weight": 1.0, "tokens": 16384}, "tokens: belongs to reduction 'sum'"),
+        ({"weight": 1.0, "every": 10}, "every: says when a share's weight is found again"),
+        ({"share": 0.0}, "share"),
+        ({"share": -0.1}, "share"),
+    ],
+)
+def test_options_that_do_not_say_a_strength(options, said):
+    with pytest.raises(ValidationError, match=said):
+        TermOptions(**options)
+
+
+def test_a_share_takes_the_weights_place_and_weight_zero_still_removes():
+    assert TermOptions(weight=1e-3, share=0.1).weight is None
+    assert not TermOptions(share=0.1).removed
+    assert TermOptions(weight=0.0, share=0.1).removed

@@ -88,17 +88,16 @@ def test_bad_top_k():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_term_joins_a_layer_with_the_one_below(score, reduction):
+def test_term_joins_a_layer_with_the_one_below(score):
     values, keep = make(), mask(17)
     upper = replace(above(values, keep), score=score)
-    got = term(reduction=reduction).loss(upper, LayerContext(previous=below(values)))
+    got = term().loss(upper, LayerContext(previous=below(values)))
     probs = upper.logits_TE.softmax(-1)
     if score == "sigmoid":
         probs = upper.logits_TE.sigmoid()
         probs = probs / probs.sum(-1, keepdim=True)
     expected = reference.coupling(
-        values["probs_TE"], values["index_TK"], probs, 3, keep, reduction=reduction
+        values["probs_TE"], values["index_TK"], probs, 3, keep
     )
     torch.testing.assert_close(got, expected)
 

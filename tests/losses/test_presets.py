@@ -1,9 +1,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
+from moe_finetune.errors import RecipeError
 from moe_finetune.losses import TERMS
+from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
+from moe_finetune.method import resolve_method
+from tests import tiny
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -28,7 +35,7 @@ TABLE = {
         ("deepseek", "sequence", 1e-3),
         {"orthogonality": 1e-3, "variance": 1e-3},
     ),
-    "orthogonal_variance_sum": (
+    "orthogonal_variance_mean": (
         ("deepseek", "sequence", 1e-3),
         {"orthogonality": 1e-3, "variance": 1e-3},
     ),
@@ -77,8 +84,10 @@ def test_what_is_not_a_weight():
     assert PRESETS["loss_free"].method() == {"terms": {}, "bias_update": 1e-3}
     for name in ("erc", "router_orthogonality"):
         assert PRESETS[name].terms["load_balance"]["layers_reduction"] == "mean"
-    summed = PRESETS["orthogonal_variance_sum"].terms
-    assert summed["orthogonality"]["reduction"] == summed["variance"]["reduction"] == "sum"
+    for term in ("orthogonality", "variance"):
+        summed = PRESETS["orthogonal_variance"].terms[term]
+        assert (summed["reduction"], summed["tokens"]) == ("sum", 32 * 512)
+        assert "reduction" not in PRESETS["orthogonal_variance_mean"].terms[term]
     assert PRESETS["cosine_orthogonality"].terms["orthogonality"]["form"] == "cosine"
     baseline = PRESETS["supervised_routing_baseline"].terms["load_balance"]
     assert baseline["probabilities"] == "topk"
@@ -93,3 +102,27 @@ def test_a_method_may_be_changed_without_changing_the_preset():
     }
     # Presets share their balance term; changing one's copy must not reach another.
     assert PRESETS["orthogonal_variance"].terms["load_balance"]["weight"] == 1e-3
+
+
+def gradient(terms, rows):
+    """Router gradients of the objective over a batch of ``rows`` equal sequences."""
+    model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
+    ids = torch.arange(4, 21).repeat(rows, 1)
+    with Recorder(model, Objective.from_options(terms, model_facts(model))):
+        (model(input_ids=ids).logits.sum() * 0.0).backward()
+    return torch.cat([layer.mlp.gate.weight.grad.flatten() for layer in model.model.layers])
+
+
+@pytest.mark.parametrize("name", ["orthogonality", "variance"])
+def test_p0_sums_over_the_papers_tokens_whatever_the_batch(name):
+    printed = {name: PRESETS["orthogonal_variance"].terms[name]}
+    mean = {name: PRESETS["orthogonal_variance_mean"].terms[name]}
+    per_token = gradient(mean, rows=1)
+    assert per_token.abs().max() > 0
+    torch.testing.assert_close(gradient(printed, rows=1), 16384 * per_token)
+    torch.testing.assert_close(gradient(printed, rows=3), 16384 * per_token, rtol=1e-3, atol=1e-5)
+
+
+def test_a_preset_of_an_earlier_version_is_refused_with_its_new_name():
+    with pytest.raises(RecipeError, match="'orthogonal_variance_sum' is now 'orthogonal_variance'"):
+        resolve_method("orthogonal_variance_sum")

@@ -29,9 +29,7 @@ from tests import tiny
 
 STEPS, GLOBAL_BATCH, LENGTH = 5, 4, 13
 NEEDS_A_FILE = {"supervised_routing", "supervised_routing_baseline"}
-# A sum over a forward's tokens halves with its batch, by definition.
-SUMMED = {"orthogonal_variance_sum"}
-COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE - SUMMED)
+COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE)
 WRONG = "aux_loss, each rank for itself"
 TRANSITION = "coupling, transition"
 
