@@ -48,12 +48,13 @@ class Schedule(BaseModel):
 class TermOptions(BaseModel):
     """Options that every term has; a term's own options join them in a subclass.
 
-    How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's, from
-    which the weight is found when training begins (and again ``every`` so many steps). A weight
-    beside a share is the note of an earlier run and is not used; 0 removes the term all the same.
+    How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's,
+    from which the weight is found when training begins (and again ``every`` so many steps). A
+    weight beside a share is the note of an earlier run and is not used; 0 removes the term all the
+    same.
 
-    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints, at
-    the number of tokens of its batch.
+    ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints,
+    at the number of tokens of its batch.
     """
 
     model_config = ConfigDict(extra="forbid")

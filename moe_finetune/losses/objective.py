@@ -55,7 +55,9 @@ class Objective:
             term.name: sum(term.options.selects(layer) for layer in facts.moe_layers)
             for term in self.terms
         }
-        self.full_weights = {term.name: term.options.weight for term in self.terms}
+        self.full_weights: dict[str, float | None] = {
+            term.name: term.options.weight for term in self.terms
+        }
         self.weights: dict[str, float] = {}
         self._progress = (0, 1)
         self.set_progress(0, 1)
@@ -102,10 +104,11 @@ class Objective:
         self.set_progress(*self._progress)
 
     def only(self, *names: str) -> Objective:
-        """The same terms (not copies) of these names alone, at weight 1 whatever their schedules."""
+        """The terms of these names alone (not copies), at weight 1 whatever their schedules."""
         chosen = copy.copy(self)
         chosen.terms = tuple(term for term in self.terms if term.name in names)
-        chosen.full_weights = chosen.weights = dict.fromkeys(names, 1.0)
+        chosen.weights = dict.fromkeys(names, 1.0)
+        chosen.full_weights = {**chosen.weights}
         return chosen
 
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:

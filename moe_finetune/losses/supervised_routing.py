@@ -98,7 +98,7 @@ class SupervisedRoutingOptions(TermOptions):
 
     @model_validator(mode="after")
     def _table_is_there(self) -> SupervisedRoutingOptions:
-        if self.weight > 0 and self.table is None:
+        if not self.removed and self.table is None:
             raise ValueError("supervised_routing needs `table:`, a file of token frequencies")
         return self
 

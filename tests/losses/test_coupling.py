@@ -96,9 +96,7 @@ def test_term_joins_a_layer_with_the_one_below(score):
     if score == "sigmoid":
         probs = upper.logits_TE.sigmoid()
         probs = probs / probs.sum(-1, keepdim=True)
-    expected = reference.coupling(
-        values["probs_TE"], values["index_TK"], probs, 3, keep
-    )
+    expected = reference.coupling(values["probs_TE"], values["index_TK"], probs, 3, keep)
     torch.testing.assert_close(got, expected)
 
 

@@ -88,9 +88,7 @@ def test_term_reads_what_it_needs(options):
     values, keep = make(), mask(17)
     term = TERM(TERM.Options(weight=1.0, **options))
     got = term.loss(record(values, mask_T=keep), LayerContext())
-    expected = reference.orthogonality(
-        values["outputs_TKH"], values["scores_TK"], keep, **options
-    )
+    expected = reference.orthogonality(values["outputs_TKH"], values["scores_TK"], keep, **options)
     torch.testing.assert_close(got, expected)
     assert term.needs == {"outputs" if options.get("one_sided") else "outputs_gram"}
 

@@ -66,6 +66,4 @@ def test_term_reads_the_gram_of_activations():
     term = kind(kind.Options(weight=1.0))
     assert term.needs == {"activations_gram"}
     got = term.loss(record(values, mask_T=keep), LayerContext())
-    torch.testing.assert_close(
-        got, reference.specialization(values["activations_TKD"], keep)
-    )
+    torch.testing.assert_close(got, reference.specialization(values["activations_TKD"], keep))

@@ -32,7 +32,5 @@ def test_term_reads_scores_after_topk(score):
         for e in selected:
             scores[t, e] = probs[t, e] / probs[t, selected].sum()
     kind = TERMS["variance"]
-    got = kind(kind.Options(weight=1.0)).loss(
-        record(values, score, keep), LayerContext()
-    )
+    got = kind(kind.Options(weight=1.0)).loss(record(values, score, keep), LayerContext())
     torch.testing.assert_close(got, reference.variance(scores, keep))

@@ -30,7 +30,5 @@ def test_large_logits_do_not_overflow():
 def test_term_reads_logits_before_the_score(score):
     values, keep = make(), mask(17)
     kind = TERMS["z_loss"]
-    got = kind(kind.Options(weight=1.0)).loss(
-        record(values, score, keep), LayerContext()
-    )
+    got = kind(kind.Options(weight=1.0)).loss(record(values, score, keep), LayerContext())
     torch.testing.assert_close(got, reference.z_loss(values["logits_TE"], keep))
