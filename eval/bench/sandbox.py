@@ -5,7 +5,7 @@
 Each round runs every program three ways, one after another in an order that rotates: in the
 sandbox, as `python file.py`, and as `python -I -S -B file.py` (the sandbox's own flags, without
 isolation).
-Prints JSON. Wanted: a mean cost of at most 60 ms a program over `python file.py`.
+Prints JSON. Wanted: a mean cost of at most 40 ms a program over `python file.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moe_finetune.errors import DataError, DependencyError, EvaluationError, did
 from moe_finetune.evaluation.files import read_rows, write_jsonl
 from moe_finetune.evaluation.results import TaskResult
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
+from moe_finetune.evaluation.sandbox.names import free_names, wanted
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
@@ -38,17 +40,21 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
     """Build the program of an MBPP item.
 
     Args:
-        doc: row with ``test_list`` (or ``test_list`` and ``challenge_test_list``), and
-            ``test_setup_code`` or ``test_imports``.
+        doc: row with ``test_list``, and ``test_setup_code``, ``test_imports`` and ``code`` (the
+            reference solution, for the names that it defines) where it has them.
         reply: what the model wrote, up to ``[DONE]`` or a fence.
     """
     imports = "\n".join(doc.get("test_imports") or [])
-    setup_code = doc.get("test_setup_code") or ""
+    # The set-up builds the tests' objects from the program's classes, so it belongs to the tests.
+    tests = "\n".join([doc.get("test_setup_code") or "", *doc["test_list"]])
     code = fenced(reply)
     if code is None:
         code = reply.split("[DONE]")[0].split("```")[0]
-    # Test set-up defines classes that the program uses, so it belongs before the program.
-    return Program(f"{imports}\n{setup_code}\n{code}", "\n".join(doc["test_list"]), setup=imports)
+    entry = wanted(tests, imports, doc.get("code") or "")
+    # Modules that the tests use without an import are Python's, whatever the program calls so.
+    modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
+    setup = "\n".join([imports, *(f"import {name}" for name in modules)])
+    return Program(f"{imports}\n{code}", tests, setup, entry)
 
 
 def fenced(reply: str) -> str | None:

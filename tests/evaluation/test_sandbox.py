@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
+import platform
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -11,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.errors import DependencyError, EvaluationError
-from moe_finetune.evaluation.code import human_eval_program, score_code
+from moe_finetune.errors import DataError, DependencyError, EvaluationError
+from moe_finetune.evaluation.code import human_eval_program, mbpp_program, score_code
 from moe_finetune.evaluation.files import read_rows
-from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
+from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox, seccomp
+from moe_finetune.evaluation.sandbox.names import wanted
+from tests.evaluation.forgers import FORGERS, WIRE
 from tests.evaluation.hostile import PROGRAMS
 
 QUICK = Limits(seconds=4)
@@ -129,27 +135,46 @@ def test_hostile_programs_never_pass_and_leave_nothing(sandbox, tmp_path):
     assert sandbox.run(Program("def f(x): return 'right'", TESTS, entry=("f",))).passed
 
 
-def test_memory_and_processes_are_limited(sandbox):
+def test_memory_threads_and_processes_are_limited(sandbox):
     code = """
 def grab(n):
     try:
         return len(bytearray(n))
     except MemoryError:
         return -1
-def forks():
-    import os, signal
-    children = []
+def all_together(n):
+    import threading
+    blocks = []
+    def one():
+        try:
+            blocks.append(bytearray(n))
+        except MemoryError:
+            pass
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return len(blocks)
+def threads():
+    import threading
+    stay = threading.Event()
+    started = 0
     try:
-        for _ in range(40):
-            pid = os.fork()
-            if pid == 0:
-                signal.pause()
-            children.append(pid)
-    except OSError:
+        while started < 40:
+            threading.Thread(target=stay.wait, daemon=True).start()
+            started += 1
+    except RuntimeError:
         pass
-    for pid in children:
-        os.kill(pid, 9)
-    return len(children)
+    stay.set()
+    return started
+def processes():
+    import os, subprocess
+    started = []
+    for way in (os.fork, lambda: subprocess.Popen(['x']), lambda: os.posix_spawn('/x', ['x'], {})):
+        try:
+            started.append(way())
+        except PermissionError:
+            pass
+    return started
 def home():
     import os
     return os.listdir(os.environ['HOME']), os.getuid() != 0
@@ -157,11 +182,109 @@ def home():
     tests = """
 assert grab(100 << 20) == 100 << 20
 assert grab(2 << 30) == -1
-assert 0 < forks() < 8
+assert all_together(300 << 20) <= 3
+assert 0 < threads() < 8
+assert processes() == []
 assert home() == ([], True)
 """
     verdict = sandbox.run(Program(code, tests))
     assert verdict.passed, verdict.reason
+
+
+# libc functions and arguments that must fail in the sandbox; each works outside of it or needs
+# rights that a new user namespace would give.
+CALLS = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+def refused():
+    calls = {
+        'System V shared memory': lambda: libc.shmget(0, 4096, 0o1600),
+        'System V messages': lambda: libc.msgget(0, 0o1600),
+        'POSIX queues': lambda: libc.syscall(MQ_OPEN, b'q', 0o100 | 2, 0o600, 0),
+        'memfd': lambda: libc.memfd_create(b'x', 0),
+        'user namespace': lambda: libc.unshare(0x10000000),
+        'user namespace by clone': lambda: libc.syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0),
+        'process by clone': lambda: libc.syscall(CLONE, 17, 0, 0, 0, 0),
+        'process by clone3': lambda: libc.syscall(435, bytes(88), 88),
+        'key ring': lambda: libc.syscall(KEYCTL, 0, -3, 1),
+        'io_uring': lambda: libc.syscall(425, 1, bytes(120)),
+        'bpf': lambda: libc.syscall(BPF, 0, bytes(64), 64),
+        'mount': lambda: libc.mount(b'x', b'/home', b'tmpfs', 0, None),
+        'ptrace': lambda: libc.ptrace(0, 0, 0, 0),
+        'userfaultfd': lambda: libc.syscall(USERFAULTFD, 1),
+        'inotify': lambda: libc.inotify_init(),
+        **{f'socket family {f}': (lambda f=f: libc.socket(f, 3, 0))
+           for f in (2, 10, 16, 17, 38, 40)},
+        'socket of type 2': lambda: libc.socket(40, 1, 0),
+    }
+    return [name for name, call in calls.items() if call() != -1
+            or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)]
+def unix_sockets():
+    import socket
+    left, right = socket.socketpair()
+    left.send(b'x')
+    return right.recv(1)
+def set_user_id():
+    import os
+    return [os.path.join(folder, name) for folder, _, names in os.walk('/') for name in names
+            if os.lstat(os.path.join(folder, name)).st_mode & 0o6000]
+def writable():
+    import os
+    made = []
+    for folder, folders, _ in os.walk('/'):
+        for make in (os.mkdir, lambda path: os.symlink('/', path), lambda path: os.mkfifo(path),
+                     lambda path: open(path, 'w').close()):
+            try:
+                make(os.path.join(folder, 'made'))
+                made.append(folder)
+            except OSError:
+                pass
+        folders[:] = folders[:200]
+    return made
+def new_rights():
+    return libc.prctl(39, 0, 0, 0, 0)
+"""
+_NUMBERS = {
+    "x86_64": {"MQ_OPEN": 240, "CLONE": 56, "KEYCTL": 250, "BPF": 321, "USERFAULTFD": 323},
+    "aarch64": {"MQ_OPEN": 180, "CLONE": 220, "KEYCTL": 219, "BPF": 280, "USERFAULTFD": 282},
+}
+
+
+def test_the_kernel_refuses_what_a_program_does_not_need(sandbox):
+    numbers = _NUMBERS[platform.machine()]
+    code = CALLS + "".join(f"{name} = {number}\n" for name, number in numbers.items())
+    tests = """
+assert refused() == [], refused()
+assert unix_sockets() == b'x'
+assert set_user_id() == [], set_user_id()
+assert writable() == [], writable()
+assert new_rights() == 1
+"""
+    verdict = sandbox.run(Program(code, tests))
+    assert verdict.passed, verdict.reason
+    with Sandbox(QUICK, allow_unsafe_local=True, kinds=()) as local:  # the control: it can fail
+        assert not local.run(Program(code, "assert refused() == []")).passed
+
+
+def test_an_old_bubblewrap_is_refused_with_what_it_lacks(tmp_path, monkeypatch):
+    old = tmp_path / "bwrap"
+    old.write_text("#!/bin/sh\necho '    --ro-bind SRC DEST --perms OCTAL --unshare-ipc'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DependencyError, match=r"bwrap is too old \(it has no .*--seccomp"):
+        Sandbox(kinds=("bubblewrap",))
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(DependencyError, match="no system call filter for riscv64"):
+        Sandbox(kinds=("bubblewrap",))
+
+
+def test_a_sandbox_that_forbids_too_little_is_refused(monkeypatch):
+    monkeypatch.setattr(seccomp, "program", lambda forks: _LET_ALL)
+    with pytest.raises(DependencyError, match="a program in it could open a network socket"):
+        Sandbox(QUICK, kinds=("bubblewrap",))
+
+
+_LET_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
 
 
 def test_no_sandbox_is_a_refusal_that_names_the_remedies():
@@ -194,6 +317,105 @@ def test_unsafe_local_runs_only_when_asked_for(capsys):
         assert local.kind == "unsafe-local"
         assert local.run(Program("def f(x): return 'right'", TESTS, entry=("f",))).passed
         assert not local.run(Program("import os\nos._exit(0)", TESTS, entry=("f",))).passed
+
+
+def _forged(sandbox, problems, items, forgers):
+    """Return which of ``forgers`` passed which of ``items``."""
+    owners, programs = [], []
+    for name, code in forgers.items():
+        for item in items:
+            honest = human_eval_program(problems[item], "    pass\n")
+            entry = problems[item]["entry_point"]
+            programs.append(dataclasses.replace(honest, code=code.replace("ENTRY", entry)))
+            owners.append((name, item))
+    verdicts = sandbox.run_all(programs, 4)
+    return [owner for owner, v in zip(owners, verdicts, strict=True) if v.passed]
+
+
+# Items whose tests use abs, range, set, tuple, math, poly and other names beside the entry point.
+USING_NAMES = (4, 32, 33, 37, 38, 50)
+
+
+def test_no_program_without_answers_passes(sandbox, problems):
+    assert _forged(sandbox, problems, USING_NAMES[:1], FORGERS) == []
+    first = dict(itertools.islice(WIRE.items(), 4))
+    assert _forged(sandbox, problems, USING_NAMES[1:], first) == []
+    assert len(FORGERS) > 40
+    # The control: answers do pass.
+    right = [human_eval_program(problems[i], problems[i]["canonical_solution"])
+             for i in USING_NAMES]  # fmt: skip
+    assert [v.reason for v in sandbox.run_all(right, 2)] == [""] * len(right)
+
+
+@pytest.mark.slow
+def test_no_program_without_answers_passes_any_item(sandbox, problems):
+    quick = {name: code for name, code in FORGERS.items() if name not in ("late", "trickle")}
+    assert _forged(sandbox, problems, (*USING_NAMES, *range(7, 164, 31)), quick) == []
+
+
+def test_a_trickled_answer_ends_at_the_deadline(problems):
+    code = FORGERS["trickle"].replace("ENTRY", "f")
+    with Sandbox(Limits(seconds=1), kinds=("bubblewrap",)) as quick:
+        verdict = quick.run(Program(code, TESTS, entry=("f",)))
+    assert verdict.reason == "out of time" and verdict.seconds < 10
+
+
+def test_answers_are_of_exact_types(sandbox):
+    code = """
+import collections
+class S(str): pass
+class F(float):
+    def __float__(self): return 2.5
+def kinds():
+    counted, lists = collections.Counter('aab'), collections.defaultdict(list, {1: [2]})
+    return counted, lists, collections.OrderedDict(x=None), True, bytearray(b'z')
+def text(): return S('right')
+def number(): return F(1.0)
+"""
+    right = "assert kinds() == ({'a': 2, 'b': 1}, {1: [2]}, {'x': None}, True, b'z')"
+    assert sandbox.run(Program(code, right)).passed
+    for lie in ("assert text() == 'right'", "assert number() == 2.5", "assert number() == 1.0"):
+        assert sandbox.run(Program(code, lie)).reason == "AssertionError"
+
+
+def test_an_end_of_iteration_does_not_end_the_tests(sandbox):
+    code = "def f(x):\n    raise StopIteration"
+    tests = "for x, y in zip(map(f, [1, 2]), [3, 4]):\n    assert x == y"
+    assert "RuntimeError: StopIteration" in sandbox.run(Program(code, tests, entry=("f",))).reason
+
+
+@pytest.mark.parametrize(
+    ("tests", "setup", "reference", "names"),
+    [
+        ("assert set(f(x)) == {1}", "", "", ("f", "x")),
+        ("assert sum(10, 15) == 6", "", "def sum(a, b): return 6", ("sum",)),
+        ("import re\nassert math.isclose(g(2), sum([1]))", "import math", "", ("g",)),
+        ("assert math.isclose(g(2), 1)", "", "import math\ndef g(x): pass", ("g",)),
+        ("root = Node(1)\nassert height(root) == 1", "", "", ("Node", "height")),
+        ("def check(c):\n    y = 1\n    assert c(y) == [h(i) for i in z]\ncheck(f)", "", "",
+         ("f", "h", "z")),
+    ],
+)  # fmt: skip
+def test_wanted_names_are_read_from_the_tests(tests, setup, reference, names):
+    assert wanted(tests, setup, reference) == names
+
+
+def test_mbpp_set_up_uses_the_programs_classes(sandbox):
+    doc = {
+        "code": "class Node: ...\ndef height(node): ...",
+        "test_setup_code": "root = Node(1)\nroot.left = Node(2)",
+        "test_list": ["assert height(root) == 2", "assert math.fabs(height(None)) == 0"],
+    }
+    reply = (
+        "class Node:\n    def __init__(self, x): self.x, self.left = x, None\n"
+        "def height(node): return 0 if node is None else 1 + height(node.left)\n[DONE]"
+    )
+    program = mbpp_program(doc, reply)
+    assert program.entry == ("Node", "height")
+    assert sandbox.run(program).passed
+    assert not sandbox.run(mbpp_program(doc, reply.replace("1 +", "2 +"))).passed
+    with pytest.raises(DataError, match=r"import \* from math"):
+        mbpp_program({**doc, "test_imports": ["from math import *"]}, reply)
 
 
 @pytest.mark.slow

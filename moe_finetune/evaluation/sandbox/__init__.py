@@ -1,14 +1,17 @@
 """Run generated programs against tests where they can do no harm and cannot forge success.
 
-Threat model. The program is hostile: it may read, write, fork, allocate, signal, talk to the
-network, walk frames, patch modules, exit early, print anything. It runs in a sandbox of its own
-(namespaces without network, read-only system files, an empty home in memory, limits on memory,
-processes, files, CPU and wall clock) that is destroyed as a whole. The tests run in *another*
-sandbox and reach the program only by messages of plain data; only after the last test does that
-process print a random number that this one chose. The program never shares a process, a process
-table or a file with the tests or with that number, so there is nothing it could read or patch; it
-can pass only by answering the tests' calls with the right values. Not covered: faults of the
-kernel, and programs that recognise the tests' arguments.
+Threat model. The program is hostile: it may read, allocate, start threads, signal, try the
+network, walk frames, patch modules, exit early, print anything, and answer the tests' questions
+itself in the runner's place. It runs in a sandbox of its own that is destroyed as a whole:
+namespaces without network, a read-only file system of Python and libraries with nowhere to write,
+one process whose address space is all of its memory, limits on threads, files, CPU and wall clock,
+and a filter of system calls. The tests run in *another* sandbox and reach the program only by
+messages of plain data; only after the last test does that process print a random number that this
+one chose. The program never shares a process, a process table or a file with the tests or with
+that number, so there is nothing it could read or patch; and the tests take nothing from it but
+answers, in exact built-in types, to the calls of the names that they want. So it can pass only by
+answering the tests' calls with the right values. Not covered: faults of the kernel, and programs
+that recognise the tests' arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from moe_finetune.evaluation.sandbox.policy import Limits, command, environment, image, refuse
+from moe_finetune.evaluation.sandbox.names import wanted
+from moe_finetune.evaluation.sandbox.policy import (
+    Limits,
+    environment,
+    image,
+    refuse,
+    start,
+    unusable,
+)
 
 __all__ = ["Limits", "Program", "Sandbox", "Verdict"]
 
@@ -39,9 +50,10 @@ class Program:
 
     Attributes:
         code: generated code, complete with imports.
-        tests: the tests' source; names that it uses and does not define are the program's.
+        tests: the tests' source.
         setup: trusted source that the tests need (imports, helpers of the task).
-        entry: names that the program must define.
+        entry: names that the program must define; the tests see nothing else of it. Unless given,
+            those that the tests use and that neither they, the set-up nor Python define.
     """
 
     code: str
@@ -67,20 +79,12 @@ class _Process:
     """One sandboxed process with line messages over its stdin and stdout."""
 
     def __init__(self, kind: str, role: str, limits: Limits):
-        self.process = subprocess.Popen(
-            command(kind, role, limits),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment(),
-            cwd="/",
-            start_new_session=True,
-        )
+        self.process = start(kind, role, limits)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
-        self._buffer = b""
+        self._buffer = bytearray()
         self._cap = limits.reply_bytes
 
     def send(self, line: bytes, deadline: float) -> None:
@@ -95,24 +99,39 @@ class _Process:
                 raise _Stopped("the program ended early") from None
 
     def receive(self, deadline: float) -> bytes:
-        while b"\n" not in self._buffer:
-            self._wait(self._out, selectors.EVENT_READ, deadline)
-            try:
-                piece = os.read(self._out, 1 << 16)
-            except BlockingIOError:
-                continue
-            if not piece:
-                raise _Stopped("the program ended early")
-            self._buffer += piece
-            if len(self._buffer) > self._cap:
+        """Return the next line."""
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > self._cap:
                 raise _Stopped("an answer was too large")
-        line, _, self._buffer = self._buffer.partition(b"\n")
+            self._wait(self._out, selectors.EVENT_READ, deadline)
+            if not self._read():
+                raise _Stopped("the program ended early")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         return line
 
+    def silent(self) -> bool:
+        """Whether everything that it wrote was received."""
+        with selectors.PollSelector() as selector:
+            selector.register(self._out, selectors.EVENT_READ)
+            return not self._buffer and not (selector.select(0) and self._read())
+
+    def _read(self) -> bool:
+        try:
+            piece = os.read(self._out, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._buffer += piece
+        return bool(piece)
+
     def _wait(self, fd: int, event: int, deadline: float) -> None:
+        # The clock first: who always has a byte ready must not go on for ever.
+        left = deadline - time.monotonic()
         with selectors.PollSelector() as selector:
             selector.register(fd, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
+            if left <= 0 or not selector.select(left):
                 raise _Stopped("out of time")
 
     def kill(self) -> None:
@@ -135,26 +154,26 @@ class _Process:
 _PROBES = (
     (Program("def f(x):\n    return x + 1", "assert f(2) == 3", entry=("f",)), True),
     (Program("def f(x):\n    return x", "assert f(2) == 3", entry=("f",)), False),
-    (
-        Program(
-            "def f():\n"
-            "    import os, socket\n"
-            "    try:\n"
-            "        open('/outside', 'w')\n"
-            "        return False\n"
-            "    except OSError:\n"
-            "        pass\n"
-            "    try:\n"
-            "        socket.create_connection(('1.1.1.1', 53), 0.2)\n"
-            "        return False\n"
-            "    except OSError:\n"
-            "        return len(os.listdir('/home')) == 0 if os.path.isdir('/home') else True",
-            "assert f() is True",
-            entry=("f",),
-        ),
-        True,
-    ),
 )
+# What the isolation must forbid; tried for real, because a flag that is accepted is no proof.
+_FORBIDDEN = {
+    "write a file": "open(os.path.join(os.environ.get('HOME', '/'), 'x'), 'w')",
+    "write outside": "open('/outside', 'w')",
+    "reach the network": "socket.create_connection(('1.1.1.1', 53), 0.2)",
+}
+_FORBIDDEN_BY_FILTER = {
+    "open a network socket": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "start a process": "os.fork() or os._exit(1)",
+    "take memory outside the limit": "os.memfd_create('x')",
+}
+_ATTEMPT = """
+def attempt():
+    import os, socket
+    try:
+        {action}
+    except (OSError, AttributeError):
+        return 'refused'
+"""
 
 
 def trouble(kind: str) -> str:
@@ -211,8 +230,8 @@ class Sandbox:
         self.kind = "unsafe-local"
 
     def _probe(self, kind: str) -> str | None:
-        if kind == "bubblewrap" and not sys.platform.startswith("linux"):
-            return f"not on {sys.platform}"
+        if reason := unusable(kind):
+            return reason
         self.kind = kind
         for program, expected in _PROBES:
             try:
@@ -221,8 +240,15 @@ class Sandbox:
                 return "not installed"
             if verdict.passed is not expected:
                 self.close()
-                reason = trouble(kind) or verdict.reason or "it reached outside"
+                reason = trouble(kind) or verdict.reason or "a wrong program passed"
                 return f"the probe failed ({reason})"
+        forbidden = _FORBIDDEN | (_FORBIDDEN_BY_FILTER if kind == "bubblewrap" else {})
+        for name, action in forbidden.items():
+            code = _ATTEMPT.format(action=action)
+            attempt = Program(code, "assert attempt() == 'refused'", entry=("attempt",))
+            if not self.run(attempt).passed:
+                self.close()
+                return f"a program in it could {name}"
         return None
 
     def run(self, program: Program) -> Verdict:
@@ -265,7 +291,7 @@ class Sandbox:
             "code": program.code,
             "setup": program.setup,
             "tests": program.tests,
-            "entry": list(program.entry),
+            "entry": list(program.entry or wanted(program.tests, program.setup)),
             "nonce": nonce,
             "seconds": self.limits.seconds,
         }
@@ -277,6 +303,8 @@ class Sandbox:
                 return "" if secrets.compare_digest(message["done"], nonce) else "forged"
             if "failed" in message:
                 return ": ".join(part for part in message["failed"] if part)
+            if not worker.silent():
+                raise _Stopped("the program answered what was not asked")
             worker.send(line, deadline)
             checker.send(worker.receive(deadline), deadline)
 

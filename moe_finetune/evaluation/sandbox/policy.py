@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import os
+import platform
+import re
 import secrets
 import shutil
+import stat
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_finetune.errors import DependencyError
+from moe_finetune.evaluation.sandbox import seccomp
 
 RUNNER = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, {folder!r}); import runner; runner.main()"
@@ -30,10 +36,9 @@ class Limits:
 
     Attributes:
         seconds: wall clock for the program and its tests.
-        memory_bytes: address space of each process.
-        processes: processes and threads.
-        file_bytes: size of any file it writes (only its empty home is writable).
-        home_bytes: size of that home.
+        memory_bytes: all of its memory.
+        processes: threads; processes too where it may start some (docker, podman).
+        file_bytes: size of a file it writes, where it can write at all (without a sandbox).
         open_files: open file descriptors.
         reply_bytes: longest answer to one call.
     """
@@ -42,7 +47,6 @@ class Limits:
     memory_bytes: int = 1 << 30
     processes: int = 8
     file_bytes: int = 1 << 20
-    home_bytes: int = 16 << 20
     open_files: int = 64
     reply_bytes: int = 8 << 20
 
@@ -54,15 +58,57 @@ class Limits:
         return json.dumps(values)
 
 
-def command(kind: str, role: str, limits: Limits) -> list[str]:
-    """Return the command that starts ``role`` ("worker" or "checker") in isolation ``kind``."""
+def start(kind: str, role: str, limits: Limits) -> subprocess.Popen[bytes]:
+    """Start ``role`` ("worker" or "checker") in isolation ``kind``, with pipes to talk to it."""
+    filters: list[int] = []
     if kind == "bubblewrap":
-        return _bubblewrap(role, limits)
-    if kind in ("docker", "podman"):
-        return _container(kind, role, limits)
-    # The user's own processes would count against a limit here.
-    rlimits = limits.rlimits(None, count_processes=False)
-    return [*_python(sys.executable, str(RUNNER)), role, rlimits]
+        filters = [_filter(role)]
+        arguments = _bubblewrap(role, limits, filters[0])
+    elif kind in ("docker", "podman"):
+        arguments = _container(kind, role, limits)
+    else:
+        # The user's own processes would count against a limit here.
+        rlimits = limits.rlimits(None, count_processes=False)
+        arguments = [*_python(sys.executable, str(RUNNER)), role, rlimits]
+    try:
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+            cwd="/",
+            start_new_session=True,
+            pass_fds=filters,
+        )
+    finally:
+        for fd in filters:
+            os.close(fd)
+
+
+def unusable(kind: str) -> str:
+    """Why isolation ``kind`` cannot be tried here at all; "" where it can."""
+    if kind != "bubblewrap":
+        return ""
+    if not sys.platform.startswith("linux"):
+        return f"not on {sys.platform}"
+    executable = shutil.which("bwrap")
+    if executable is None:
+        return "not installed"
+    if not seccomp.supported():
+        return f"no system call filter for {platform.machine()}"
+    used = {argument for argument in _bubblewrap("worker", Limits(), 0) if argument[:2] == "--"}
+    missing = sorted(used - _options(executable))
+    return f"{executable} is too old (it has no {', '.join(missing)})" if missing else ""
+
+
+def _filter(role: str) -> int:
+    """Return a file that holds the system call filter of ``role``, read from its start."""
+    # One for each process: whoever reads it moves its position. The checker forks for each job.
+    fd = os.memfd_create("filter")
+    os.write(fd, seccomp.program(forks=role == "checker"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _python(executable: str, folder: str) -> list[str]:
@@ -70,52 +116,92 @@ def _python(executable: str, folder: str) -> list[str]:
 
 
 @functools.cache
-def _has_size_option(executable: str) -> bool:
-    text = subprocess.run([executable, "--help"], capture_output=True, text=True).stdout
-    return "--size" in text
+def _options(executable: str) -> frozenset[str]:
+    """The options that an installed bubblewrap knows."""
+    done = subprocess.run([executable, "--help"], capture_output=True, text=True)
+    return frozenset(re.findall(r"--[a-z0-9-]+", done.stdout + done.stderr))
 
 
 @functools.cache
 def _root_filesystem() -> list[str]:
-    """Arguments that mount the system's programs and libraries read-only, and nothing else."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/lib", "/lib64", "/lib32"):
-        path = Path(name)
-        if path.is_symlink():
-            arguments += ["--symlink", os.readlink(path), name]
-        elif path.is_dir():
-            arguments += ["--ro-bind", name, name]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr"):
+    """Arguments that mount Python and the system's libraries read-only, and nothing else."""
+    arguments: list[str] = []
+    mounted: list[Path] = []
+
+    def mount(path: Path) -> None:
         # Made here with open modes: bubblewrap's own are closed to the user without rights.
-        for parent in reversed(prefix.parents[:-1]):
-            arguments += ["--perms", "0755", "--dir", str(parent)]
-        arguments += ["--ro-bind", str(prefix), str(prefix)]
+        for parent in reversed(path.parents[:-1]):
+            if parent not in made:
+                arguments.extend(["--perms", "0755", "--dir", str(parent)])
+                made.add(parent)
+        arguments.extend(["--ro-bind", str(path), str(path)])
+        mounted.append(path)
+
+    made: set[Path] = set()
+    triplet = sysconfig.get_config_var("MULTIARCH") or ""
+    libraries = Path("/usr/lib") / triplet
+    for path in (libraries if libraries.is_dir() else Path("/usr/lib"), Path("/usr/lib64")):
+        if path.is_dir():
+            mount(path)
+    for path in (Path("/lib"), Path("/lib64")):
+        if path.is_symlink():
+            arguments.extend(["--symlink", os.readlink(path), str(path)])
+        elif path.is_dir():
+            mount(path)
+    prefix = Path(sys.base_prefix).resolve()
+    if prefix == Path("/usr"):
+        mount(_interpreter())
+        mount(Path(sysconfig.get_path("stdlib")).resolve())
+    else:
+        mount(prefix)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(prefix)}))
+    if packages.is_dir():  # other people's code is no part of the language
+        arguments.extend(["--tmpfs", str(packages), "--remount-ro", str(packages)])
+    for path in mounted:
+        for program in _set_user_id(path, packages):
+            arguments.extend(["--ro-bind", "/dev/null", program])
     for name in ("/etc/ld.so.cache",):
-        arguments += ["--ro-bind-try", name, name]
+        arguments.extend(["--ro-bind-try", name, name])
     for name in ("/dev/null", "/dev/zero", "/dev/urandom"):
-        arguments += ["--dev-bind", name, name]
-    return [*arguments, "--ro-bind", str(RUNNER), "/runner"]
+        arguments.extend(["--dev-bind", name, name])
+    return [*arguments, "--dir", "/home", "--ro-bind", str(RUNNER), "/runner"]
 
 
-def _bubblewrap(role: str, limits: Limits) -> list[str]:
+def _interpreter() -> Path:
+    """The file of this Python, outside any virtual environment."""
+    prefix = Path(sys.base_prefix).resolve()
+    return prefix / "bin" / f"python3.{sys.version_info.minor}"
+
+
+def _set_user_id(folder: Path, hidden: Path) -> Iterator[str]:
+    """Programs below ``folder`` that run with other rights than their caller's."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if Path(parent, name) != hidden]
+        for name in names:
+            path = os.path.join(parent, name)
+            with contextlib.suppress(OSError):
+                mode = os.lstat(path).st_mode
+                if stat.S_ISREG(mode) and mode & (stat.S_ISUID | stat.S_ISGID):
+                    yield path
+
+
+def _bubblewrap(role: str, limits: Limits, filter: int) -> list[str]:
     executable = shutil.which("bwrap") or "bwrap"
     arguments = [executable, "--die-with-parent", "--new-session", "--unshare-ipc"]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    arguments += ["--cap-drop", "ALL"]
+    arguments += ["--cap-drop", "ALL", "--seccomp", str(filter)]
     uid = None
     if os.getuid() == 0:
         uid = next(_USERS)
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        if "--disable-userns" in _options(executable):
+            arguments += ["--disable-userns"]  # the filter forbids them too
     arguments += _root_filesystem()
-    if _has_size_option(executable):
-        arguments += ["--perms", "0777", "--size", str(limits.home_bytes), "--tmpfs", "/home"]
-        arguments += ["--setenv", "HOME", "/home"]
-    arguments += ["--remount-ro", "/", "--chdir", "/"]
-    python = str(Path(sys.base_prefix).resolve() / "bin" / f"python3.{sys.version_info.minor}")
-    return [*arguments, *_python(python, "/runner"), role, limits.rlimits(uid, True)]
+    arguments += ["--setenv", "HOME", "/home", "--remount-ro", "/", "--chdir", "/"]
+    python = _python(str(_interpreter()), "/runner")
+    return [*arguments, *python, role, limits.rlimits(uid, True)]
 
 
 def _container(kind: str, role: str, limits: Limits) -> list[str]:
@@ -123,9 +209,9 @@ def _container(kind: str, role: str, limits: Limits) -> list[str]:
     # fmt: off
     return [
         kind, "run", "--rm", "--interactive", "--pull", "never", "--network", "none",
-        "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
-        "--user", "65534:65534", "--memory", memory, "--memory-swap", memory,
-        "--pids-limit", str(limits.processes), "--tmpfs", f"/home:size={limits.home_bytes}",
+        "--ipc", "none", "--read-only", "--cap-drop", "ALL",
+        "--security-opt", "no-new-privileges", "--user", "65534:65534",
+        "--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.processes),
         "--env", "HOME=/home", "--volume", f"{RUNNER}:/runner:ro",
         image(),
         *_python("python3", "/runner"), role, limits.rlimits(None, False),

@@ -6,73 +6,115 @@ Two roles, always in two different sandboxes:
 - ``checker`` executes the tests, which call the generated functions through messages, and prints
   the nonce after the last test. Generated code never runs there.
 
-What comes back from the worker is plain data in tagged JSON, so an object that claims to equal
-everything arrives as an opaque handle that equals nothing but itself.
+The worker is the program's: it may say anything. So the checker takes nothing from it but answers
+to questions, in one strict format of plain data. Built-in functions, the tests' set-up and all
+names are the checker's own; of the program there are only stand-ins under the wanted names.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import json
 import os
 import resource
 import signal
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 MAX_DEPTH = 200
+_SEQUENCES: dict[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
+_TAGS: dict[Any, str] = {kind: tag for tag, kind in _SEQUENCES.items()}
+_DICTIONARIES = (dict, Counter, OrderedDict, defaultdict)
+# Raised in the tests they would end a loop there, or be taken for a decision of the tests.
+_NOT_RAISED = (StopIteration, StopAsyncIteration)
+
+
+class Malformed(Exception):
+    """An answer that is not in the format below: the program wrote it itself."""
 
 
 def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
-    """Turn plain data into tagged JSON; anything else into a handle made by ``keep``."""
+    """Turn plain data into tagged JSON; anything else into a handle made by ``keep``.
+
+    Only exact types are data: what a subclass is worth, its methods would say.
+    """
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
-    if value is None or isinstance(value, bool):
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
         return value
-    if isinstance(value, Remote):
-        return {"o": value._remote_id}
-    if isinstance(value, int):
-        return {"i": hex(int(value))}
-    if isinstance(value, float):
-        return {"f": float(value).hex()}
-    if isinstance(value, complex):
+    if kind is Remote:
+        return {"o": hex(value._remote_id)}
+    if kind is int:
+        return {"i": hex(value)}
+    if kind is float:
+        return {"f": value.hex()}
+    if kind is complex:
         return {"c": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": bytes(value).hex()}
-    for tag, kind in (("l", list), ("t", tuple), ("s", set), ("z", frozenset)):
-        if isinstance(value, kind):
-            return {tag: [encode(v, keep, depth + 1) for v in value]}
-    if isinstance(value, dict):
+    if kind is bytes or kind is bytearray:
+        return {"b": value.hex()}
+    if kind in _TAGS:
+        return {_TAGS[kind]: [encode(v, keep, depth + 1) for v in value]}
+    if kind in _DICTIONARIES:
         items = [[encode(k, keep, depth + 1), encode(v, keep, depth + 1)] for k, v in value.items()]
         return {"d": items}
     if keep is None:
-        raise TypeError(f"a {type(value).__name__} cannot be passed to generated code")
-    return {"o": keep(value)}
+        raise TypeError(f"a {kind.__name__} cannot be passed to generated code")
+    return {"o": hex(keep(value))}
+
+
+def parse(line: bytes) -> Any:
+    """Read one message of the worker; numbers stand in strings, so JSON's own do not occur."""
+    try:
+        return json.loads(line, parse_int=_refuse, parse_float=_refuse, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(str(error)[:100]) from None
+
+
+def _refuse(text: str) -> NoReturn:
+    raise Malformed(f"a bare number ({text[:20]})")
 
 
 def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
-    """Undo :func:`encode`; ``resolve`` turns a handle's number into an object."""
-    if not isinstance(value, dict):
+    """Undo :func:`encode`; ``resolve`` turns a handle's number into an object.
+
+    Raises:
+        Malformed: ``value`` is anything that :func:`encode` does not write.
+    """
+    try:
+        return _decode(value, resolve, 0)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Malformed(str(error)[:100]) from None
+
+
+def _decode(value: Any, resolve: Callable[[int], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise Malformed("nested too deeply")
+    if value is None or isinstance(value, (bool, str)):
         return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise Malformed("neither a text nor a tagged value")
     ((tag, content),) = value.items()
+    if tag in _SEQUENCES and isinstance(content, list):
+        return _SEQUENCES[tag](_decode(v, resolve, depth + 1) for v in content)
+    if tag == "d" and isinstance(content, list):
+        return {_decode(k, resolve, depth + 1): _decode(v, resolve, depth + 1) for k, v in content}
+    if tag == "c":
+        real, imaginary = content
+        return complex(float.fromhex(real), float.fromhex(imaginary))
+    if not isinstance(content, str):
+        raise Malformed("a value that is not a text")
     if tag == "i":
         return int(content, 16)
     if tag == "f":
         return float.fromhex(content)
-    if tag == "c":
-        return complex(*map(float.fromhex, content))
     if tag == "b":
         return bytes.fromhex(content)
-    if tag == "d":
-        return {decode(k, resolve): decode(v, resolve) for k, v in content}
     if tag == "o":
-        return resolve(int(content))
-    kind = {"l": list, "t": tuple, "s": set, "z": frozenset}[tag]
-    return kind(decode(v, resolve) for v in content)
+        return resolve(int(content, 16))
+    raise Malformed("an unknown tag")
 
 
 class Remote:
@@ -87,6 +129,9 @@ class Remote:
         return self._remote_ask("call", self, list(args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # Python's own protocols (copying, iterating, ...) are not the program's to answer.
+            raise AttributeError(name)
         return self._remote_ask("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -96,10 +141,16 @@ class Remote:
         return self._remote_ask("getitem", self, key)
 
     def __iter__(self) -> Any:
-        return iter(self._remote_ask("list", self))
+        return iter(self._remote_list())
 
     def __len__(self) -> int:
-        return len(self._remote_ask("list", self))
+        return len(self._remote_list())
+
+    def _remote_list(self) -> list[Any]:
+        items = self._remote_ask("list", self)
+        if type(items) is not list:
+            raise TypeError("an object of the program did not give a list")
+        return items
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and other._remote_id == self._remote_id
@@ -148,6 +199,7 @@ def _limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_MSGQUEUE, 0)] if hasattr(resource, "RLIMIT_MSGQUEUE") else []),
     ):
         resource.setrlimit(name, (value, value))
     if limits.get("processes"):
@@ -182,8 +234,9 @@ def worker(limits: dict[str, int]) -> None:
             arguments = [decode(a, objects.__getitem__) for a in arguments]
             if operation == "load":
                 exec(compile(arguments[0], "<program>", "exec"), namespace)
-                names = arguments[1]
-                value: Any = {n: keep(namespace[n]) for n in names if n in namespace}
+                # Handle k is the k-th wanted name, so that the answer need not tell.
+                objects.extend(namespace.get(name) for name in arguments[1])
+                value: Any = [name for name in arguments[1] if name not in namespace]
             elif operation == "call":
                 value = arguments[0](*arguments[1], **arguments[2])
             elif operation == "list":
@@ -221,28 +274,53 @@ def checker(limits: dict[str, int]) -> None:
 
 
 def _check(job: dict[str, Any], reader: Any, writer: BinaryIO) -> None:
-    def ask(operation: str, *arguments: Any) -> Any:
-        _send(writer, {"op": operation, "args": [encode(a) for a in arguments]})
-        reply = json.loads(_read_line(reader))
-        if "error" in reply:
-            name, text = reply["error"]
-            known = getattr(builtins, name, None)
-            usable = isinstance(known, type) and issubclass(known, Exception)
-            raise (cast(type[Exception], known) if usable else RuntimeError)(text)
-        return decode(reply["value"], lambda number: Remote(ask, number))
-
-    namespace: dict[str, Any] = {"__name__": "__tests__"}
+    namespace: dict[str, Any] = {"__name__": "__tests__", "__builtins__": builtins}
     exec(compile(job["setup"], "<setup>", "exec"), namespace)
     tests = compile(job["tests"], "<tests>", "exec")
-    used = {n.id for n in ast.walk(ast.parse(job["tests"])) if isinstance(n, ast.Name)}
-    wanted = sorted((used - set(namespace) - set(dir(builtins))) | set(job["entry"]))
-    defined = ask("load", job["code"], wanted)
-    for name, number in defined.items():
+
+    def answer(operation: str, arguments: tuple[Any, ...]) -> Any:
+        _send(writer, {"op": operation, "args": [encode(a) for a in arguments]})
+        reply = parse(_read_line(reader))
+        if not isinstance(reply, dict) or len(reply) != 1:
+            raise Malformed("not one value or error")
+        if "value" in reply:
+            return decode(reply["value"], lambda number: Remote(ask, number))
+        error = reply.get("error")
+        if not (isinstance(error, list) and [type(part) for part in error] == [str, str]):
+            raise Malformed("an error without name and text")
+        return error_of(*error)
+
+    def ask(operation: str, *arguments: Any) -> Any:
+        try:
+            found = answer(operation, arguments)
+        except Malformed as error:
+            # Not raised: the tests might catch it and go on.
+            _send(writer, {"failed": ["the program forged an answer", str(error)]})
+            os._exit(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    entry = job["entry"]
+    missing = ask("load", job["code"], entry)
+    if missing != []:
+        first = missing[0] if type(missing) is list and missing[0] in entry else "what it should"
+        raise NameError(f"the program does not define {first}")
+    for number, name in enumerate(entry):
         namespace[name] = Remote(ask, number)
-    missing = [name for name in job["entry"] if name not in defined]
-    if missing:
-        raise NameError(f"the program does not define {missing[0]}")
     exec(tests, namespace)
+
+
+def error_of(name: str, text: str) -> Exception:
+    """Return the built-in exception ``name``, or a RuntimeError where the tests must not see it."""
+    known = getattr(builtins, name, None)
+    usable = isinstance(known, type) and issubclass(known, Exception)
+    if not usable or issubclass(cast(type[Exception], known), _NOT_RAISED):
+        return RuntimeError(f"{name}: {text}")
+    try:
+        return cast(type[Exception], known)(text)
+    except TypeError:  # UnicodeDecodeError and the like take more than a text
+        return RuntimeError(f"{name}: {text}")
 
 
 def main() -> None:
