@@ -103,7 +103,7 @@ class Inspection:
             )
         lines += ["", self.coverage.table()]
         if self.memory is not None:
-            lines += ["", *_memory_lines(self.memory)]
+            lines += ["", *memory_lines(self.memory)]
         return "\n".join(lines)
 
 
@@ -165,13 +165,15 @@ def inspect_checkpoint(path: str, recipe: Recipe | None = None) -> Inspection:
     )
 
 
-def meta_model(config: Any) -> nn.Module:
+def meta_model(config: Any, attn_implementation: str | None = None) -> nn.Module:
     """The model of ``config`` on the meta device: names and shapes, no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attn_implementation
+        )
 
 
 def estimate_memory(config: Any, family: Family, coverage: Coverage, recipe: Recipe) -> Memory:
@@ -186,9 +188,7 @@ def estimate_memory(config: Any, family: Family, coverage: Coverage, recipe: Rec
 
     item = 2 if recipe.model.dtype == "bfloat16" else 4
     total = coverage.total
-    added = 0
-    if recipe.lora is not None:
-        added = total.trained_parameters
+    added = 0 if recipe.lora is None else total.trained_parameters
     tokens = int(recipe.trainer.get("per_device_train_batch_size", 8)) * recipe.data.max_length
     hidden, width, top_k = config.hidden_size, family.expert_width(config), family.top_k(config)
     one_layer = tokens * (10 * hidden + top_k * (2 * hidden + 3 * width)) * item
@@ -200,7 +200,8 @@ def estimate_memory(config: Any, family: Family, coverage: Coverage, recipe: Rec
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
     return Memory(
-        weights=total.parameters * item,
+        # A model that trains as a whole is float32, see ``start_model``.
+        weights=total.parameters * (4 if recipe.lora is None else item),
         adapter=added * 4,
         optimizer=total.trained_parameters * ADAM_BYTES,
         activations=activations,
@@ -236,7 +237,8 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-def _memory_lines(memory: Memory) -> list[str]:
+def memory_lines(memory: Memory) -> list[str]:
+    """The plan as a table for a reader."""
     lines = [f"memory for training on one device, micro-batch of {memory.tokens:,} tokens:"]
     for name in ("weights", "adapter", "optimizer", "activations"):
         rough = " (rough)" if name == "activations" else ""

@@ -144,6 +144,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"data.packing_strategy: '{data.packing_strategy}' cuts examples apart and is for "
             f"data.format 'text'; wanted 'bfd' for '{data.format}'"
         )
+    if data.validation is None:
+        for key in ("eval_strategy", "load_best_model_at_end"):
+            if recipe.trainer.get(key) not in (None, False, "no"):
+                yield f"trainer.{key}: {recipe.trainer[key]!r} needs data.validation"
     if recipe.export.verify and not recipe.export.merge:
         yield "export.verify: true needs export.merge: true; there is nothing else to verify"
     if recipe.evaluation and not recipe.export.merge:

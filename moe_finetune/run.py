@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import OutputExistsError, RecipeError
 from moe_finetune.json_file import read_object
 from moe_finetune.recipe import Recipe
 
+if TYPE_CHECKING:
+    from moe_finetune.training.rehearsal import Plan
+
 log = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.yaml"
 
 
-def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path:
+def run_recipe(
+    recipe: Recipe, output: str | Path, resume: bool = False, ignore_memory: bool = False
+) -> Path:
     """Carry out ``recipe`` in the folder ``output`` and return it.
+
+    A start that fails leaves nothing behind: what can be known beforehand is checked before the
+    folder is made, and the folder of a run that ends before its first log is removed again.
 
     Args:
         recipe: what to do.
         output: the run's folder; new or empty, unless ``resume``.
         resume: go on with the run in ``output`` where it stopped; finished stages are kept.
+        ignore_memory: start although weights and optimizer are larger than the machine's memory.
 
     Raises:
         OutputExistsError: ``output`` holds something already (without ``resume``).
@@ -40,13 +50,19 @@ def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path
     ranks.join_group()
     check_output(recipe, output, resume)
     trained = (output / "adapter").exists() or (output / "merged").exists()
-    inputs = None if trained else check_inputs(recipe)
+    inputs = None if trained else check_inputs(recipe, ignore_memory)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
+    made = not output.exists()
     if ranks.rank() == 0:
         begin(recipe, output)
     started = time.perf_counter()
     if inputs is not None:
-        train(recipe, output, inputs, resume)
+        try:
+            train(recipe, output, inputs, resume)
+        except Exception:
+            if ranks.rank() == 0 and not resume:
+                discard(output, made)
+            raise
     if ranks.rank() > 0:
         return output
     if recipe.export.merge:
@@ -58,6 +74,18 @@ def run_recipe(recipe: Recipe, output: str | Path, resume: bool = False) -> Path
     note(output, seconds=round(time.perf_counter() - started, 1))
     report(output)
     return output
+
+
+def plan_run(
+    recipe: Recipe, output: str | Path, resume: bool = False, ignore_memory: bool = False
+) -> Plan:
+    """Check everything that :func:`run_recipe` checks before it begins, and write nothing.
+
+    Raises:
+        MoeFinetuneError: what would end the start, with the key and what to do.
+    """
+    check_output(recipe, Path(output), resume)
+    return check_inputs(recipe, ignore_memory).plan
 
 
 def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
@@ -114,22 +142,23 @@ class Inputs:
     tokenizer: Any
     train: Any
     validation: Any
+    plan: Plan
 
 
-def check_inputs(recipe: Recipe) -> Inputs:
-    """Find whatever is wrong with checkpoint, method, data or suite before the run begins."""
+def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
+    """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.capture.model import config_facts
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.families import family_of
     from moe_finetune.families.fresh import check_vocabulary, fresh_config
     from moe_finetune.families.loading import load_config, load_tokenizer
-    from moe_finetune.inspection import meta_model
-    from moe_finetune.lora.targets import lora_config
     from moe_finetune.losses.objective import Objective
     from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.training.rehearsal import check_arguments, rehearse
     from moe_finetune.weights.checkpoint import open_checkpoint
     from moe_finetune.weights.fit import check_fit
 
+    check_arguments(recipe)
     base = base_folder(recipe)
     if recipe.model.init == "random":
         config = fresh_config(base, recipe.model.config)
@@ -147,14 +176,16 @@ def check_inputs(recipe: Recipe) -> Inputs:
             "checkpoint; set method.export_bias: drop (served routing then differs from training) "
             "or export.merge: false"
         )
-    if recipe.lora is not None and recipe.lora.targets:
-        lora_config(meta_model(config), recipe.lora, recipe.router.train)
     if recipe.evaluation is not None:
         suite = load_suite(recipe.evaluation.suite)
         if recipe.evaluation.only is not None:
             select(suite, recipe.evaluation.only)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
-    return Inputs(tokenizer, *load_dataset_for(recipe.data, tokenizer, recipe.seed))
+    examples = load_dataset_for(recipe.data, tokenizer, recipe.seed)
+    plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory)
+    for remark in plan.remarks:
+        log.warning("%s", remark)
+    return Inputs(tokenizer, *examples, plan)
 
 
 def begin(recipe: Recipe, output: Path) -> None:
@@ -171,6 +202,26 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def discard(output: Path, whole: bool) -> None:
+    """Remove what a failed start wrote, unless something of a training is there.
+
+    Args:
+        output: the run's folder.
+        whole: the run made the folder itself.
+    """
+    from moe_finetune.training.checkpoint import checkpoints
+
+    kept = ("metrics.jsonl", "bad_batches.jsonl", "adapter", "merged")
+    if any((output / name).exists() for name in kept) or checkpoints(output / "checkpoints"):
+        return
+    for name in ("routing", "checkpoints"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    for name in (RECIPE_FILE, "environment.json"):
+        (output / name).unlink(missing_ok=True)
+    if whole and not any(output.iterdir()):
+        output.rmdir()
 
 
 def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) -> None:

@@ -13,6 +13,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
 
 
+# transformers' own; it would also take a hub id, and fetch code from there.
+Attention = Literal[
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+]
+
+
 class ModelSection(Section):
     """The checkpoint to start from.
 
@@ -24,7 +35,7 @@ class ModelSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     revision: str | None = None
     tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
-    attn_implementation: str | None = None
+    attn_implementation: Attention | None = None
     init: Literal["checkpoint", "random"] = "checkpoint"
     config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
 

@@ -65,6 +65,12 @@ def train(
     items: RecipeItems,
     output: Output,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")
+    ] = False,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Start although the plan exceeds the machine.")
+    ] = False,
 ) -> None:
     """Carry out a recipe: train, merge, verify, evaluate, report.
 
@@ -74,11 +80,13 @@ def train(
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
     from moe_finetune.recipe import load_recipe
-    from moe_finetune.run import run_recipe
+    from moe_finetune.run import plan_run, run_recipe
 
-    files, overrides = split_items(items)
-    run = run_recipe(load_recipe(files, overrides), output, resume=resume)
-    print(f"run: {run}")
+    recipe = load_recipe(*split_items(items))
+    if dry_run:
+        print(plan_run(recipe, output, resume, ignore_memory).text())
+        return
+    print(f"run: {run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)}")
 
 
 @app.command()

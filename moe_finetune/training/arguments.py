@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -42,8 +42,40 @@ OWNED = {
     "use_liger_kernel": "it replaces the experts' forward that the losses read",
     "liger_kernel_config": "it replaces the experts' forward that the losses read",
     "parallelism_config": "use an accelerate config; see recipes/hardware",
+    "push_to_hub": "use `merge --push`",
 }
 """``SFTConfig`` fields that a recipe cannot set, and what to do instead."""
+
+_AT_LEAST_1 = (lambda v: v >= 1, "1 or more")
+_NOT_NEGATIVE = (lambda v: v >= 0, "0 or more")
+_POSITIVE = (lambda v: v > 0, "more than 0")
+_DECAY = (lambda v: 0 <= v < 1, "from 0 to below 1")
+_SEED = (lambda v: 0 <= v < 2**32, "from 0 to 4294967295")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    # Above 1 every optimizer here makes weights that are no numbers after a step or two.
+    "learning_rate": (lambda v: 0 <= v <= 1, "from 0 to 1, such as 1.0e-4"),
+    "per_device_train_batch_size": _AT_LEAST_1,
+    "per_device_eval_batch_size": _AT_LEAST_1,
+    "gradient_accumulation_steps": _AT_LEAST_1,
+    "max_steps": (lambda v: v == -1 or v >= 1, "1 or more, or -1 to count epochs"),
+    "num_train_epochs": _POSITIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _DECAY,
+    "adam_beta2": _DECAY,
+    "adam_epsilon": _POSITIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "label_smoothing_factor": _DECAY,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
+    "logging_steps": _POSITIVE,
+    "eval_steps": _POSITIVE,
+    "save_steps": _POSITIVE,
+    "save_total_limit": _AT_LEAST_1,
+    "dataloader_num_workers": _NOT_NEGATIVE,
+    "seed": _SEED,
+    "data_seed": _SEED,
+}
+"""What a number must be, where the libraries find out late, or not at all."""
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
@@ -56,7 +88,7 @@ def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
             known = set(fields) - set(OWNED)
             yield f"trainer.{name}: unknown key of TRL's SFTConfig{did_you_mean(str(name), known)}"
         else:
-            wanted = _mismatch(fields[name], value)
+            wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
             if wanted:
                 yield f"trainer.{name}: {value!r} is not right; wanted {wanted}"
     if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
@@ -70,6 +102,14 @@ def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
             "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
             "of losses that join two layers; set use_reentrant: false"
         )
+
+
+def _out_of_range(name: str, value: Any) -> str | None:
+    """What the number must be, when it is not."""
+    if name not in _RANGES or value is None:
+        return None
+    right, wanted = _RANGES[name]
+    return None if right(value) else wanted
 
 
 @functools.cache

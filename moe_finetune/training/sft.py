@@ -68,7 +68,14 @@ class GuardedTrainer(_Trainer):
 
 
 class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients."""
+    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients.
+
+    A model on the meta device stays there: that of a rehearsal.
+    """
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if next(model.parameters()).device.type != "meta":
+            super()._move_model_to_device(model, device)
 
 
 class RunLog(TrainerCallback):
@@ -85,6 +92,11 @@ class RunLog(TrainerCallback):
         self._tokens = None if state.global_step else 0.0
         if state.is_world_process_zero:
             drop_after(self.path, state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+        # A run that is shorter than the interval of its logs says something too.
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
         if logs is None or not state.is_world_process_zero:

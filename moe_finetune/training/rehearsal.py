@@ -1,0 +1,287 @@
+"""A start without weights: what a run builds before its first step, built on the meta device.
+
+The model's shapes, its adapter, the trainer's arguments, trainer, optimizer and schedule are made
+exactly as the run makes them, beside a temporary folder; no weight is read and no file of the run
+is written. What a library refuses is said here, before the run's folder exists, with the key that
+it is about.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moe_finetune.errors import MoeFinetuneError, RecipeError
+from moe_finetune.inspection import GIB, Memory, estimate_memory, memory_lines, meta_model
+from moe_finetune.recipe import Recipe
+from moe_finetune.training import ranks
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import nn
+
+    from moe_finetune.lora.coverage import Coverage
+
+ROWS = 8
+"""Rows of the data that the rehearsed trainer gets."""
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would do.
+
+    Attributes:
+        method: the preset's name, or "no preset"; terms: its losses.
+        coverage: what LoRA reaches and what trains.
+        memory: one device's share without sharding.
+        machine: bytes that this run's devices have together.
+        rows, tokens: of the training data; validation: its rows, or None.
+        batch: sequences of an optimizer step over all processes.
+        steps: optimizer steps; about as many, where rows are packed.
+        packed: whether they are.
+        remarks: settings that do nothing in a run of this length.
+    """
+
+    method: str
+    terms: list[str]
+    coverage: Coverage
+    memory: Memory
+    machine: int
+    rows: int
+    tokens: int
+    validation: int | None
+    batch: int
+    steps: int
+    packed: bool
+    remarks: list[str]
+
+    @property
+    def needed(self) -> int:
+        """Bytes that no batch size changes: weights, adapter, gradients and moments."""
+        return self.memory.weights + self.memory.adapter + self.memory.optimizer
+
+    def text(self) -> str:
+        """The plan for a reader."""
+        losses = f" ({', '.join(self.terms)})" if self.terms else ""
+        validation = "none" if self.validation is None else f"{self.validation:,} rows"
+        about = "about " if self.packed else ""
+        return "\n".join(
+            [
+                self.coverage.table(),
+                "",
+                *memory_lines(self.memory),
+                f"  {'machine':<12} {self.machine / GIB:8.2f} GiB",
+                "",
+                f"method         {self.method}{losses}",
+                f"training data  {self.rows:,} rows, {self.tokens:,} tokens"
+                + (", packed" if self.packed else ""),
+                f"validation     {validation}",
+                f"steps          {about}{self.steps:,}, of {self.batch} sequences",
+                *(f"note: {remark}" for remark in self.remarks),
+            ]
+        )
+
+
+def rehearse(
+    recipe: Recipe,
+    config: Any,
+    tokenizer: Any,
+    train: Dataset,
+    validation: Dataset | None,
+    ignore_memory: bool = False,
+) -> Plan:
+    """Build what the run will build, but for weights.
+
+    Args:
+        recipe: the run.
+        config: of the model that it starts from.
+        tokenizer: of that model.
+        train: examples with ``input_ids``.
+        validation: such examples or None.
+        ignore_memory: allow a run that cannot fit into this machine, however small its batches.
+
+    Raises:
+        RecipeError: a setting that this machine, the model or the trainer refuses, by its key.
+    """
+    import torch
+
+    from moe_finetune.families import family_of
+    from moe_finetune.lora.coverage import lora_coverage
+    from moe_finetune.lora.targets import add_lora
+
+    attention = recipe.model.attn_implementation
+    try:
+        model = meta_model(config, attention)
+    except (ImportError, ValueError) as error:
+        raise RecipeError(
+            f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
+            "leave it out"
+        ) from error
+    with torch.device("meta"):
+        model = add_lora(model, recipe.lora, recipe.router.train)
+    coverage = lora_coverage(model)
+    plan = _plan(
+        recipe,
+        coverage,
+        estimate_memory(config, family_of(config), coverage, recipe),
+        train,
+        validation,
+    )
+    if not ignore_memory:
+        _check_memory(plan)
+    if ranks.world_size() == 1:  # more build theirs together, with the launcher's plugins, once
+        _with_culprit(recipe, lambda tried: _build(tried, model, tokenizer, train, validation))
+    return plan
+
+
+def check_arguments(recipe: Recipe) -> None:
+    """Make the trainer's arguments, which needs neither model nor data.
+
+    Raises:
+        RecipeError: the key under ``trainer:`` that transformers or TRL refuses.
+    """
+    from moe_finetune.training.sft import training_arguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        _with_culprit(recipe, lambda tried: training_arguments(tried, Path(folder)))
+
+
+def _check_memory(plan: Plan) -> None:
+    if plan.needed > plan.machine:
+        raise RecipeError(
+            "\n".join(
+                [
+                    f"the run needs {plan.needed / GIB:.1f} GiB for weights, adapter and optimizer "
+                    f"alone, and this machine has {plan.machine / GIB:.1f} GiB:",
+                    *memory_lines(plan.memory),
+                    "lower lora.rank, choose fewer lora.targets, or take more devices; where "
+                    "weights are offloaded, --ignore-memory starts it all the same",
+                ]
+            )
+        )
+
+
+def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
+    """``build(recipe)``; an error of a library names the trainer's key that causes it.
+
+    The key is the one without which the same can be built.
+    """
+    try:
+        return build(recipe)
+    except MoeFinetuneError:
+        raise
+    except Exception as error:
+        for name, value in recipe.trainer.items():
+            rest = {key: held for key, held in recipe.trainer.items() if key != name}
+            try:
+                build(recipe.model_copy(update={"trainer": rest}))
+            except Exception:  # still refused: another key is to blame
+                continue
+            raise RecipeError(
+                f"trainer.{name}: {value!r} cannot be used here: {_short(error)}; change it or "
+                "leave it out"
+            ) from error
+        raise RecipeError(f"trainer: cannot be used here: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    """An error's message in one line, or its type's name."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _build(
+    recipe: Recipe, model: nn.Module, tokenizer: Any, train: Dataset, validation: Dataset | None
+) -> None:
+    """The trainer with its optimizer, schedule and first loader, on a few rows."""
+    from moe_finetune.training.sft import build_trainer
+
+    few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
+           for rows in (train, validation)]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        trainer, _ = build_trainer(recipe, Path(folder), model, tokenizer, *few)
+        trainer.get_train_dataloader()
+        trainer.create_optimizer_and_scheduler(num_training_steps=2)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and warnings of what the run will say again."""
+    from datasets import disable_progress_bars, enable_progress_bars
+    from datasets.utils import are_progress_bars_disabled
+
+    hidden, level = are_progress_bars_disabled(), logging.root.manager.disable
+    disable_progress_bars()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        if not hidden:
+            enable_progress_bars()
+
+
+def _plan(
+    recipe: Recipe,
+    coverage: Coverage,
+    memory: Memory,
+    train: Dataset,
+    validation: Dataset | None,
+) -> Plan:
+    from moe_finetune.training.sft import training_arguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(recipe, Path(folder))
+    tokens = sum(map(len, train["input_ids"]))
+    packed = recipe.data.packing
+    sequences = math.ceil(tokens / recipe.data.max_length) if packed else len(train)
+    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
+    accumulation = arguments.gradient_accumulation_steps
+    steps = arguments.max_steps
+    if steps <= 0:
+        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
+        steps = math.ceil(arguments.num_train_epochs * an_epoch)
+    return Plan(
+        method=recipe.method.preset or "no preset",
+        terms=list(recipe.method.terms),
+        coverage=coverage,
+        memory=memory,
+        machine=_machine(memory),
+        rows=len(train),
+        tokens=tokens,
+        validation=None if validation is None else len(validation),
+        batch=device_batch * accumulation,
+        steps=steps,
+        packed=packed,
+        remarks=list(_remarks(arguments, steps, validation is not None)),
+    )
+
+
+def _machine(memory: Memory) -> int:
+    """Bytes of all devices of this run together, or of this machine where it has no GPU."""
+    import psutil
+
+    if memory.device is None:
+        return int(psutil.virtual_memory().total)
+    return memory.device * ranks.world_size()
+
+
+def _remarks(arguments: Any, steps: int, validated: bool) -> Iterator[str]:
+    """Intervals that are longer than the run; below 1 they are shares of it."""
+    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
+        yield (
+            f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
+            "steps; only the last step is logged"
+        )
+    if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
+        yield (
+            f"trainer.eval_steps {arguments.eval_steps:g} is more than the run's {steps} steps; "
+            "data.validation is never evaluated"
+        )

@@ -1,0 +1,142 @@
+"""A start that fails ends with exit code 2 and one message, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_finetune import cli
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe import load_recipe
+from moe_finetune.run import check_inputs, plan_run
+from moe_finetune.training import sft
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_checkpoint) -> Path:
+    rows = [{"prompt": f"number {n}", "completion": f" comes before {n + 1}"} for n in range(7)]
+    data = tmp_path / "in" / "data.jsonl"
+    data.parent.mkdir()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "in" / "recipe.yaml"
+    content = {
+        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
+        "method": "orthogonal_variance",
+        "lora": {"rank": 4, "alpha": 8},
+        "data": {"train": str(data), "max_length": 40},
+        "trainer": {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none"},
+        "export": {"merge": False},
+    }
+    file.write_text(json.dumps(content))
+    return file
+
+
+def train(capsys, *arguments) -> tuple[int, str, str]:
+    code = cli.main(["train", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
+
+
+REFUSED = [
+    (["trainer.eval_strategy=steps"], "trainer.eval_strategy: 'steps' needs data.validation"),
+    (["trainer.load_best_model_at_end=true"], "load_best_model_at_end: True needs data.validation"),
+    (["trainer.report_to=nolog"], "trainer.report_to: 'nolog' cannot be used here"),
+    (["model.attn_implementation=flash_attention_2"], "model.attn_implementation: 'flash"),
+    (["model.attn_implementation=org/kernel"], "model.attn_implementation: 'org/kernel'"),
+    (["trainer.learning_rate=-1.0"], "trainer.learning_rate: -1.0 is not right; wanted from 0"),
+    (["trainer.learning_rate=1e9"], "trainer.learning_rate"),
+    (["trainer.learning_rate=.nan"], "trainer.learning_rate"),
+    (["trainer.per_device_train_batch_size=0"], "per_device_train_batch_size: 0 is not right"),
+    (["trainer.gradient_accumulation_steps=0"], "gradient_accumulation_steps: 0 is not right"),
+    (["trainer.deepspeed=nope.json"], "trainer.deepspeed: 'nope.json' cannot be used here"),
+    (["trainer.adam_beta1=2.0"], "trainer.adam_beta1"),
+    (["trainer.logging_steps=0"], "trainer.logging_steps"),
+    (["trainer.seed=-1"], "trainer.seed"),
+    (["trainer.loss_type=mean"], "trainer.loss_type: 'mean' cannot be used here"),
+    (["trainer.eos_token=<gone>"], "trainer.eos_token: '<gone>' cannot be used here"),
+    (["trainer.lr_scheduler_type=reduce_lr_on_plateau"], "trainer.lr_scheduler_type"),
+    (["trainer.lr_scheduler_kwargs={nope: 1}"], "trainer.lr_scheduler_kwargs"),
+    (["trainer.optim_args=nope"], "trainer.optim_args"),
+    (["trainer.push_to_hub=true"], "use `merge --push`"),
+    (["lora.rank=1000000000"], "--ignore-memory"),
+    # the first that only a loaded model can tell
+    (["method=erc", "router.train=frozen", "lora.targets=[attention]"], "method.terms."),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED, ids=[o[0] for o, _ in REFUSED])
+def test_a_start_that_fails_leaves_nothing(capsys, recipe, tmp_path, overrides, said):
+    code, _, err = train(capsys, recipe, *overrides, "--output", tmp_path / "run")
+    assert code == 2, err
+    message = err[err.index("error: ") :]
+    assert said in message, message
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_corrected_start_works_and_logs_its_last_step(capsys, caplog, recipe, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert train(capsys, recipe, "trainer.report_to=nolog", "--output", run)[0] == 2
+    assert not list(run.iterdir()), "an empty folder stays what it was"
+    code, _, err = train(capsys, recipe, "trainer.logging_steps=50", "--output", run)
+    assert code == 0, err
+    assert "trainer.logging_steps 50 is more than the run's 3 steps" in caplog.text
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if row["kind"] == "train"] == [3]
+
+
+def test_a_start_that_fails_late_removes_only_its_own(capsys, recipe, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RecipeError("the disk has turned to sand")
+
+    monkeypatch.setattr(sft.RunTrainer, "train", fail)
+    run = tmp_path / "run"
+    assert train(capsys, recipe, "--output", run)[0] == 2
+    assert not run.exists()
+
+    def fail_with_a_log(trainer, *_, **__):
+        (run / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
+        fail()
+
+    monkeypatch.setattr(sft.RunTrainer, "train", fail_with_a_log)
+    assert train(capsys, recipe, "--output", run)[0] == 2
+    assert {"metrics.jsonl", "recipe.yaml", "routing"} <= {p.name for p in run.iterdir()}
+    before = sorted(run.rglob("*"))
+    monkeypatch.setattr(sft.RunTrainer, "train", fail)
+    assert train(capsys, recipe, "--output", run, "--resume")[0] == 2
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
+    overrides = ["trainer.max_steps=-1", "trainer.num_train_epochs=2", "method=erc"]
+    code, out, err = train(capsys, recipe, *overrides, "--output", tmp_path / "run", "--dry-run")
+    assert code == 0, err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert "method         erc (load_balance, erc)" in out
+    assert "7 rows" in out and "validation     none" in out
+    assert "steps          8, of 2 sequences" in out  # 4 an epoch
+    code, _, err = train(
+        capsys, recipe, "trainer.optim_args=nope", "--output", tmp_path / "run", "--dry-run"
+    )
+    assert code == 2 and "trainer.optim_args" in err
+
+
+def test_memory_is_refused_with_the_plan_unless_told_otherwise(recipe, tmp_path, monkeypatch):
+    plan = plan_run(load_recipe(recipe), tmp_path / "run")
+    assert plan.needed == plan.memory.weights + plan.memory.adapter + plan.memory.optimizer
+    monkeypatch.setattr("moe_finetune.training.rehearsal._machine", lambda _: plan.needed - 1)
+    with pytest.raises(RecipeError, match=r"(?s)weights .* GiB.*lower lora.rank"):
+        check_inputs(load_recipe(recipe))
+    check_inputs(load_recipe(recipe), ignore_memory=True)
+    monkeypatch.setattr("moe_finetune.training.rehearsal._machine", lambda _: plan.needed)
+    check_inputs(load_recipe(recipe))
+
+
+def test_what_is_prepared_is_not_changed_by_the_rehearsal(recipe, tmp_path):
+    """The run's own start must find the data as it was."""
+    inputs = check_inputs(load_recipe(recipe, ["data.packing=true"]))
+    assert inputs.train.column_names == ["input_ids", "labels"] and len(inputs.train) == 7
+    assert inputs.plan.packed and inputs.plan.tokens == sum(map(len, inputs.train["input_ids"]))
