@@ -99,7 +99,7 @@ def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
     second.write_text("method: erc\n")
     seen = {}
 
-    def keep(recipe, output, resume=False):
+    def keep(recipe, output, resume=False, ignore_memory=False):
         seen.update(recipe=recipe, output=output, resume=resume)
         return output
 
