@@ -33,8 +33,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
                 value += Fraction(match["mixed"])
             elif match["over"]:
                 value /= Fraction(match["over"].replace(",", ""))
-    except ZeroDivisionError:
-        return None
+    except (ZeroDivisionError, ValueError):
+        return None  # ValueError: more digits than Python reads (4,300)
     return -value if (match["sign"] is None) != (match["inner"] is None) else value
 
 
@@ -73,9 +73,17 @@ def final_number(text: str) -> Fraction | None:
     return every[-1] if every else None
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[^{}$\n]{1,80})(?=\$))")
+
+
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced ``\boxed{...}`` (or ``\fbox{...}``), or None."""
-    for mark in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+    r"""Return the content of the last balanced ``\boxed{...}`` (or ``\fbox{...}``), or None.
+
+    MATH also writes ``\boxed 5$``, without braces.
+    """
+    for mark in reversed(list(_BOX.finditer(text))):
+        if mark["bare"] is not None:
+            return mark["bare"].strip().rstrip(".")
         depth = 1
         for i in range(mark.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[i], 0)
@@ -118,12 +126,14 @@ def math_equal(answer: str | None, reference: str) -> bool:
 def math_answer(text: str) -> str | None:
     r"""Return the final answer of a MATH-style solution: the last ``\boxed{}``, else the sentence.
 
-    The fallback is what follows the last "answer is", to the end of its line, without ``$``.
+    The fallback is what follows the last "answer is", to the end of its line, without ``$``; a
+    reply of one line is its own answer.
     """
     if (inside := boxed(text)) is not None:
         return inside
     marks = list(_ANNOUNCED.finditer(text))
-    if not marks:
+    start = marks[-1].end() if marks else 0
+    if not marks and "\n" in text.strip():
         return None
-    line = text[marks[-1].end() :].split("\n", 1)[0].strip()
+    line = text[start:].strip().split("\n", 1)[0].strip()
     return re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip().strip("$").strip() or None

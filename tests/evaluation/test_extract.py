@@ -85,7 +85,7 @@ def test_boxed_is_balanced_and_last():
     assert boxed(r"\boxed{1} then \boxed{\frac{1}{\sqrt{2}}}.") == r"\frac{1}{\sqrt{2}}"
     assert boxed(r"\boxed{unfinished") is None
     assert math_answer("So the answer is $x = 5$.") == "x = 5"
-    assert math_answer("nothing") is None
+    assert math_answer("nothing\nat all") is None
 
 
 @pytest.mark.parametrize(
