@@ -268,7 +268,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
 def merge(recipe: Recipe, output: Path) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
-    from moe_finetune.training.save import load_bias
+    from moe_finetune.balancing.export import load_bias
     from moe_finetune.weights import merge_adapter
 
     if (output / "merged").exists():
@@ -293,7 +293,7 @@ def merge(recipe: Recipe, output: Path) -> None:
 
 def verify(recipe: Recipe, output: Path) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
-    from moe_finetune.training.save import load_bias
+    from moe_finetune.balancing.export import load_bias
     from moe_finetune.weights.verify import verify_merge
 
     base = base_folder(recipe)

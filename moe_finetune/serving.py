@@ -120,9 +120,9 @@ def adapter_arguments(folder: Path, adapter: Path, cpu: bool) -> dict[str, str |
     Raises:
         AdapterError: vLLM 0.32 cannot; the reason is named, and the remedy is to merge.
     """
+    from moe_finetune.balancing.export import BIAS_FILE
     from moe_finetune.families import family_of
     from moe_finetune.families.loading import load_config
-    from moe_finetune.training.save import BIAS_FILE
     from moe_finetune.weights.adapter import open_adapter
 
     opened = open_adapter(adapter)

@@ -362,7 +362,7 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
     import torch
     from safetensors.torch import load_file
 
-    from moe_finetune.training.save import BIAS_FILE
+    from moe_finetune.balancing.export import BIAS_FILE
     from moe_finetune.training.state import save_state
     from tests.weights.helpers import adapter as random_adapter
 

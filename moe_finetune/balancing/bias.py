@@ -3,21 +3,21 @@
 ``b_e += u * sign(mean load - load_e)`` (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing";
 DeepSeek-V3), loads summed over the accumulation window and all ranks. The bias acts on which
 experts are selected and never on their weights. It is kept beside the model: a reference forward
-with the adapter disabled sees the checkpoint's own routing.
+with the adapter disabled, or another one active, sees the checkpoint's own routing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.balancing.selection import Rule, select_with_bias
 from moe_finetune.capture.model import MoeLayer
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.records import RoutingRecord
+from moe_finetune.lora.active import TrainedAdapter
 from moe_finetune.losses.objective import LayerLoss
 
 
@@ -43,7 +43,19 @@ class BiasBalancer(Perturbation):
         self._load = {layer: torch.zeros(num_experts) for layer in layers}
         self._inner = inner or Perturbation()
         self._rules: dict[int, Rule] = {}
+        self._adapter: TrainedAdapter | None = None
         self.expert_dropout = self._inner.expert_dropout
+
+    def install(self, model: nn.Module) -> None:
+        """Note which adapter the bias belongs to: the one that is active now."""
+        if self._adapter is None:
+            self._adapter = TrainedAdapter(model)
+        self._inner.install(model)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters that the bias belongs to; empty for a model without adapters."""
+        return self._adapter.names if self._adapter is not None else frozenset()
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
         """Delegate to the inner perturbation."""
@@ -52,8 +64,8 @@ class BiasBalancer(Perturbation):
     def routing(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Select again with the layer's bias, unless the adapter is disabled."""
-        if not adapter_disabled(layer):
+        """Select again with the layer's bias, while the adapter that trains acts."""
+        if self._adapter is None or self._adapter.acts():
             rule = self._rules.get(layer.index)
             if rule is None:
                 rule = Rule(layer.family, layer.experts.config, layer.router)
@@ -95,13 +107,7 @@ class BiasBalancer(Perturbation):
         """Biases by ``bias.<decoder layer>``; loads are empty between steps."""
         return {f"bias.{layer}": bias for layer, bias in self.bias.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`state_dict` returned."""
         for layer in self.bias:
             self.bias[layer] = state[f"bias.{layer}"].clone()
-
-
-def adapter_disabled(layer: MoeLayer) -> bool:
-    """Whether PEFT's ``disable_adapter`` acts on this layer now."""
-    modules: list[Any] = [layer.router, layer.outer_experts]
-    return any(getattr(module, "disable_adapters", False) for module in modules)

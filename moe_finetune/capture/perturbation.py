@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.capture.model import MoeLayer
 
@@ -15,6 +15,9 @@ class Perturbation:
     """
 
     expert_dropout: float = 0.0
+
+    def install(self, model: nn.Module) -> None:
+        """Called with the model before its first forward."""
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
         """What the router reads instead of ``hidden``."""

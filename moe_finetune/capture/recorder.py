@@ -125,6 +125,8 @@ class Recorder:
             check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError("this model is being recorded already; restore it first")
+        if self.perturbation is not None:
+            self.perturbation.install(self.model)
         self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
         if self.token_mask == "labels":
             top = getattr(self.model, "module", self.model)

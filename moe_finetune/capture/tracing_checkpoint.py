@@ -72,9 +72,9 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
     import torch
 
+    from moe_finetune.balancing.export import load_bias
     from moe_finetune.balancing.selection import Rule
     from moe_finetune.capture.model import model_facts, moe_layers
-    from moe_finetune.training.save import load_bias
 
     stored = load_bias(adapter)
     if stored is None:

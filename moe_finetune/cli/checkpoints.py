@@ -76,8 +76,8 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
+    from moe_finetune.balancing.export import load_bias
     from moe_finetune.families.loading import local_folder
-    from moe_finetune.training.save import load_bias
     from moe_finetune.weights import merge_adapter
     from moe_finetune.weights.push import check_push, push_checkpoint
 

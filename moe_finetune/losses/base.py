@@ -170,6 +170,11 @@ class Term(ABC):
         """Parts of the record beyond the router's that this term reads."""
         return frozenset()
 
+    @property
+    def keeps_tables(self) -> bool:
+        """Whether :meth:`state_dict` is never empty after a step: a checkpoint must have it."""
+        return False
+
     @abstractmethod
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
         """Unweighted float32 scalar of this layer, or None where the layer has no such term.

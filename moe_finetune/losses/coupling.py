@@ -122,6 +122,11 @@ class Coupling(Term):
         """What the MoE layer below left."""
         return frozenset({"previous"})
 
+    @property
+    def keeps_tables(self) -> bool:
+        """With ``pairing: transition``."""
+        return self.options.pairing == "transition"
+
     def check(self, facts: ModelFacts) -> None:
         """Refuse a model, or a choice of layers, without a pair of MoE layers."""
         super().check(facts)

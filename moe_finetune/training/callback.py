@@ -6,32 +6,37 @@ The callback puts the method on the trainer's model when training begins and tak
 ends. ``attach(trainer)`` is optional: it lets the callback read the accumulation window from the
 trainer (exact with unsized data and on a resume inside an epoch) and puts its values into what
 every other logger sees.
+
+Tables and a loss-free bias follow the weights: into every checkpoint (``trainer_state.json``, so
+that a resume reads them from the path it is given), back with the best model, and on into a second
+``train()``. After training a bias stays on the model, for evaluation and saving, until ``close()``.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from moe_finetune.capture.model import backbone_of
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import CheckpointError, ObjectiveError
+from moe_finetune.json_file import read_object
 from moe_finetune.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics
-from moe_finetune.training.specialization import Specialization
-from moe_finetune.training.state import STATE_FILE, load_state, save_state
+from moe_finetune.training.specialization import Specialization, on_model
+from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
 from moe_finetune.training.window import AccumulationWindow
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_OWN_BALANCE_LOSS = (
-    "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
-    "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
-)
+log = logging.getLogger(__name__)
 
 
 def _check_equal_steps(dataloader: Any) -> None:
@@ -47,7 +52,7 @@ def _check_equal_steps(dataloader: Any) -> None:
         )
 
 
-class SpecializationCallback(TrainerCallback):
+class SpecializationCallback(TrainerCallback, ExportableState):
     """Adds a method's losses and routing metrics to a trainer.
 
     Args:
@@ -75,7 +80,9 @@ class SpecializationCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> SpecializationCallback:
         """Read the accumulation window from ``trainer`` and log before its other callbacks."""
         if getattr(trainer, "aux_loss_enabled", False):
-            raise ObjectiveError(_OWN_BALANCE_LOSS)
+            raise ObjectiveError(OWN_BALANCE_LOSS)
+        model: Any = trainer.model
+        check_arguments(trainer.args, self.method, backbone_of(model).config)
         self._window.trainer = trainer
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
@@ -86,19 +93,33 @@ class SpecializationCallback(TrainerCallback):
     # -- the trainer's events -----------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):  # noqa: D102
-        if args.fp16:
-            raise ObjectiveError(
-                "fp16 scales the trainer's loss and not the injected terms; train in bf16"
-            )
-        if getattr(backbone_of(model).config, "output_router_logits", False):
-            raise ObjectiveError(_OWN_BALANCE_LOSS)
+        check_arguments(args, self.method, backbone_of(model).config)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
         _check_equal_steps(kwargs.get("train_dataloader"))
-        self.specialization = Specialization(model, self.method, dropout=self.dropout)
-        self.specialization.recorder.scale = self._window.scale
-        self.specialization.install()
+        before = on_model(model)
+        if before is not None:
+            if before.run is state:
+                raise ObjectiveError(
+                    "the trainer has two SpecializationCallbacks; leave one, with both's terms"
+                )
+            if before.balancer is not None and self.method.bias_update is None:
+                raise ObjectiveError(
+                    "the model has the routing bias of an earlier training, which this method does "
+                    "not keep; take it off with close() of that training's callback, or set "
+                    "bias_update"
+                )
+            before.restore()  # a training that raised never said that it ended
+        self.specialization = work = Specialization(model, self.method, dropout=self.dropout)
+        work.recorder.scale = self._window.scale
         if state.global_step:
-            self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            work.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))
+        elif before is not None:
+            work.carry_over(before)
+        work.install()
+        work.run = state
+        # The stock Trainer asks for this at every save, and a checkpoint may have come without.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self._say_where_the_bias_goes(work)
 
     def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
         self._window.step(state)
@@ -129,28 +150,37 @@ class SpecializationCallback(TrainerCallback):
         else:
             state.log_history.append({**values, "step": state.global_step})
 
-    def on_save(self, args, state, control, **kwargs):  # noqa: D102
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        # A ResumableTrainer has written it already, as part of its verified checkpoint.
-        if state.is_world_process_zero and folder.is_dir() and not (folder / STATE_FILE).exists():
-            save_state(folder / STATE_FILE, self.table_state())
-
     def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
-        self.close()
+        work = self._at_work()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            file = Path(state.best_model_checkpoint) / TRAINER_FILE
+            remedy = "the best model's tables are lost; take another checkpoint"
+            held = read_object(file, CheckpointError, remedy, finite=False)
+            saved = held.get("stateful_callbacks") or {}
+            work.load_state_dict(self._tables(saved, str(file)))
+        work.rest()
 
     def close(self) -> None:
         """Take the method off the model; also right after an exception in the trainer."""
         if self.specialization is not None:
             self.specialization.restore()
 
-    # -- what a ResumableTrainer saves and restores -------------------------------------------
+    # -- what checkpoints hold ----------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What transformers puts into a checkpoint's ``trainer_state.json``."""
+        tables = self.table_state() if self.specialization is not None else {}
+        return {
+            "args": {"method": self.method.model_dump(mode="json"), "dropout": self.dropout},
+            "attributes": {"saved_tables": to_text(tables)},
+        }
 
     def table_state(self) -> dict[str, torch.Tensor]:
-        """Tables and biases, equal on all ranks; loaded again when training begins."""
+        """Tables and biases, equal on all ranks."""
         return self._at_work().state_dict()
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank has counted since the last log."""
+        """What this rank has counted since the last log; a ResumableTrainer saves it."""
         return self._at_work().statistics.state_dict()
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
@@ -161,13 +191,21 @@ class SpecializationCallback(TrainerCallback):
         assert self.specialization is not None, "training has not begun"
         return self.specialization
 
-    def _load(self, folder: Path) -> None:
-        """Restore the state of the checkpoint that training resumed from."""
-        work = self._at_work()
-        if (folder / STATE_FILE).exists():
-            work.load_state_dict(load_state(folder / STATE_FILE))
-        elif work.state_dict():
-            raise ObjectiveError(
-                f"{folder} has no {STATE_FILE}, which this method needs to go on; resume from "
-                "another checkpoint or start again"
+    def _tables(self, saved: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
+        """Tables among the callbacks' states of a checkpoint; none in one made without this."""
+        own = saved.get(type(self).__name__)
+        own = own[0] if isinstance(own, list) else own
+        return from_text(own["attributes"]["saved_tables"], where) if own else {}
+
+    def _say_where_the_bias_goes(self, work: Specialization) -> None:
+        family = work.recorder.layers[0].family
+        if work.balancer is None or self.method.export_bias == "drop":
+            return
+        if family.bias_export == "none":
+            log.warning(
+                "WARNING: method.bias_update: %s has no place for a routing bias in a checkpoint. "
+                "It is saved beside an adapter, where 'analyze' reads it, and a merged or served "
+                "model routes without it, other than in training. Set export_bias: drop to accept "
+                "that, or balance with the load_balance term",
+                family.title,
             )

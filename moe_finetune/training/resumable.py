@@ -35,7 +35,7 @@ from moe_finetune.training.optimizer_state import load_optimizer_state, optimize
 from moe_finetune.training.packing import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
 from moe_finetune.training.save import ADAPTER_FILE, write_adapter
-from moe_finetune.training.state import STATE_FILE, load_state, save_state
+from moe_finetune.training.state import TRAINER_FILE, load_state
 from moe_finetune.training.whole import set_weights, trained_weights
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "trained_weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-TRAINER_FILE = "trainer_state.json"
 
 
 class ResumableTrainer(_Trainer):
@@ -80,7 +79,6 @@ class ResumableTrainer(_Trainer):
             optimizer["optimizer"] = optimizer_state(self.optimizer, self.model)
         packed = pack(optimizer, tensors, "")
         blobs = ranks.gather_bytes(self._rank_blob())
-        tables = self._tables()
 
         def write_weights(folder: Path) -> None:
             if getattr(self.model, "peft_config", None) is None:
@@ -104,7 +102,6 @@ class ResumableTrainer(_Trainer):
             "weights": write_weights,
             "optimizer": write_optimizer,
             "ranks": write_ranks,
-            "tables": lambda folder: save_state(folder / STATE_FILE, tables),
             "trainer": write_trainer,
         }
 
@@ -118,23 +115,17 @@ class ResumableTrainer(_Trainer):
             "last_logged": self._globalstep_last_logged,
             "metrics": {k: dict(v) for k, v in getattr(self, "_metrics", {}).items()},
             "tokens": getattr(self, "_total_train_tokens", None),
-            "statistics": [c.rank_state() for c in self._stateful("rank_state")],
+            "statistics": [c.rank_state() for c in self._counting()],
         }
         packed = pack(state, tensors, "")
         held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         return save(held, metadata={"state": json.dumps(packed)})
 
-    def _tables(self) -> dict[str, Tensor]:
-        tables: dict[str, Tensor] = {}
-        for callback in self._stateful("table_state"):
-            tables.update(callback.table_state())
-        return tables
-
-    def _stateful(self, method: str) -> list[Any]:
-        return [c for c in self.callback_handler.callbacks if hasattr(c, method)]
+    def _counting(self) -> list[Any]:
+        return [c for c in self.callback_handler.callbacks if hasattr(c, "rank_state")]
 
     def _export_callbacks(self) -> None:
-        """Note what transformers' own stateful callbacks hold, as the stock Trainer does."""
+        """Note what stateful callbacks hold (tables, biases), as the stock Trainer does."""
         from transformers.trainer_callback import ExportableState
 
         for callback in [*self.callback_handler.callbacks, self.control]:
@@ -232,7 +223,7 @@ class ResumableTrainer(_Trainer):
             self._metrics[mode].update(held)
         if state["tokens"] is not None:
             self._total_train_tokens = state["tokens"]
-        for callback, own in zip(self._stateful("rank_state"), state["statistics"], strict=True):
+        for callback, own in zip(self._counting(), state["statistics"], strict=True):
             callback.load_rank_state(own)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:

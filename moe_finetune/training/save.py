@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.balancing.bias import BiasBalancer
+from moe_finetune.balancing.export import save_beside
 from moe_finetune.capture.model import moe_layers
 from moe_finetune.errors import CheckpointError
 from moe_finetune.json_file import read_object
@@ -18,11 +19,9 @@ from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import sync
-from moe_finetune.training.state import load_state, save_state
 from moe_finetune.training.whole import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
-BIAS_FILE = "router_bias.safetensors"
 
 
 def save_trained(
@@ -64,7 +63,7 @@ def save_trained(
             recipe=recipe.hash,
         )
         if balancer is not None:
-            save_state(partial / BIAS_FILE, balancer.effective(moe_layers(model)))
+            save_beside(balancer, moe_layers(model), partial)
     else:
         model.save_pretrained(partial, state_dict=weights)
         _name_dtype(partial, recipe.model.dtype)
@@ -104,11 +103,3 @@ def _name_dtype(folder: Path, dtype: str) -> None:
     file = folder / "config.json"
     config = read_object(file, CheckpointError, "train again")
     file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-
-
-def load_bias(adapter: Path) -> dict[int, list[float]] | None:
-    """The loss-free bias beside an adapter, by decoder layer, or None."""
-    if not (adapter / BIAS_FILE).exists():
-        return None
-    state = load_state(adapter / BIAS_FILE)
-    return {int(key.removeprefix("bias.")): value.tolist() for key, value in state.items()}

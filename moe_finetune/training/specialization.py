@@ -1,5 +1,6 @@
 """A method at work on a model: losses, routing changes and statistics, without any trainer.
 
+    model.train()  # from_pretrained leaves it in eval mode, in which nothing is injected
     with Specialization(model, "orthogonal_variance", total_steps=1000) as method:
         for batch in batches:
             model(**batch).loss.backward()
@@ -7,30 +8,45 @@
             optimizer.zero_grad()
             method.step()
 
-The losses join the gradients by themselves; ``step()`` moves schedules and the loss-free bias.
+The losses join the gradients by themselves; ``step()`` moves schedules and the loss-free bias, and
+raises when nothing was trained on since the last one. A bias that was learned belongs to the
+weights: :meth:`Specialization.rest` ends training and leaves it on the model.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from moe_finetune.balancing.bias import BiasBalancer
+from moe_finetune.balancing.keep import KeptBias
 from moe_finetune.balancing.perturb import TrainingNoise
-from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.model import backbone_of, model_facts
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.recorder import Observer, Recorder
 from moe_finetune.capture.statistics import TrainingStatistics
+from moe_finetune.errors import CaptureError, ObjectiveError
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
 from moe_finetune.method import Method, resolve_method
+from moe_finetune.training.preconditions import check_forward
 from moe_finetune.training.reach import check_reach
 
 log = logging.getLogger(__name__)
 STEPS_BEFORE_STILL_IS_SUSPICIOUS = 10
+
+_ON_MODEL: WeakKeyDictionary[nn.Module, ref[Specialization]] = WeakKeyDictionary()
+
+
+def on_model(model: nn.Module) -> Specialization | None:
+    """The method that is at work on ``model`` or left its bias there, or None."""
+    held = _ON_MODEL.get(backbone_of(model))
+    return held() if held is not None else None
 
 
 class Specialization:
@@ -48,10 +64,12 @@ class Specialization:
         objective, recorder, statistics, balancer: the parts.
         reached: trainable parameters that each term's gradient reaches.
         unmoved: trainable tensors that had not changed after ten steps.
+        run: whatever stands for the training that this belongs to; a trainer's state.
 
     Raises:
         RecipeError: an unknown preset, term or option.
-        ObjectiveError: a term that the model cannot carry or that reaches nothing trainable.
+        ObjectiveError: a term that the model cannot carry or that reaches nothing trainable; in a
+            training forward: fp16, or a balance loss of the model's own.
     """
 
     def __init__(
@@ -96,7 +114,15 @@ class Specialization:
         self.recorder.scale = lambda: 1.0 / self.accumulation
         self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] = []
+        self.run: object = None
         self._start: dict[str, torch.Tensor] = {}
+        self._kept: KeptBias | None = None
+        if self.balancer is not None:
+            exported = self.method.export_bias == "write"
+            self._kept = KeptBias(model, self.balancer, self, exported)
+        self._unhook: Callable[[], None] | None = None
+        self._trained_on = False
+        self._said_eval = False
 
     def __enter__(self) -> Specialization:
         self.install()
@@ -106,9 +132,24 @@ class Specialization:
         self.restore()
 
     def install(self) -> None:
-        """Check that every term reaches something trainable, then install the hooks."""
+        """Check that every term reaches something trainable, then install the hooks.
+
+        Raises:
+            CaptureError: another method is on the model, or its bias.
+        """
+        if on_model(self.model) not in (None, self):
+            raise CaptureError(
+                "another method is at work on this model, or has left its routing bias there; "
+                "restore() it first"
+            )
         self.reached = check_reach(self.model, self.objective)
         self.recorder.install()
+        backbone = self.recorder.backbone
+        hook = backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._unhook = hook.remove
+        if self._kept is not None:
+            self._kept.in_saves()
+        _ON_MODEL[backbone] = ref(self)
         self._start = {
             name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -119,8 +160,40 @@ class Specialization:
         return self.recorder.installed
 
     def restore(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was; a learned bias is taken off, too."""
+        self._stop()
+        if self._kept is not None:
+            self._kept.remove()
+        if on_model(self.model) is self:
+            del _ON_MODEL[self.recorder.backbone]
+
+    def rest(self) -> None:
+        """Take the losses off and leave a learned bias, in forwards and in what the model saves."""
+        self._stop()
+        if self._kept is not None:
+            self._kept.in_forwards()
+
+    def _stop(self) -> None:
         self.recorder.restore()
+        self.recorder.scale = lambda: 1.0  # it may hold a trainer
+        self.run = None
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
+
+    def _before_forward(self, backbone: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if backbone.training:
+            check_forward(backbone.config, kwargs, next(self.model.parameters()).device)
+            self._trained_on = True
+        elif not self._said_eval:
+            self._said_eval = True
+            log.warning(
+                "WARNING: the model ran in eval mode with gradients enabled: no loss of the method "
+                "is added there. Call model.train() before a training forward (from_pretrained "
+                "returns eval mode), and torch.no_grad() around one that is not"
+            )
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Set schedules to optimizer step ``step``."""
@@ -128,7 +201,19 @@ class Specialization:
         self.objective.set_progress(step, max(total_steps, 1))
 
     def step(self) -> None:
-        """To be called after every optimizer step, on all ranks."""
+        """To be called after every optimizer step, on all ranks.
+
+        Raises:
+            ObjectiveError: no forward in training mode with gradients since the last step: the
+                method had no effect.
+        """
+        if not self._trained_on:
+            raise ObjectiveError(
+                f"step {self.steps}: the model did not run in training mode with gradients enabled "
+                "since the last step, so the method had no effect; call model.train() before the "
+                "forward, and leave torch.no_grad() out"
+            )
+        self._trained_on = False
         if self.balancer is not None:
             self.balancer.step()
         for term in self.objective.terms:
@@ -149,8 +234,41 @@ class Specialization:
             **(self.balancer.state_dict() if self.balancer else {}),
         }
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned after a step or more.
+
+        Raises:
+            ObjectiveError: a table or bias is missing, of another model, or of another method.
+        """
+        prefixes = [f"{term.name}." for term in self.objective.terms if term.keeps_tables]
+        biases = self.balancer.state_dict() if self.balancer is not None else {}
+        missing = [p for p in prefixes if not any(key.startswith(p) for key in state)]
+        missing += [name for name in biases if name not in state]
+        strange = [key for key in state if key not in biases and not key.startswith((*prefixes,))]
+        if missing:
+            raise ObjectiveError(
+                f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs to go "
+                "on; resume from a checkpoint that was trained with it, or start again"
+            )
+        if strange:
+            raise ObjectiveError(
+                f"the saved state holds '{strange[0]}', which this method does not keep; resume "
+                "with the method that the checkpoint was trained with"
+            )
+        experts = self.objective.facts.num_experts
+        for key, table in state.items():
+            if table.shape[0] != experts or table.shape[-1] != experts:
+                raise ObjectiveError(
+                    f"the saved state's '{key}' has shape {tuple(table.shape)}, and this model has "
+                    f"{experts} experts"
+                )
+        self._set(state)
+
+    def carry_over(self, before: Specialization) -> None:
+        """Go on with the tables and the bias of an earlier training of the same model."""
+        self._set({**self.state_dict(), **before.state_dict()})
+
+    def _set(self, state: Mapping[str, torch.Tensor]) -> None:
         self.objective.load_state_dict(state)
         if self.balancer is not None:
             self.balancer.load_state_dict(state)

@@ -24,13 +24,16 @@ class AccumulationWindow:
         self._current = 1
 
     def begin(self, args: Any, dataloader: Any, state: Any) -> None:
-        """Note the plan at the start of training.
+        """Note the plan at the start of training; a trainer attached for another is let go.
 
         Raises:
             ObjectiveError: accumulation without an attached trainer where the windows cannot be
                 known: data of unknown length.
         """
-        self._steps = args.gradient_accumulation_steps
+        self._steps = self._current = args.gradient_accumulation_steps
+        self._batches = None
+        if self.trainer is not None and self.trainer.state is not state:
+            self.trainer = None
         if self.trainer is not None or self._steps == 1:
             return
         try:

@@ -3,7 +3,7 @@
 Moonlight's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
 ``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class knows
 no such method, so that export is for serving). The other families have no place: there a bias is
-refused, or dropped when asked.
+refused. When asked, a bias that was learned is dropped, and the checkpoint keeps the base's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.families.base import Family
 from moe_finetune.weights.checkpoint import Checkpoint
 
 BiasExport = Literal["keep", "drop"]
@@ -30,6 +31,32 @@ class BiasValue:
     content: bytes
 
 
+def bias_name(family: Family, layer: int) -> str:
+    """Name of a layer's bias in the checkpoint, where there is a place for it."""
+    return f"{family.disk.block.format(layer=layer)}.{_NAME}"
+
+
+def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` does not have.
+
+    Raises:
+        UnsupportedModelError: a checkpoint of this family, or of this config, has no place for it.
+    """
+    if family.bias_export == "none":
+        raise UnsupportedModelError(
+            f"{family.title} has no place for a routing bias; export with bias 'drop' to leave it "
+            "out (routing then differs from training), or train without loss-free balancing"
+        )
+    if family.bias_export == "tensor":
+        return {}
+    if config.get("n_group", 1) not in (None, 1):
+        raise UnsupportedModelError(
+            f"{family.title} with n_group {config['n_group']}: a routing bias selects groups "
+            "differently; export with bias 'drop' or use a base with n_group 1"
+        )
+    return {key: value for key, value in _NOAUX.items() if config.get(key) != value}
+
+
 def plan_bias(
     base: Checkpoint, bias: Mapping[int, Sequence[float]] | None, export: BiasExport
 ) -> tuple[dict[str, BiasValue], dict[str, Any], list[str]]:
@@ -37,7 +64,7 @@ def plan_bias(
 
     Raises:
         CheckpointError: a layer without experts, or a bias of the wrong length or not finite.
-        UnsupportedModelError: the family has no place for it and ``export`` is not "drop".
+        UnsupportedModelError: there is no place for it and ``export`` is not "drop".
     """
     family = base.family
     if not bias:
@@ -52,30 +79,19 @@ def plan_bias(
             )
         if not all(math.isfinite(value) for value in values):
             raise CheckpointError(f"routing bias: layer {layer} is not finite")
-    if export == "drop" and family.bias_export != "tensor":
+    if export == "drop":
         return {}, {}, [f"the routing bias of {len(bias)} layers is dropped"]
-    if family.bias_export == "none":
-        raise UnsupportedModelError(
-            f"{family.title} has no place for a routing bias; export with bias 'drop' to leave it "
-            "out (routing then differs from training), or train without loss-free balancing"
-        )
-    changes: dict[str, Any] = {}
+    changes = bias_config(family, base.config)
     notes: list[str] = []
-    missing = sorted(set(base.experts) - set(bias))
     if family.bias_export == "noaux_tc":
-        if base.config.get("n_group", 1) not in (None, 1):
-            raise UnsupportedModelError(
-                f"{family.title} with n_group {base.config['n_group']}: a routing bias selects "
-                "groups differently; export with bias 'drop' or use a base with n_group 1"
-            )
+        missing = sorted(set(base.experts) - set(bias))
         bias = {**bias, **{layer: [0.0] * base.experts[layer] for layer in missing}}
-        changes = {k: v for k, v in _NOAUX.items() if base.config.get(k) != v}
         notes = ["topk_method noaux_tc loads in vLLM; transformers' DeepseekV2 does not know it"]
     tensors: dict[str, BiasValue] = {}
     for layer in sorted(bias):
         content = struct.pack(f"<{len(bias[layer])}f", *(float(value) for value in bias[layer]))
         router = base.tensors[family.disk.name("router", layer)]
-        name = f"{family.disk.block.format(layer=layer)}.{_NAME}"
+        name = bias_name(family, layer)
         file = base.tensors[name].file.name if name in base.tensors else router.file.name
         tensors[name] = BiasValue(file, content)
     return tensors, changes, notes

@@ -1,0 +1,64 @@
+"""What a trainer may not do beside injected losses, found before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.method import Method
+
+OWN_BALANCE_LOSS = (
+    "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "
+    "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
+)
+_FP16 = "fp16 scales the trainer's loss and not the injected terms; train in bf16"
+
+
+def check_arguments(args: Any, method: Method, config: Any) -> None:
+    """Refuse arguments of a trainer that would change the method's gradients.
+
+    Args:
+        args: any transformers or TRL training arguments.
+        method: the method that is to be trained with.
+        config: the language model's.
+
+    Raises:
+        ObjectiveError: fp16 (also when accelerate's environment asks for it), a balance loss of
+            the trainer's own, or labels that the model is never called with.
+    """
+    if args.fp16 or getattr(args, "mixed_precision", None) == "fp16":
+        raise ObjectiveError(_FP16)
+    # As TRL's trainers read it: None is the checkpoint's own coefficient.
+    coefficient: Any = getattr(args, "router_aux_loss_coef", 0.0)
+    if coefficient is None:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    if hasattr(config, "output_router_logits") and (config.output_router_logits or coefficient):
+        raise ObjectiveError(OWN_BALANCE_LOSS)
+    if method.token_mask == "labels" and getattr(args, "label_smoothing_factor", 0.0):
+        raise ObjectiveError(
+            "method.token_mask: labels with label_smoothing_factor: the trainer then takes the "
+            "labels away before it calls the model; set label_smoothing_factor: 0, or use "
+            "token_mask: attention"
+        )
+
+
+def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> None:
+    """Refuse a training forward of the backbone whose loss is not the method's alone.
+
+    Raises:
+        ObjectiveError: fp16 autocast, or router logits for a balance loss.
+    """
+    if (
+        torch.is_autocast_enabled(device.type)
+        and torch.get_autocast_dtype(device.type) == torch.float16
+    ):
+        raise ObjectiveError(_FP16)
+    asked = kwargs.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        raise ObjectiveError(
+            "the model is called with output_router_logits, from which it or its trainer adds the "
+            "checkpoint's own load-balancing loss; leave that off (router_aux_loss_coef=0.0 in "
+            "TRL's configs) and choose a method with load_balance"
+        )

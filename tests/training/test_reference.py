@@ -1,0 +1,194 @@
+"""A preference trainer's reference never sees the policy's loss-free bias, whatever is adapted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.balancing.bias import BiasBalancer
+from moe_finetune.capture.model import model_facts
+from moe_finetune.capture.recorder import Recorder
+from moe_finetune.lora.active import TrainedAdapter
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.sections import LoraSection
+from tests import tiny
+
+FAMILY = "olmoe"
+BIAS = 0.5
+
+
+def base():
+    return tiny.model(FAMILY, num_hidden_layers=2)
+
+
+def ours(targets, router="frozen"):
+    return lambda: add_lora(base(), LoraSection(rank=4, alpha=8.0, targets=targets), router)
+
+
+def ia3():
+    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[])
+    return get_peft_model(base(), config)
+
+
+def one_layer():
+    return get_peft_model(
+        base(), LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    )
+
+
+WRAPPERS = {
+    "attention": ours(["attention"]),
+    "experts": ours(["experts"]),
+    "router in full": ours(["attention"], "full"),
+    "ia3": ia3,
+    "one layer of two": one_layer,
+}
+
+
+def biased(model):
+    """A balancer on ``model`` whose bias decides the selection."""
+    facts = model_facts(model)
+    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, 1e-3)
+    balancer.bias = {at: torch.linspace(-BIAS, BIAS, 12).roll(at) for at in balancer.bias}
+    return balancer
+
+
+def logits(model, balancer=None):
+    with torch.no_grad(), Recorder(model, perturbation=balancer, observe="all"):
+        return model(**tiny.batch()).logits
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_bias_acts_with_its_adapter_alone(name):
+    model = WRAPPERS[name]().eval()
+    balancer = biased(model)
+    plain = logits(model)
+    assert not torch.equal(logits(model, balancer), plain)
+    with model.disable_adapter():
+        reference = logits(model)
+        assert torch.equal(logits(model, balancer), reference)
+    model.base_model.disable_adapter_layers()  # what PEFT's own flag does not show
+    assert torch.equal(logits(model, balancer), reference)
+    model.base_model.enable_adapter_layers()
+    model.add_adapter("ref", model.peft_config["default"])
+    model.set_adapter("ref")
+    assert torch.equal(logits(model, balancer), logits(model))
+    model.set_adapter("default")
+    assert not torch.equal(logits(model, balancer), logits(model))
+
+
+def test_a_frozen_adapter_beside_the_one_that_trains_does_not_carry_the_bias():
+    model = WRAPPERS["attention"]().eval()
+    model.add_adapter("earlier", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "earlier"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".default." in name)
+    adapter = TrainedAdapter(model)
+    assert adapter.names == {"default"}
+    assert adapter.acts()
+    model.base_model.set_adapter(["earlier"])
+    assert not adapter.acts()
+
+
+def test_a_model_without_adapters_always_has_its_bias():
+    assert TrainedAdapter(base()).acts()
+    assert TrainedAdapter(base()).names == frozenset()
+
+
+class StrongBias(TrainerCallback):
+    """Gives the method at work a bias that decides the selection."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.callback.specialization.balancer.bias = biased(model).bias
+
+
+COMMON = {
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "max_steps": 1,
+    "logging_steps": 1,
+    "learning_rate": 0.0,
+    "per_device_train_batch_size": 2,
+    "gradient_checkpointing": False,
+    "router_aux_loss_coef": 0.0,
+    "loss_type": "sigmoid",
+}
+TEXTS = [(f"Say {i}.", f" It is {i}.", f" No, {i + 7}!") for i in range(4)]
+PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS]
+JUDGED = [
+    {"prompt": row[0], "completion": row[1 + i % 2], "label": i % 2 == 0}
+    for i, row in enumerate(TEXTS)
+]
+
+
+def preference(kind, folder, model, peft_config=None, biased=True):
+    """What the policy's (True) and the reference's forwards (False) gave, and the trainer's log."""
+    callback = SpecializationCallback("loss_free", export_bias="drop")
+    config, trainer_of, rows = {
+        "dpo": (DPOConfig, DPOTrainer, PAIRS),
+        "kto": (KTOConfig, KTOTrainer, JUDGED),
+    }[kind]
+    options = {k: v for k, v in COMMON.items() if kind == "dpo" or k != "loss_type"}
+    trainer = trainer_of(
+        model=model,
+        args=config(output_dir=str(folder), **options),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+        callbacks=[callback] + ([StrongBias(callback)] if biased else []),
+    )
+    seen = {True: [], False: []}
+
+    def note(module, args, output):
+        value = float(output.last_hidden_state.double().square().sum())
+        seen[torch.is_grad_enabled()].append(value)
+
+    trainer.model.get_base_model().model.register_forward_hook(note)
+    trainer.train()
+    return seen, trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("how", ["ref adapter", "adapter off", "ia3"])
+def test_the_reference_of_a_trainer_is_the_unbiased_model(tmp_path, kind, how):
+    def run(biased):
+        torch.manual_seed(7)
+        if how == "adapter off":
+            config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            return preference(kind, tmp_path, base(), config, biased)
+        model = WRAPPERS["ia3" if how == "ia3" else "attention"]()
+        return preference(kind, tmp_path, model, None, biased)
+
+    (plain, _), (seen, log) = run(False), run(True)
+    # KTO's first one is the policy's, for its estimate of the divergence.
+    count = {"dpo": 1, "kto": 2}[kind]
+    assert seen[False][-count:] == plain[False][-count:]
+    assert len(seen[False]) == {"dpo": 1, "kto": 3}[kind]
+    assert seen[True] != plain[True]
+    rewards = [abs(value) for name, value in log.items() if name.startswith("rewards/")]
+    assert max(rewards) > 1e-3, log
+
+
+def test_a_copy_of_a_trained_model_keeps_its_bias_and_no_trainer(tmp_path):
+    model = WRAPPERS["attention"]()
+    seen, _ = preference("dpo", tmp_path, model)
+    assert seen[True]
+    with torch.no_grad():
+        trained = model.eval()(**tiny.batch()).logits
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(**tiny.batch()).logits, trained)
+        with copied.disable_adapter(), model.disable_adapter():
+            assert torch.equal(copied(**tiny.batch()).logits, model(**tiny.batch()).logits)
+    assert isinstance(copied, PeftModel)
