@@ -111,7 +111,7 @@ class Specialization:
             token_mask=self.method.token_mask,
             dropout=dropout,
         )
-        self.recorder.scale = lambda: 1.0 / self.accumulation
+        self.recorder.scale = self._scale
         self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] = []
         self.run: object = None
@@ -173,9 +173,12 @@ class Specialization:
         if self._kept is not None:
             self._kept.in_forwards()
 
+    def _scale(self) -> float:
+        return 1.0 / self.accumulation
+
     def _stop(self) -> None:
         self.recorder.restore()
-        self.recorder.scale = lambda: 1.0  # it may hold a trainer
+        self.recorder.scale = self._scale  # another may hold a trainer
         self.run = None
         if self._unhook is not None:
             self._unhook()
