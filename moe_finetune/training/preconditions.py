@@ -28,15 +28,15 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
         ObjectiveError: fp16 (also when accelerate's environment asks for it), a balance loss of
             the trainer's own, or labels that the model is never called with.
     """
-    if args.fp16 or getattr(args, "mixed_precision", None) == "fp16":
+    if args.fp16 or getattr(args, "mixed_precision", "") == "fp16":
         raise ObjectiveError(_FP16)
     # As TRL's trainers read it: None is the checkpoint's own coefficient.
     coefficient: Any = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+        coefficient = getattr(config, "router_aux_loss_coef", None)
     if hasattr(config, "output_router_logits") and (config.output_router_logits or coefficient):
         raise ObjectiveError(OWN_BALANCE_LOSS)
-    if method.token_mask == "labels" and getattr(args, "label_smoothing_factor", 0.0):
+    if method.token_mask == "labels" and getattr(args, "label_smoothing_factor", 0):
         raise ObjectiveError(
             "method.token_mask: labels with label_smoothing_factor: the trainer then takes the "
             "labels away before it calls the model; set label_smoothing_factor: 0, or use "
