@@ -36,7 +36,8 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
         coefficient = getattr(config, "router_aux_loss_coef", None)
     if hasattr(config, "output_router_logits") and (config.output_router_logits or coefficient):
         raise ObjectiveError(OWN_BALANCE_LOSS)
-    if method.token_mask == "labels" and getattr(args, "label_smoothing_factor", 0):
+    smoothing: float = getattr(args, "label_smoothing_factor", 0.0)
+    if method.token_mask == "labels" and smoothing:
         raise ObjectiveError(
             "method.token_mask: labels with label_smoothing_factor: the trainer then takes the "
             "labels away before it calls the model; set label_smoothing_factor: 0, or use "
