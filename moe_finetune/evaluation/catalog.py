@@ -8,14 +8,15 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.files import ROW_FORMATS, read_rows, sha256_file, sha256_json
+from moe_finetune.evaluation.files import ROW_FORMATS, sha256_file, sha256_json
+from moe_finetune.evaluation.rows import load_rows
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
 
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
@@ -30,12 +31,36 @@ class Leaf:
         config: the task's YAML with includes and functions resolved.
         files: split -> local file (empty when the data comes from the hub).
         missing: files that should be there and are not.
+        template: the template that the task was made from.
+        tested: the split whose rows are asked.
+        examples: the split that examples are drawn from; None where there are none.
     """
 
     name: str
     config: dict[str, Any]
     files: dict[str, Path] = field(default_factory=dict)
     missing: tuple[Path, ...] = ()
+    template: str | None = None
+    tested: str | None = None
+    examples: str | None = None
+
+    def load(self) -> Any:
+        """Return the local files as a ``datasets.DatasetDict``, all rows checked."""
+        from datasets import DatasetDict
+
+        return DatasetDict(
+            {split: load_rows(path, self.template) for split, path in self.files.items()}
+        )
+
+    def reports(self) -> set[str]:
+        """Return the scores of the task, each ``"metric,filter"``."""
+        from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY
+
+        kind = self.config.get("output_type", "generate_until")
+        listed = self.config.get("metric_list")
+        metrics = DEFAULT_METRIC_REGISTRY[kind] if listed is None else [m["metric"] for m in listed]
+        filters = [f["name"] for f in self.config.get("filter_list") or [{"name": "none"}]]
+        return {f"{getattr(m, '__name__', m)},{name}" for m in metrics for name in filters}
 
     def data_hashes(self) -> dict[str, str]:
         """Return split -> SHA-256 of the local file."""
@@ -77,10 +102,16 @@ class Catalog:
             raise DataError(f"data folder {self.data_dir} does not exist")
         own = str(eval_root() / "tasks")
         self._manager = TaskManager(include_path=own, include_defaults=False)
-        names = [t.task for t in suite.tasks if not (t.external or t.template)]
-        if any(name not in self._manager._index for name in names):
-            self._manager = TaskManager(include_path=own)
         self._index = self._manager._index
+        if not all(self._resolves(t.task) for t in suite.tasks if not (t.external or t.template)):
+            self._manager = TaskManager(include_path=own)
+            self._index = self._manager._index
+
+    def _resolves(self, name: str) -> bool:
+        try:
+            return all(leaf in self._index for leaf in self._names(name))
+        except KeyError:
+            return False
 
     def leaves(self, entry: SuiteTask) -> list[Leaf]:
         """Return the lm-eval tasks that ``entry`` stands for, with their local files.
@@ -104,6 +135,60 @@ class Catalog:
                 "lm-eval version of the constraints file, or change the suite"
             )
         return [self._leaf(entry, leaf) for leaf in self._names(name)]
+
+    def reports(self, entry: SuiteTask, leaves: list[Leaf]) -> set[str]:
+        """Return the scores of a suite's line, each ``"metric,filter"``."""
+        from lm_eval.tasks._index import Kind
+
+        if entry.code:
+            return {"pass@1,sandbox"}
+        if entry.aggregate:
+            return {f"{entry.aggregate},none"}
+        found = self._index[entry.template or entry.task]
+        if found.kind not in (Kind.GROUP, Kind.TAG):
+            return leaves[0].reports()
+        below = set().union(*(leaf.reports() for leaf in leaves))
+        scores = set()
+        for listed in (found.cfg or {}).get("aggregate_metric_list") or []:
+            chosen = listed.get("filter_list")
+            chosen = [chosen] if isinstance(chosen, str) else chosen
+            for score in below:
+                metric, _, name = score.rpartition(",")
+                if metric == listed["metric"] and (chosen is None or name in chosen):
+                    scores.add(score)
+        return scores
+
+    def check(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
+        """Find what is wrong with a line's metric, examples and local rows; asks no model.
+
+        Raises:
+            EvaluationError: a metric or filter that the task does not report.
+            DataError: a local file or row that cannot be used.
+        """
+        if all("class" not in leaf.config for leaf in leaves):
+            headline, reported = f"{entry.metric},{entry.filter}", self.reports(entry, leaves)
+            if headline not in reported:
+                names = sorted(score.replace(",", " with filter ") for score in reported)
+                what = (
+                    f"it reports {'; '.join(names)}"
+                    if names
+                    else ("it has no score of its own; name its tasks one by one")
+                )
+                raise EvaluationError(
+                    f"suite {self.suite.name}: task '{entry.label}' reports no metric "
+                    f"'{entry.metric}' with filter '{entry.filter}'; {what}"
+                )
+        require_files(leaves)
+        for leaf in leaves:
+            data = leaf.load()
+            shots = _shots(entry, leaf.config)
+            if leaf.examples is not None and leaf.examples in data:
+                held = len(data[leaf.examples])
+                if held < shots + (leaf.examples == leaf.tested):
+                    raise DataError(
+                        f"{leaf.files[leaf.examples]}: {held} rows, too few for shots: {shots} of "
+                        f"task '{leaf.name}'"
+                    )
 
     def _names(self, name: str) -> Iterator[str]:
         from lm_eval.tasks._index import Kind
@@ -137,15 +222,36 @@ class Catalog:
             config["task"] = entry.task
             if "train" in entry.files:
                 config["training_split"] = config["fewshot_split"] = "train"
+        tested, examples = _splits(entry, config)
+        known = {config[key] for key in _SPLIT_KEYS if config.get(key)}
+        if unknown := [split for split in entry.files if split not in known]:
+            raise EvaluationError(
+                f"suite {self.suite.name}: task '{entry.task}' has no split '{unknown[0]}' under "
+                f"files{did_you_mean(unknown[0], sorted(known))}"
+            )
+        if entry.template and examples == tested:
+            raise EvaluationError(
+                f"suite {self.suite.name}: task '{entry.task}' wants shots: {entry.shots} and has "
+                "no rows to take them from but the tested ones; name others under files: "
+                "{train: FILE}, or set shots: 0"
+            )
         found_files: dict[str, Path] = {}
         missing = []
-        for split in _needed(entry, config):
+        for split in sorted({split for split in (tested, examples) if split}):
             path = self._find(entry, config, split)
+            if path is None and found_files:
+                raise EvaluationError(
+                    f"suite {self.suite.name}: task '{entry.task}' has a local file for "
+                    f"'{next(iter(found_files))}' and none for '{split}', where its examples come "
+                    "from; name both under files, or set shots: 0"
+                )
             if path is not None and path.is_file():
                 found_files[split] = path
             elif path is not None:
                 missing.append(path)
-        return Leaf(config["task"], config, found_files, tuple(missing))
+        return Leaf(
+            config["task"], config, found_files, tuple(missing), entry.template, tested, examples
+        )
 
     def _find(self, entry: SuiteTask, config: dict, split: str) -> Path | None:
         if named := entry.files.get(split):
@@ -179,7 +285,7 @@ class Catalog:
                 # lm-eval ignores a number of shots given elsewhere where a task's file says 0.
                 config["num_fewshot"] = entry.shots
             if leaf.files:
-                config["custom_dataset"] = _loader(leaf.files)
+                config["custom_dataset"] = lambda leaf=leaf, **_: leaf.load()
                 config.pop("dataset_kwargs", None)
                 for split_key in _SPLIT_KEYS:
                     # lm-eval opens every split that is named, also one that no prompt needs.
@@ -205,14 +311,17 @@ def require_files(leaves: list[Leaf]) -> None:
             )
 
 
-def _needed(entry: SuiteTask, config: dict[str, Any]) -> list[str]:
-    """Return the splits that are asked from, and those that examples are drawn from."""
-    needed = [config.get("test_split") or config.get("validation_split")]
-    shots = entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
-    if shots and not (config.get("fewshot_config") or {}).get("samples"):
-        keys = ("fewshot_split", "training_split", "validation_split")
-        needed.append(next((config[key] for key in keys if config.get(key)), needed[0]))
-    return sorted({split for split in needed if split})
+def _shots(entry: SuiteTask, config: dict[str, Any]) -> int:
+    return entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
+
+
+def _splits(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the split that is asked from, and the one that examples are drawn from."""
+    tested = config.get("test_split") or config.get("validation_split")
+    if not _shots(entry, config) or (config.get("fewshot_config") or {}).get("samples"):
+        return tested, None
+    keys = ("fewshot_split", "training_split", "validation_split")
+    return tested, next((config[key] for key in keys if config.get(key)), tested)
 
 
 def _same(wanted: Any, installed: Any) -> bool:
@@ -220,14 +329,3 @@ def _same(wanted: Any, installed: Any) -> bool:
         return float(wanted) == float(installed)
     except (TypeError, ValueError):
         return str(wanted) == str(installed)
-
-
-def _loader(files: dict[str, Path]) -> Callable[..., Any]:
-    def load(**_: Any) -> Any:
-        from datasets import Dataset, DatasetDict
-
-        return DatasetDict(
-            {split: Dataset.from_list(read_rows(path)) for split, path in files.items()}
-        )
-
-    return load

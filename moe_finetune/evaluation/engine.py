@@ -15,7 +15,7 @@ from moe_finetune.environment import describe_environment
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.catalog import Catalog, Leaf, require_files
+from moe_finetune.evaluation.catalog import Catalog, Leaf
 from moe_finetune.evaluation.files import (
     sha256_json,
     sha256_text,
@@ -95,8 +95,9 @@ def evaluate(
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     catalog = Catalog(loaded, data_dir)
     leaves = {t.label: catalog.leaves(t) for t in loaded.tasks if not t.external}
-    for group in leaves.values():
-        require_files(group)
+    for entry in loaded.tasks:
+        if not entry.external:
+            catalog.check(entry, leaves[entry.label])
     own = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
@@ -290,6 +291,8 @@ def _collect(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> TaskR
 
         metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
     notes = []
+    if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
+        notes.append("examples are other rows of the tested split; the task has no split for them")
     if headline not in metrics and not entry.code:
         notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
     top = metrics.get(headline, {"value": None, "stderr": None})

@@ -109,25 +109,35 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[dict[str
         DataError: the file is missing, empty or of another kind, or a row is malformed; the
             message names the file and the line.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist")
-    rows = list(_numbered_rows(path))
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: a row must be an object, got {row!r:.60}")
-        missing = [field for field in required if field not in row]
-        if missing:
+    rows = []
+    for number, row in numbered_rows(Path(path)):
+        if missing := [field for field in required if field not in row]:
             raise DataError(
                 f"{path}, line {number}: no field '{missing[0]}'; the row has "
                 f"{', '.join(sorted(map(str, row))) or 'no fields'}"
             )
-    return [row for _, row in rows]
+        rows.append(row)
+    return rows
 
 
-def _numbered_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line, row) of a local file of records; see :func:`read_rows`.
+
+    Raises:
+        DataError: as there, at the row where it is met.
+    """
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist")
+    number = 0
+    for number, row in _numbered_values(path):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: a row must be an object, got {row!r:.60}")
+        yield number, row
+    if not number:
+        raise DataError(f"{path} holds no rows")
+
+
+def _numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
     name = path.name
     try:
         if name.endswith((".jsonl", ".jsonl.gz")):

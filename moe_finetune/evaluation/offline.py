@@ -70,6 +70,8 @@ def check_suite(
             leaves = catalog.leaves(entry)
             check.missing = sorted({str(path) for leaf in leaves for path in leaf.missing})
             check.runnable = not check.missing
+            if check.runnable:
+                catalog.check(entry, leaves)
             if check.runnable and all(leaf.files for leaf in leaves):
                 catalog.register(entry, leaves)
                 cap = min((n for n in (limit, entry.limit) if n is not None), default=None)

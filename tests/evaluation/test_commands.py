@@ -255,7 +255,7 @@ def test_people(run, study, tmp_path):
     assert code == 2 and "no row has a verdict" in err
     key.write_text("{")
     code, _, err = run(*both, "--annotations", filled, "--key", key)
-    assert code == 2 and "is no key of annotation sheets" in err
+    assert code == 2 and "give the key.json that eval --sheets wrote" in err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""What is wrong with a suite and its rows is said before a model is asked, with its place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from moe_finetune import cli
+from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.evaluation.backends import Backend
+from moe_finetune.evaluation.engine import evaluate
+from moe_finetune.evaluation.offline import check_suite
+from moe_finetune.evaluation.suites import Suite
+
+EXACT = {"task": "sums", "template": "local_exact_match", "shots": 0, "metric": "exact_match"}
+CHOICE = {"task": "words", "template": "local_loglikelihood", "shots": 0, "metric": "acc"}
+
+
+def write(folder, rows, name="rows.jsonl"):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / name).write_text("".join(line + "\n" for line in lines))
+    return {"test": name}
+
+
+def nobody(output) -> dict:
+    """Arguments of an evaluation that may not ask anything."""
+    return {
+        "output": output, "progress": False, "opened": Backend("none", None, "x", "x", {}, 1)
+    }  # fmt: skip
+
+
+def refused(folder, task, error, said):
+    """The check says it, and an evaluation does before it asks or writes."""
+    suite = Suite(name="s", tasks=[task], folder=folder)
+    (found,) = check_suite(suite)
+    assert not found.runnable and said in found.problem, found.problem
+    with pytest.raises(error) as raised:
+        evaluate("x", suite, **nobody(folder / "out"))
+    assert said in str(raised.value)
+    assert not (folder / "out").exists()
+
+
+ROW = {"question": "3+4=", "answer": "7"}
+WORDS = {"question": "It is", "choices": ["red", "green", "blue"], "answer": 1}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said"),
+    [
+        (EXACT, {"question": "3+4="}, "line 3: 'answer' must be a text or a number, not None"),
+        (EXACT, ROW | {"answer": None}, "line 3: 'answer' must be a text or a number, not None"),
+        (EXACT, ROW | {"answer": True}, "line 3: 'answer' must be a text or a number, not True"),
+        (EXACT, ROW | {"answer": " "}, "line 3: 'answer' is empty"),
+        (EXACT, ROW | {"question": 5}, "line 3: 'question' must be a text, not 5"),
+        (EXACT, {"answer": "7"}, "line 3: 'question' must be a text, not None"),
+        (EXACT, ROW, None),
+        (EXACT, ROW | {"answer": 7}, None),
+        (CHOICE, WORDS | {"answer": 3}, "line 3: 'answer' is 3, which is neither one of the"),
+        (CHOICE, WORDS | {"answer": -1}, "an index from 0 to 2"),
+        (CHOICE, WORDS | {"answer": 0.5}, "line 3: 'answer' is 0.5"),
+        (CHOICE, WORDS | {"answer": "grey"}, "line 3: 'answer' is 'grey'"),
+        (CHOICE, WORDS | {"answer": True}, "line 3: 'answer' is True"),
+        (CHOICE, WORDS | {"choices": ["red", 5]}, "line 3: 'choices' must be texts, and one is 5"),
+        (CHOICE, WORDS | {"choices": "red"}, "line 3: 'choices' must be a list of two or more"),
+        (CHOICE, WORDS | {"answer": "blue"}, None),
+    ],
+)
+def test_rows_of_the_templates(tmp_path, task, row, said):
+    good = ROW if task is EXACT else WORDS
+    files = write(tmp_path, [good, "", row, good])
+    if said is None:
+        (found,) = check_suite(Suite(name="s", tasks=[task | {"files": files}], folder=tmp_path))
+        assert found.runnable and found.items == 3
+    else:
+        refused(tmp_path, task | {"files": files}, DataError, said)
+
+
+def test_rows_of_other_tasks_have_one_type_a_field(tmp_path):
+    task = {"task": "gsm8k_local", "shots": 0, "metric": "exact_match",
+            "filter": "flexible-extract"}  # fmt: skip
+    good = {"question": "3+4?", "answer": "#### 7"}
+    files = write(tmp_path, [good, good, good | {"answer": 7}])
+    said = "rows.jsonl, line 3: field 'answer' holds 7 where the first row holds '#### 7'"
+    refused(tmp_path, task | {"files": files}, DataError, said)
+    files = write(tmp_path, [good, {"question": "3+4?"}])
+    refused(tmp_path, task | {"files": files}, DataError, "line 2: no field 'answer'")
+
+
+def test_examples_are_never_the_tested_rows_in_silence(tmp_path):
+    files = write(tmp_path, [ROW] * 5)
+    said = "wants shots: 2 and has no rows to take them from but the tested ones"
+    refused(tmp_path, EXACT | {"shots": 2, "files": files}, EvaluationError, said)
+    both = files | {"train": write(tmp_path, [ROW] * 2, "train.jsonl")["test"]}
+    (found,) = check_suite(
+        Suite(name="s", tasks=[EXACT | {"shots": 2, "files": both}], folder=tmp_path)
+    )
+    assert found.runnable, found.problem
+    said = "train.jsonl: 2 rows, too few for shots: 3 of task 'sums'"
+    refused(tmp_path, EXACT | {"shots": 3, "files": both}, DataError, said)
+    gsm8k = {"task": "gsm8k_local", "metric": "exact_match", "filter": "strict-match"}
+    said = "has a local file for 'test' and none for 'train', where its examples come from"
+    refused(tmp_path, gsm8k | {"shots": 2, "files": files}, EvaluationError, said)
+    said = "no split 'tset' under files; did you mean 'test'?"
+    refused(tmp_path, EXACT | {"files": files | {"tset": "x"}}, EvaluationError, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"metric": "acc"}, "no metric 'acc' with filter 'none'; it reports exact_match with"),
+        ({"filter": "strict"}, "no metric 'exact_match' with filter 'strict'; it reports exact"),
+        ({"task": "gsm8k_local", "template": None}, "exact_match with filter flexible-extract"),
+        ({"task": "humaneval_local", "template": None, "code": "humaneval"},
+         "it reports pass@1 with filter sandbox"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_the_task_does_not_report(tmp_path, change, said):
+    files = write(tmp_path, [ROW])
+    refused(tmp_path, EXACT | {"files": files} | change, EvaluationError, said)
+
+
+@pytest.mark.slow
+def test_a_metric_that_a_group_does_not_report(tmp_path):
+    tasks = [{"task": "mmlu", "metric": "acc_norm"}, {"task": "glue", "metric": "acc"}]
+    mmlu, glue = check_suite(Suite(name="s", tasks=tasks))
+    assert not mmlu.runnable and "it reports acc with filter none" in mmlu.problem
+    assert not glue.runnable and "no score of its own; name its tasks one by one" in glue.problem
+
+
+def test_from_the_command_line(tmp_path, checkpoint, capsys):
+    files = write(tmp_path, [ROW, ROW | {"answer": None}])
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump({"name": "s", "tasks": [EXACT | {"files": files}]}))
+    arguments = ["eval", str(checkpoint), "-s", str(path), "-b", "hf", "-o", str(tmp_path / "o")]
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "rows.jsonl, line 2: 'answer' must be" in err and "Traceback" not in err
+    assert cli.main([*arguments, "--check"]) == 2
+    assert "rows.jsonl, line 2: 'answer' must be" in capsys.readouterr().out
