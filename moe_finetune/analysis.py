@@ -1,20 +1,21 @@
 """``analyze``: a checkpoint's or a trace's routing -> trace, numbers, snapshot and page.
 
-The folder holds ``trace/`` (of a checkpoint), ``summary.json``, ``routing/after.json`` (what the
-report draws) and ``report/index.html``.
+The folder appears whole or not at all. It holds ``trace/`` (of a checkpoint), ``summary.json``,
+``routing/after.json`` (what the report draws) and ``report/index.html``.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.errors import DataError
+from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.metrics.summary import summarize_trace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 PASSAGE = 150
 PASSAGES = 4
+PAGE = Path("report") / "index.html"
 
 
 def find_trace(path: str | Path) -> Path | None:
@@ -36,6 +38,18 @@ def find_trace(path: str | Path) -> Path | None:
     return next((folder for folder in folders if (folder / "trace.json").is_file()), None)
 
 
+def open_trace(path: str | Path) -> RoutingTrace:
+    """Open the trace at ``path``: a folder, an ``.npz``, or in the folder that ``analyze`` wrote.
+
+    Raises:
+        TraceError: there is none, or it is damaged.
+    """
+    from moe_finetune.capture.trace import RoutingTrace
+
+    return RoutingTrace.open(find_trace(path) or path)
+
+
+@one_writer
 def analyze(
     source: str | Path,
     output: str | Path,
@@ -65,7 +79,9 @@ def analyze(
         engine: vLLM's own arguments.
 
     Raises:
-        OutputExistsError, TraceError, CheckpointError, AdapterError: as their names say.
+        OutputExistsError, OutputBusyError: ``output`` holds something, or is being
+            written.
+        TraceError, CheckpointError, AdapterError: as their names say.
         DependencyError, CaptureError: vLLM cannot be used, or not for this.
         DataError: data without a checkpoint or the reverse, or rows that cannot be used.
     """
@@ -76,10 +92,11 @@ def analyze(
         raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz)")
     if found is None and not data:
         raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputExistsError(f"{output} already holds something; choose another --output")
+    check_output(output)
     if found is not None:
-        return write_analysis(found, output)
+        with output_folder(output, 0) as folder:
+            write_analysis(found, folder, output)
+        return output / PAGE
     if backend == "vllm" and (adapter is not None or probabilities):
         raise DataError(
             "vLLM tells the selected experts of an ordinary checkpoint: merge an adapter first, "
@@ -96,19 +113,15 @@ def analyze(
         domain: read_sequences(files, tokenizer, limit, max_length)
         for domain, files in (data or {}).items()
     }
-    try:
-        measures = None
+    with output_folder(output, 0) as folder:
+        trace, measures = folder / "trace", None
         if backend == "vllm":
             base = local_folder(source)
-            trace_vllm(
-                base, sequences, output / "trace", name=str(source), dtype=dtype, engine=engine
-            )
+            trace_vllm(base, sequences, trace, name=str(source), dtype=dtype, engine=engine)
         else:
-            measures = record(source, output / "trace", sequences, adapter, probabilities, dtype)
-    except BaseException:
-        shutil.rmtree(output / "trace", ignore_errors=True)  # half a trace is of no use
-        raise
-    return write_analysis(output / "trace", output, measures, tokenizer)
+            measures = record(source, trace, sequences, adapter, probabilities, dtype)
+        write_analysis(trace, folder, output, measures, tokenizer)
+    return output / PAGE
 
 
 def read_sequences(
@@ -142,11 +155,17 @@ def read_sequences(
 
 
 def write_analysis(
-    trace: Path, output: Path, measures: Measures | None = None, tokenizer: Any = None
-) -> Path:
-    """Write summary, snapshot and page of a trace into ``output``; return the page's path."""
+    trace: Path,
+    folder: Path,
+    output: Path,
+    measures: Measures | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Write summary, snapshot and page of a trace into ``folder``, which will be ``output``."""
     from moe_finetune.capture.trace import RoutingTrace
-    from moe_finetune.report import write_report
+    from moe_finetune.report.context import Report
+    from moe_finetune.report.page import render_page
+    from moe_finetune.report.runs import read_run
 
     opened = RoutingTrace.open(trace)
     summary = summarize_trace(opened)
@@ -154,12 +173,12 @@ def write_analysis(
     if measures is not None:
         summary["per_layer"] |= measures.per_layer()
         summary["mean"] |= {k: float(np.mean(v)) for k, v in measures.per_layer().items()}
-    (output / "routing").mkdir(parents=True, exist_ok=True)
-    _write(output / "summary.json", summary)
+    write_atomic(folder / "summary.json", json.dumps(summary))
     picture = snapshot(opened, summary, arrays, measures, tokenizer)
-    _write(output / "routing" / "after.json", picture)
+    write_atomic(folder / "routing" / "after.json", json.dumps(picture))
+    run = replace(read_run(folder, output.resolve().name), path=output)
     title = f"Routing of {opened.info.checkpoint}"
-    return write_report([output], output / "report" / "index.html", title)
+    write_atomic(folder / PAGE, render_page(Report([run], title)))
 
 
 def snapshot(
@@ -235,12 +254,6 @@ def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, 
                 }
             )
     return found
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document), encoding="utf-8")
-    partial.replace(path)
 
 
 def comparison_text(a: Path, b: Path, found: Mapping[str, Any]) -> str:

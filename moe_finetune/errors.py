@@ -46,6 +46,18 @@ class OutputExistsError(MoeFinetuneError, FileExistsError):
     """An output folder that already holds something else."""
 
 
+class OutputError(MoeFinetuneError, OSError):
+    """An output that cannot be written."""
+
+
+class OutputBusyError(MoeFinetuneError, BlockingIOError):
+    """An output that another process writes at this moment."""
+
+
+class DiskSpaceError(OutputError):
+    """A disk without room for what is to be written."""
+
+
 class EvaluationError(MoeFinetuneError, RuntimeError):
     """An evaluation that cannot start or finish."""
 

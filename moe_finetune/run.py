@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.errors import CheckpointError, OutputExistsError, RecipeError
+from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.recipe import Recipe
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.yaml"
+SUMMARY_FILE = "summary.json"
 
 
 def run_recipe(
@@ -42,13 +44,24 @@ def run_recipe(
 
     Raises:
         OutputExistsError: ``output`` holds something already (without ``resume``).
+        OutputBusyError: another process is at work in ``output``.
         RecipeError: ``resume`` with another recipe than the run's.
     """
     from moe_finetune.training import ranks
 
     output = Path(output)
     ranks.join_group()
+    with ranks.first_alone(lambda: output_lock(output)):
+        return carry_out(recipe, output, resume, ignore_memory)
+
+
+def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -> Path:
+    """What :func:`run_recipe` does while no other process may write to ``output``."""
+    from moe_finetune.training import ranks
+
     check_output(recipe, output, resume)
+    if ranks.rank() == 0 and output.is_dir():
+        clear_leftovers(output)
     trained = (output / "adapter").exists() or (output / "merged").exists()
     inputs = None if trained else check_inputs(recipe, ignore_memory)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
@@ -93,7 +106,9 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
     from moe_finetune.recipe import load_recipe
 
     saved = output / RECIPE_FILE
-    if resume:
+    if resume and output.is_dir() and not contents(output):
+        log.warning("--resume: %s is empty, so the run starts at its beginning", output)
+    elif resume:
         if not saved.exists():
             raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
         if load_recipe(saved).hash != recipe.hash:
@@ -101,9 +116,7 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
                 f"--resume: the recipe differs from {saved}, with which this run was started; "
                 "resume with that file, or choose another --output"
             )
-    elif output.exists() and (
-        not output.is_dir() or any(not p.name.endswith(".partial") for p in output.iterdir())
-    ):
+    elif output.exists() and (not output.is_dir() or contents(output)):
         what = "another run" if saved.exists() else "other files"
         raise OutputExistsError(
             f"{output} holds {what}; choose another --output"
@@ -192,16 +205,10 @@ def begin(recipe: Recipe, output: Path) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
     from moe_finetune.environment import describe_environment
 
-    output.mkdir(parents=True, exist_ok=True)
     # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
-    _write(output / RECIPE_FILE, recipe.to_yaml())
-    _write(output / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+    environment = json.dumps(describe_environment(), indent=2) + "\n"
+    write_atomic(output / "environment.json", environment)
 
 
 def discard(output: Path, whole: bool) -> None:
@@ -271,13 +278,17 @@ def merge(recipe: Recipe, output: Path) -> None:
     from moe_finetune.balancing.export import load_bias
     from moe_finetune.weights import merge_adapter
 
-    if (output / "merged").exists():
+    adapter = (output / "adapter").exists()
+    # A run that was killed after the merge and before its note merges again: what the note says
+    # of the weights cannot be told from the merged checkpoint.
+    if (output / "merged").exists() and not (adapter and "merge" not in _summary(output)):
         return
     base = base_folder(recipe)
     result = merge_adapter(
         base,
         output / "adapter",
         output / "merged",
+        overwrite=True,
         bias=load_bias(output / "adapter"),
         bias_export="drop" if recipe.method.export_bias == "drop" else "keep",
     )
@@ -336,8 +347,11 @@ def report(output: Path) -> Path:
 
 def note(output: Path, **values: Any) -> None:
     """Add ``values`` to the run's ``summary.json``."""
-    path = output / "summary.json"
-    held = read_object(path, RecipeError, "move it away") if path.exists() else {}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({**held, **values}, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    summary = {**_summary(output), **values}
+    write_atomic(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def _summary(output: Path) -> dict[str, Any]:
+    path = output / SUMMARY_FILE
+    remedy = "delete the file and repeat the command with --resume"
+    return read_object(path, CheckpointError, remedy) if path.exists() else {}

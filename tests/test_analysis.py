@@ -183,7 +183,7 @@ def test_a_recording_that_breaks_can_be_repeated(tmp_path, tiny_checkpoint, text
     for _ in range(2):
         with pytest.raises(ValueError, match="NaN"):
             analyze(tmp_path / "broken", tmp_path / "o", texts)
-        assert not any((tmp_path / "o").iterdir())
+        assert {path.name for path in tmp_path.iterdir()} == {"broken"}
 
 
 def write_trace(folder, seed: int, experts: int = 9):

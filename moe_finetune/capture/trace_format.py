@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from moe_finetune.errors import TraceError
+from moe_finetune.io import write_atomic
 from moe_finetune.json_file import parse_json
 
 MANIFEST = "trace.json"
@@ -107,10 +108,8 @@ class TraceInfo:
 
 def write_manifest(folder: Path, info: TraceInfo) -> None:
     """Write ``trace.json`` in one step, so that it is either absent or complete."""
-    temporary = folder / (MANIFEST + ".tmp")
     document = {"format": FORMAT, "version": VERSION, **asdict(info)}
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / MANIFEST)
+    write_atomic(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> TraceInfo:

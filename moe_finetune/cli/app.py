@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from moe_finetune.io import write_new
+
 app = typer.Typer(
     name="moe-finetune",
     help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
@@ -32,11 +34,11 @@ def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def write_json(document: object, output: Path | None) -> None:
-    """Write ``document`` to a file, or print it."""
+    """Write ``document`` to a new file, or print it."""
     from json import dumps
 
     text = dumps(document, indent=2, allow_nan=False)
     if output is None:
         print(text)
     else:
-        output.write_text(text + "\n", encoding="utf-8")
+        write_new(output, text + "\n")

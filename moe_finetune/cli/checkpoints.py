@@ -36,7 +36,7 @@ def convert(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
     output: Output,
 ) -> None:
-    """Write a copy that needs no remote code: config, fast tokenizer, the same weights (linked).
+    """Write a copy that needs no remote code: config, fast tokenizer, the same weights.
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """

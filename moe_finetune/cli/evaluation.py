@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moe_finetune.cli.app import app, write_json
+from moe_finetune.io import write_new
 
 
 class Backend(enum.StrEnum):
@@ -172,12 +173,13 @@ def compare(
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
     from moe_finetune.analysis import find_trace
-    from moe_finetune.errors import DataError, OutputExistsError
+    from moe_finetune.errors import DataError
+    from moe_finetune.io.atomic import refuse_existing
 
     if output is not None and output.suffix not in (".html", ".json"):
         raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
-    if output is not None and output.exists():
-        raise OutputExistsError(f"{output} exists; choose another --output")
+    if output is not None:
+        refuse_existing(output)
     traces = [found for found in map(find_trace, results) if found is not None]
     if not traces:
         compare_evaluations(results, output)
@@ -199,7 +201,7 @@ def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
     print(comparison.to_text())
     if output is not None:
         page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
-        output.write_text(page, encoding="utf-8")
+        write_new(output, page)
 
 
 def compare_two_traces(first: Path, second: Path, output: Path | None) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_finetune.cli.app import Output, app
+from moe_finetune.io import output_lock
+from moe_finetune.io.atomic import refuse_existing
 
 
 class Recorder(enum.StrEnum):
@@ -96,7 +99,7 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
 @app.command(context_settings={"allow_extra_args": True})
 def place(
     context: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    trace: Annotated[Path, typer.Argument(help="Trace, or `analyze`'s folder.")],
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Plan file to write; with --bench a folder.")
@@ -137,11 +140,10 @@ def place(
     \b
     moe-finetune place traces/aux --against traces/coupling --ranks 8 --bench law.jsonl -o bench
     """
-    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.analysis import open_trace
     from moe_finetune.placement.held_out import plan_trace
     from moe_finetune.placement.throughput import Bench, run_bench
 
-    opened = RoutingTrace.open(trace)
     if bench is not None:
         asked = Bench(
             ranks=ranks,
@@ -154,21 +156,24 @@ def place(
             repeat=repeat,
             extra=tuple(context.args),
         )
-        traces = [opened, *([RoutingTrace.open(against)] if against is not None else [])]
-        print(run_bench(asked, traces, dry_run))
+        with nullcontext() if dry_run else output_lock(output):
+            traces = [open_trace(path) for path in (trace, against) if path is not None]
+            print(run_bench(asked, traces, dry_run))
         return
     if against is not None or dry_run or context.args:
         raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")
-    found = plan_trace(opened, ranks, max_imbalance, groups)
-    for name, metrics in found.metrics.items():
-        print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-    found.plan.write(output)
+    with output_lock(output):
+        refuse_existing(output)
+        found = plan_trace(open_trace(trace), ranks, max_imbalance, groups)
+        for name, metrics in found.metrics.items():
+            print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+        found.plan.write(output)
     print(f"plan: {output}")
 
 
 @app.command()
 def select(
-    trace: Annotated[Path, typer.Argument(help="Routing trace (folder or .npz).")],
+    trace: Annotated[Path, typer.Argument(help="Trace, or `analyze`'s folder.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
     score: Annotated[Score, typer.Option("--score", help="Relevance measure.")] = Score.token,
     top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
@@ -178,18 +183,21 @@ def select(
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """
-    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.analysis import open_trace
     from moe_finetune.lora.select import ExpertSelection, select_experts
 
-    opened = RoutingTrace.open(trace)
-    info = opened.info
-    chosen = select_experts(
-        opened.load("ids", domain),
-        opened.load("weights", domain) if score is Score.gate else None,
-        info.num_experts,
-        score=score.value,
-        top_p=top_p,
-    )
-    experts = dict(zip(info.layers, chosen, strict=True))
-    ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p).write(output)
+    with output_lock(output):
+        refuse_existing(output)
+        opened = open_trace(trace)
+        info = opened.info
+        chosen = select_experts(
+            opened.load("ids", domain),
+            opened.load("weights", domain) if score is Score.gate else None,
+            info.num_experts,
+            score=score.value,
+            top_p=top_p,
+        )
+        experts = dict(zip(info.layers, chosen, strict=True))
+        selection = ExpertSelection(experts, info.model_type, info.num_experts, score.value, top_p)
+        selection.write(output)
     print(f"{sum(map(len, chosen))} experts in {len(chosen)} layers: {output}")

@@ -6,7 +6,6 @@ Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints 
 from __future__ import annotations
 
 import json
-import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.io import contents, one_writer, write_atomic
 from moe_finetune.recipe import Recipe, load_recipe
 
 METHODS = ("aux_loss", "orthogonal_variance")
 
 
+@one_writer
 def run_demo(
     output: str | Path, backend: str | None = None, steps: int | None = None, resume: bool = False
 ) -> Path:
@@ -38,11 +39,10 @@ def run_demo(
     from moe_finetune.run import run_recipe
 
     output = Path(output)
-    if output.exists() and any(output.iterdir()) and not resume:
+    if output.exists() and (not output.is_dir() or contents(output)) and not resume:
         raise OutputExistsError(
             f"{output} is not empty; choose another --output, or add --resume to go on with it"
         )
-    output.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
     with _timed("pretraining (or its cache)", seconds):
         checkpoint = ensure_demo_checkpoint(progress=_bar("pretraining"))
@@ -67,10 +67,10 @@ def run_demo(
             vllm=recipe.evaluation.vllm,
         )
     for run in runs:
-        (run / "eval_base").mkdir(exist_ok=True)
-        shutil.copy2(output / "base" / "results.json", run / "eval_base" / "results.json")
+        base = (output / "base" / "results.json").read_bytes()
+        write_atomic(run / "eval_base" / "results.json", base)
     page = write_report(runs, output / "report" / "index.html", title="moe-finetune demo")
-    (output / "seconds.json").write_text(json.dumps(seconds, indent=2) + "\n", encoding="utf-8")
+    write_atomic(output / "seconds.json", json.dumps(seconds, indent=2) + "\n")
     print("\n".join(f"{value:7.1f} s  {name}" for name, value in seconds.items()))
     return page
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.files import sha256_json, to_json
+from moe_finetune.io import write_atomic
 
 
 class ReplyStore:
@@ -39,9 +40,7 @@ class ReplyStore:
         good = self._load(header) if path.exists() else None
         if good is None or self.dropped:
             lines = [] if good is None else good
-            fresh = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            fresh.write_bytes(b"".join([_line(header), *lines]))
-            fresh.replace(path)
+            write_atomic(path, b"".join([_line(header), *lines]))
         self._stream = path.open("ab")
 
     def _load(self, header: dict[str, Any]) -> list[bytes] | None:

@@ -341,7 +341,7 @@ def relative_gain(cells: Iterable[tuple[float, float]]) -> float:
 
 def save_comparison(comparison: Comparison, folder: str | Path) -> dict[str, Any]:
     """Write comparison.txt, .json and .html into ``folder`` and return their paths."""
-    from moe_finetune.evaluation.files import write_atomic
+    from moe_finetune.io import write_atomic
 
     folder = Path(folder)
     content = {

@@ -16,20 +16,16 @@ from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsE
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf
-from moe_finetune.evaluation.files import (
-    sha256_json,
-    sha256_text,
-    to_json,
-    write_atomic,
-    write_jsonl,
-)
+from moe_finetune.evaluation.files import sha256_json, sha256_text, to_json, write_jsonl
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
+from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.json_file import read_object
 
 _RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 
 
+@one_writer
 def evaluate(
     checkpoint: str | Path,
     suite: str | Path | Suite,
@@ -86,6 +82,7 @@ def evaluate(
         EvaluationError, DataError, CheckpointError, DependencyError: see their messages; tasks
             that were finished are in results.json, marked ``"complete": false``.
         OutputExistsError: ``output`` holds results of another checkpoint.
+        OutputBusyError: another process is at work in ``output``.
     """
     loaded = load_suite(suite)
     if only is not None:
@@ -105,6 +102,9 @@ def evaluate(
     )  # fmt: skip
     settings = active.settings | {"overflow": overflow, "seed": seed}
     _refuse_other_checkpoint(output, active)
+    clear_beside(output / "results.json")
+    for folder in ("cache", "tasks"):
+        clear_leftovers(output / folder)
     run = _Run(loaded, catalog, active, settings, output, limit, seed, overflow, progress)
     try:
         return run.go(leaves, allow_unsafe_local)

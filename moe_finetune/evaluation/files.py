@@ -1,4 +1,4 @@
-"""Reading and writing of the files that evaluation keeps: atomic writes, hashes, local rows."""
+"""The files that evaluation reads and keeps: hashes, canonical JSON, local rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import inspect
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.io import write_atomic
 from moe_finetune.json_file import JsonError, parse_json, read_json
 from moe_finetune.text_file import refuse_twice, short_lines
 
@@ -23,17 +23,6 @@ _WEIGHTS = (".safetensors", ".bin")
 _IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 # Written beside a checkpoint by people and tools; they change nothing that a model answers.
 _NOT_IDENTITY = ("README.md", "trainer_state.json", "training_args.json", "environment.json")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader meets the old file or the whole new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
 
 
 def to_json(value: Any, indent: int | None = None, sort: bool = True) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
-from moe_finetune.evaluation.files import read_rows, sha256_text, to_json, write_atomic
+from moe_finetune.evaluation.files import read_rows, sha256_text, to_json
 from moe_finetune.evaluation.judge import item_texts, one_row_per_item
+from moe_finetune.io import write_atomic
 from moe_finetune.json_file import read_object
 
 COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.yaml_file import read_yaml
+
+_NAME, _LONGEST = re.compile(r"\w[\w .+-]*"), 120
 
 
 class SuiteTask(BaseModel):
@@ -57,8 +60,15 @@ class SuiteTask(BaseModel):
     chance: float | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Fill in the label."""
+        """Fill in the label, and refuse names that would lead out of the output folder."""
         self.label = self.label or self.task
+        for key in ("task", "label"):
+            name = getattr(self, key)
+            if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+                raise ValueError(
+                    f"{key} '{name:.60}' cannot name a folder; use up to {_LONGEST} letters, "
+                    "digits, spaces and _ . + - , beginning with a letter or digit"
+                )
 
 
 class Suite(BaseModel):

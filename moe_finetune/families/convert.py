@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +17,45 @@ from moe_finetune.checkpoint_files import (
     read_headers,
     tensors_of,
 )
-from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.errors import CheckpointError
 from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import Header
 
 _CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
+_COPY_BYTES = 16 << 20
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
+@one_writer
 def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     """Write ``output``, a folder with the weights of ``source`` and no code, and return it.
 
-    The safetensors files are hard links where the file system allows it, else copies; their names
-    and bytes stay. ``config.json`` stays but for ``auto_map``. The tokenizer becomes
-    ``tokenizer.json``. An index is written where shards have none. The folder appears complete or
-    not at all.
+    The names and bytes of the safetensors files stay; where the file system can, the copies share
+    their blocks until one of them is changed. ``config.json`` stays but for ``auto_map``. The
+    tokenizer becomes ``tokenizer.json``. An index is written where shards have none. The folder
+    appears complete or not at all.
 
     Raises:
-        CheckpointError: ``source`` is missing, incomplete or damaged.
+        CheckpointError: ``source`` is missing, incomplete or damaged, or a file of it is a link
+            that leaves it.
         UnsupportedModelError: no family has its model type.
-        OutputExistsError: ``output`` exists.
+        OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
+            written, or does not fit on the disk.
     """
+    from moe_finetune.weights.carried import refuse_foreign_links
+
     output = Path(output)
-    if output.exists():
-        raise OutputExistsError(f"{output} exists already; choose a new folder")
+    check_output(output)
     folder = local_folder(source)
     load_config(folder)
     files = read_headers(folder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
+    refuse_foreign_links(folder)
+    size = sum((folder / name).stat().st_size for name in files)
+    with output_folder(output, size) as work:
         for name in files:
-            _link(folder / name, work / name)
+            _copy(folder / name, work / name)
         write_index(files, work)
         config = read_config(folder)
         config.pop("auto_map", None)
@@ -58,11 +64,8 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         for pattern in _CARRIED:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, work / file.name)
-        work.chmod(0o755)
-        work.rename(output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        for path in work.iterdir():
+            sync(path)
     return output
 
 
@@ -106,12 +109,14 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _link(source: Path, target: Path) -> None:
-    real = source.resolve()  # the hub's cache holds links to its blobs
-    try:
-        os.link(real, target)
-    except OSError:  # another file system, or one without hard links
+def _copy(source: Path, target: Path) -> None:
+    """Copy a large file inside the kernel, which shares blocks where the file system can."""
+    with source.open("rb") as old, target.open("xb") as new:
+        left = os.fstat(old.fileno()).st_size
         try:
-            shutil.copyfile(real, target)
+            while left > 0 and (count := os.copy_file_range(old.fileno(), new.fileno(), left)):
+                left -= count
         except OSError as error:
-            raise CheckpointError(f"{target} cannot be written ({error})") from error
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            shutil.copyfileobj(old, new, _COPY_BYTES)  # from where the kernel has stopped

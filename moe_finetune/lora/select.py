@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_finetune.errors import DataError
+from moe_finetune.io import write_new
 from moe_finetune.json_file import read_json
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 
@@ -99,7 +100,7 @@ class ExpertSelection:
     top_p: float | None = None
 
     def write(self, path: str | Path) -> None:
-        """Write the selection as JSON."""
+        """Write the selection as JSON to a new file; OutputExistsError where there is one."""
         document = {
             "model_type": self.model_type,
             "num_experts": self.num_experts,
@@ -107,7 +108,7 @@ class ExpertSelection:
             "top_p": self.top_p,
             "experts": {str(layer): ids for layer, ids in sorted(self.experts.items())},
         }
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_new(Path(path), json.dumps(document, indent=1) + "\n")
 
     def check(self, model_type: str, moe_layers: Sequence[int], num_experts: int) -> None:
         """Raise DataError unless the selection belongs to a model with these facts."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.errors import DataError
+from moe_finetune.io import write_new
 from moe_finetune.json_file import parse_json
 from moe_finetune.metrics.arrays import Array, integers
 
@@ -69,7 +70,7 @@ class PlacementPlan:
                 )
 
     def write(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON to a new file; OutputExistsError where there is one."""
         document = {
             "format": FORMAT,
             "model_type": self.model_type,
@@ -82,7 +83,7 @@ class PlacementPlan:
                 )
             },
         }
-        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+        write_new(Path(path), json.dumps(document) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> PlacementPlan:

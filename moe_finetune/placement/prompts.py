@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.io import write_atomic
 
 
 def write_prompts(rows: Path, checkpoint: Path, count: int, output: Path) -> None:
@@ -27,9 +28,7 @@ def write_prompts(rows: Path, checkpoint: Path, count: int, output: Path) -> Non
         prompts.append(prompt_of(former(place, row), tokenizer))
     if len(prompts) < count:
         raise DataError(f"{rows}: {len(prompts)} rows, fewer than --samples {count}; lower it")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    output.write_text(lines, encoding="utf-8")
+    write_atomic(output, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
 def prompt_of(row: dict[str, Any], tokenizer: Any) -> str:

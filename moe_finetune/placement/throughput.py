@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import DependencyError, EvaluationError, OutputExistsError
+from moe_finetune.errors import DependencyError, EvaluationError
+from moe_finetune.io import check_output, write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
@@ -81,8 +82,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
             be used.
         EvaluationError: a server or a client that failed.
     """
-    if bench.output.exists() and (not bench.output.is_dir() or any(bench.output.iterdir())):
-        raise OutputExistsError(f"{bench.output} already holds something; choose another --output")
+    check_output(bench.output)
     arms = make_arms(bench, traces)
     if dry_run:
         return describe(bench, arms)
@@ -264,10 +264,7 @@ def write_results(bench: Bench, found: Sequence[dict[str, Any]]) -> None:
         "date": datetime.date.today().isoformat(),
         "environment": describe_environment(),
     }
-    path = bench.output / "bench.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_atomic(bench.output / "bench.json", json.dumps(document, indent=1) + "\n")
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.errors import DataError, DiskSpaceError, OutputExistsError
+from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.report.colors import css_variables
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import Markup, escape, join, tag
@@ -131,16 +131,20 @@ def _asset(name: str) -> str:
 def _write(page: str, output: Path) -> Path:
     if output.is_dir():
         output = output / "index.html"
+    with output_lock(output, wait=True):
+        _replace(page, output)
+    return output
+
+
+def _replace(page: str, output: Path) -> None:
     if output.exists() and 'content="moe-finetune"' not in _start(output):
         raise OutputExistsError(f"{output}: exists and is no report; give another --output")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f".{output.name}.partial")
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, output)
+        write_atomic(output, page)
+    except DiskSpaceError:
+        raise
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}") from None
-    return output
 
 
 def _start(path: Path) -> str:

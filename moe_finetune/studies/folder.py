@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_finetune.errors import OutputExistsError, StudyError
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import contents, write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.studies.expand import Run, baseline_of
 from moe_finetune.studies.recipe import StudyRecipe
@@ -55,7 +55,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
     held = (output / MANIFEST).exists()
-    if output.exists() and (not output.is_dir() or any(_foreign(output))):
+    if output.exists() and (not output.is_dir() or contents(output)):
         if not held:
             raise OutputExistsError(f"{output} holds other files; choose another --output")
         if not resume:
@@ -85,11 +85,6 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
     write_atomic(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for run in runs:
         write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
-
-
-def _foreign(output: Path) -> Iterable[Path]:
-    """What lies in the folder, but for files that are just being written."""
-    return (path for path in output.iterdir() if not path.name.endswith(".partial"))
 
 
 def check_run(run: Run, output: Path) -> None:

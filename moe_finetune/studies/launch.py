@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError, StudyError
+from moe_finetune.io import write_atomic
 from moe_finetune.studies import folder as disk
 from moe_finetune.studies.expand import Run
 from moe_finetune.studies.recipe import LaunchSection
@@ -68,8 +69,7 @@ def inline(run: Run, output: Path, lock: int) -> str | None:
         return str(error)
     except Exception as error:  # one run's failure must not end the others
         file = disk.log_file(output, run.name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(traceback.format_exc(), encoding="utf-8")
+        write_atomic(file, traceback.format_exc())
         return f"{type(error).__name__}: {error} (traceback in {file})"
     return None
 

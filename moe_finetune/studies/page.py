@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import write_atomic
 from moe_finetune.report.context import Report, Section, group, table
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page

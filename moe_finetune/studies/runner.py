@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_finetune.errors import StudyError
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.studies import folder as disk
 from moe_finetune.studies.expand import Run, expand
 from moe_finetune.studies.launch import Start, held, starter
@@ -42,21 +42,26 @@ def run_study(
     Raises:
         StudyError, RecipeError: the study is wrong, or a run in the folder is damaged or another's.
         OutputExistsError: the folder holds something else.
+        OutputBusyError: another process carries out this study, or shards of it.
         KeyboardInterrupt: SIGINT or SIGTERM, after the run at work has saved its checkpoint.
     """
     output = Path(output)
-    runs = expand(study)
-    mine = shard_of(runs, shard)
-    disk.prepare(study, runs, output, resume or shard is not None)
-    if study.launch.kind == "slurm":
-        from moe_finetune.studies.slurm import submit
+    several = shard is not None or study.launch.kind == "slurm"
+    with output_lock(output, shared=several):
+        runs = expand(study)
+        mine = shard_of(runs, shard)
+        with output_lock(output / disk.MANIFEST, wait=True):
+            disk.prepare(study, runs, output, resume or shard is not None)
+        if study.launch.kind == "slurm":
+            from moe_finetune.studies.slurm import submit
 
-        submit(study, runs, output)
-    else:
-        start = starter(study.launch, config_folder(study))
-        carry_out(mine, output, start, study.discard)
-    results = load_results(output)
-    write_tables(results)
+            submit(study, runs, output)
+        else:
+            start = starter(study.launch, config_folder(study))
+            carry_out(mine, output, start, study.discard)
+        with output_lock(output / "tables", wait=True):
+            results = load_results(output)
+            write_tables(results)
     return results
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_finetune.errors import StudyError
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import write_atomic
 from moe_finetune.studies.expand import Run
 from moe_finetune.studies.recipe import StudyRecipe
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io import sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -186,28 +187,6 @@ def write_bytes(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sync(path: Path) -> None:
-    """Make the file's content, or the folder's entries, survive a power cut.
-
-    A file that safetensors wrote (mode 0600) gets the mode of any new file, so that a group that
-    shares a disk can read it.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if path.is_file():
-            os.fchmod(descriptor, 0o666 & ~_umask())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    # It can only be read by setting it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def file_hash(path: Path) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import distributed
+
+from moe_finetune.errors import MoeFinetuneError
 
 
 def distributed_run() -> bool:
@@ -44,6 +48,25 @@ def any_rank(flag: bool) -> bool:
     votes = torch.tensor([int(flag)], device=device())
     distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
     return bool(votes.item())
+
+
+@contextmanager
+def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Let rank 0 hold something for the whole group; where it cannot, every rank stops.
+
+    Raises:
+        MoeFinetuneError: on rank 0 what ``hold`` raised, on the others that it was raised.
+    """
+    problem: MoeFinetuneError | None = None
+    with ExitStack() as held:
+        if rank() == 0:
+            try:
+                held.enter_context(hold())
+            except MoeFinetuneError as error:
+                problem = error
+        if any_rank(problem is not None):
+            raise problem or MoeFinetuneError("rank 0 cannot begin; see its message")
+        yield
 
 
 def gather_bytes(blob: bytes) -> list[bytes]:

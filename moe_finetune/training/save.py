@@ -14,11 +14,11 @@ from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.export import save_beside
 from moe_finetune.capture.model import moe_layers
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io import sync
 from moe_finetune.json_file import read_object
 from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.checkpoint import sync
 from moe_finetune.training.whole import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"

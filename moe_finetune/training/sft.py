@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from moe_finetune.io import write_atomic
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
@@ -127,9 +128,7 @@ def drop_after(path: Path, step: int) -> None:
             break  # the last line of a killed run
         if row["step"] <= step and row["kind"] != "end":
             kept.append(line)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, "".join(line + "\n" for line in kept))
 
 
 def describe_steps(trainer: RunTrainer, examples: Any) -> str:

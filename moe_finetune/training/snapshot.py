@@ -17,6 +17,7 @@ from torch import nn
 from moe_finetune.capture.model import model_facts
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.recorder import Recorder
+from moe_finetune.io import write_atomic
 from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.sections import DataSection
@@ -101,10 +102,7 @@ def take_snapshot(
     if ranks.rank() > 0:
         return {}
     snapshot = _picture(sample, rows, tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(snapshot), encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, json.dumps(snapshot))
     return snapshot
 
 

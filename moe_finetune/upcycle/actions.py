@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.evaluation.files import write_atomic
 from moe_finetune.families.loading import local_folder
+from moe_finetune.io import write_atomic
 from moe_finetune.method import resolve_method
 from moe_finetune.upcycle.files import MEASURED_FILE, TABLE_FILE
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
+from moe_finetune.io.lock import OutputLock
 from moe_finetune.json_file import read_object
 from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, REMEDY, RESULTS_FILE, TABLES_FILE
 from moe_finetune.upcycle.ledger import Ledger
@@ -45,6 +46,7 @@ def run_upcycle(
     Raises:
         RecipeError: an unknown stage, or one whose predecessors are missing or out of date.
         OutputExistsError: the folder holds something already (without ``resume``).
+        OutputBusyError: another process is at work there; several ``expert`` may be.
     """
     output = Path(output)
     if stage is not None and stage not in STAGES:
@@ -53,12 +55,26 @@ def run_upcycle(
         raise RecipeError(
             f"--expert {expert}: wanted 0 to {recipe.clusters.count - 1}, with --stage experts"
         )
+    with output_lock(output, shared=expert is not None) as lock:
+        return carry_out(recipe, output, stage, expert, resume, lock)
+
+
+def carry_out(
+    recipe: UpcycleRecipe,
+    output: Path,
+    stage: str | None,
+    expert: int | None,
+    resume: bool,
+    lock: OutputLock,
+) -> Path:
+    """What :func:`run_upcycle` does while it holds the folder's lock."""
     check_folder(output, resume)
+    if expert is None:
+        clear_leftovers(output)
     upcycle = Upcycle(recipe, output)
     upcycle.check()
     ledger = Ledger(output, upcycle.steps())
     if expert is None:  # else another process may be writing the same
-        output.mkdir(parents=True, exist_ok=True)
         write_atomic(output / RECIPE_FILE, recipe.to_yaml())
     started = time.perf_counter()
     for wanted in STAGES if stage is None else (stage,):
@@ -66,7 +82,8 @@ def run_upcycle(
         if expert is not None:
             names = [name for name in names if name.endswith(f"/experts/{expert}")]
         if wanted == "experts" and expert is None and recipe.experts.processes > 1:
-            run_apart(ledger, names, output, recipe.experts.processes)
+            with lock.open_to_helpers():
+                run_apart(ledger, names, output, recipe.experts.processes)
         if stage is not None and stage != "dense" and not ledger.done("texts"):
             ledger.run("texts")
         for name in names:
@@ -83,7 +100,7 @@ def check_folder(output: Path, resume: bool) -> None:
     if resume:
         if not saved.exists():
             raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+    elif output.exists() and (not output.is_dir() or contents(output)):
         what = "another upcycle" if saved.exists() else "other files"
         raise OutputExistsError(
             f"{output} holds {what}; choose another --output"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.evaluation.files import sha256_json, write_atomic
+from moe_finetune.evaluation.files import sha256_json
+from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.json_file import read_object
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,13 @@ class Ledger:
                     f"--stage {step.stage}: {self.output / before} {what}; run --stage {stage} "
                     "first, or leave --stage out"
                 )
+        # A process that trains one expert may need a step that another is at.
+        with output_lock(self.output / name, wait=True):
+            if not self.done(name):
+                self._do(step)
+
+    def _do(self, step: Step) -> None:
+        name = step.name
         target, work = self.output / name, self.output / "work" / name
         self._mark(name).unlink(missing_ok=True)
         if target.exists():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.checkpoint_files import INDEX
 from moe_finetune.errors import CheckpointError
 from moe_finetune.families import FAMILIES
+from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.upcycle.dense import DenseFacts
 from moe_finetune.upcycle.experts import (
@@ -30,7 +31,6 @@ from moe_finetune.upcycle.experts import (
 )
 from moe_finetune.weights.apply import default_workers
 from moe_finetune.weights.carried import carried_files
-from moe_finetune.weights.output import check_output, output_folder, write_small
 
 if TYPE_CHECKING:
     from moe_finetune.weights.writer import Content, Output
@@ -91,6 +91,7 @@ class RandomRows:
         out.write(values.to(DTYPES[target.dtype]).view(torch.uint8).reshape(-1), target.offset)
 
 
+@one_writer
 def merge_experts(
     experts: Sequence[str | Path],
     output: str | Path,
@@ -124,7 +125,7 @@ def merge_experts(
         CheckpointError: an expert that is damaged, or differs from the first in tokenizer, sizes
             or tensors.
         UnsupportedModelError: a model type without a MoE.
-        OutputExistsError, DiskSpaceError: before anything is written.
+        OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.weights.writer import write_files
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
-from moe_finetune.evaluation.files import sha256_file, sha256_json, write_atomic
+from moe_finetune.evaluation.files import sha256_file, sha256_json
 from moe_finetune.families.loading import load_tokenizer, local_folder
+from moe_finetune.io import write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.upcycle.actions import Measure, Merge, Train
 from moe_finetune.upcycle.clustering import check_pins, cluster_categories

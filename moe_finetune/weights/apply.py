@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.weights.adapter import check_finite, open_adapter
 from moe_finetune.weights.bias import BiasExport
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
-from moe_finetune.weights.output import check_output, output_folder, write_small
 from moe_finetune.weights.plan import MergePlan, plan_merge
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class MergeReport:
     expert_norms: dict[int, list[float]] = field(default_factory=dict)
 
 
+@one_writer
 def merge_adapter(
     base: str | Path,
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
@@ -81,7 +82,7 @@ def merge_adapter(
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
-        OutputExistsError, DiskSpaceError: before anything is written.
+        OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
         NumericsError: a value does not fit into ``dtype``.
     """
     started = time.perf_counter()

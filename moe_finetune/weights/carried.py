@@ -24,17 +24,17 @@ def carried_files(
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and licence texts of ``folder`` as path -> bytes.
 
-    Bytes are the base's own. Only ``config.json`` changes, by ``config_changes`` (None removes a
-    key), any JSON file that names remote code loses that entry, and a tokenizer that loaders would
-    read differently without its code is written so that all of them read the same.
+    Bytes are the base's own; a link that leaves the folder raises CheckpointError. Only
+    ``config.json`` changes, by ``config_changes`` (None removes a key), any JSON file that names
+    remote code loses that entry, and a tokenizer that loaders would read differently without its
+    code is written so that all of them read the same.
     """
-    files = {}
-    for path in sorted(folder.iterdir()):
-        legal = path.name.upper().startswith(_LEGAL)
-        if path.is_file() and (path.suffix in _SUFFIXES or legal) and path.name not in _LEFT:
-            files[path.name] = path.read_bytes()
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[f"{path.parent.name}/{path.name}"] = path.read_bytes()
+    refuse_foreign_links(folder)
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in _small_files(folder)
+        if path.name not in _LEFT
+    }
     if _loaders_disagree(folder):
         files.update(_plain_tokenizer(folder))
     for name in ("config.json", "tokenizer_config.json"):
@@ -42,6 +42,32 @@ def carried_files(
             changes = dict(config_changes or {}) if name == "config.json" else {}
             files[name] = _changed(name, folder, files[name], changes)
     return files
+
+
+def refuse_foreign_links(folder: Path) -> None:
+    """Raise CheckpointError for a small file that is a link to somewhere else on this machine.
+
+    A copy would hold that file's content, and carry it away when it is published. Links inside the
+    folder, and those of the hub's cache to the blobs of the same repository, are the checkpoint's.
+    """
+    root = folder.resolve()
+    own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in _small_files(folder):
+        real = path.resolve()
+        if not any(real.is_relative_to(place) for place in own):
+            raise CheckpointError(
+                f"{path}: is a link to {real}, outside the checkpoint, and would be copied with "
+                "it; put the file itself there, or remove the link"
+            )
+
+
+def _small_files(folder: Path) -> list[Path]:
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.suffix in _SUFFIXES or path.name.upper().startswith(_LEGAL))
+    ]
+    return found + sorted((folder / "additional_chat_templates").glob("*.jinja"))
 
 
 def _loaders_disagree(folder: Path) -> bool:

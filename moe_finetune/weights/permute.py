@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint_files import INDEX
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import TensorInfo
 from moe_finetune.weights.apply import default_workers
 from moe_finetune.weights.carried import carried_files
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
-from moe_finetune.weights.output import check_output, output_folder, write_small
 
 if TYPE_CHECKING:
     from moe_finetune.weights.writer import Content, Output
@@ -55,6 +55,7 @@ class Rows:
         out.write(rows.reshape(-1), target.offset)
 
 
+@one_writer
 def permute_experts(
     base: str | Path,
     permutation: Permutation,
@@ -77,7 +78,7 @@ def permute_experts(
     Raises:
         CheckpointError: a layer without experts, a list that is no permutation, or one that tears
             the groups of a family with grouped routing apart.
-        OutputExistsError, DiskSpaceError: before anything is written.
+        OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.weights.writer import Copy, write_files
 

@@ -16,7 +16,8 @@ from moe_finetune.evaluation.compare import (
     relative_gain,
     save_comparison,
 )
-from moe_finetune.evaluation.files import to_json, write_atomic, write_jsonl
+from moe_finetune.evaluation.files import to_json, write_jsonl
+from moe_finetune.io import write_atomic
 
 
 def write(folder, tasks, prompts="same", complete=True):

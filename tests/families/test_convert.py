@@ -66,7 +66,12 @@ def test_public_files_become_a_folder_without_code(family, fixture, tmp_path):
     del source_config["auto_map"]
     assert config == source_config
     for shard in source.glob("*.safetensors"):
-        assert os.path.samefile(shard, output / shard.name)  # no second copy of the weights
+        assert (output / shard.name).read_bytes() == before[shard.name]
+        with (output / shard.name).open("r+b") as copy:  # changing the copy leaves the source
+            copy.seek(-1, os.SEEK_END)
+            copy.write(bytes([before[shard.name][-1] ^ 1]))
+        assert shard.read_bytes() == before[shard.name]
+        (output / shard.name).write_bytes(before[shard.name])
     assert [p.name for p in output.parent.iterdir()] == ["converted"]
 
     deepseek_moe.register()
@@ -96,7 +101,8 @@ def test_shards_without_an_index_get_one(tmp_path):
 def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
     source = _publish("moonlight", "moonlight_16b_a3b.json", tmp_path / "public")
     (tmp_path / "there").mkdir()
-    with pytest.raises(OutputExistsError, match="there exists already"):
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(OutputExistsError, match="there: is not empty"):
         convert_checkpoint(source, tmp_path / "there")
     (source / "tiktoken.model").unlink()
     with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor"):

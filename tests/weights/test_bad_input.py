@@ -10,10 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.errors import AdapterError, CheckpointError, NumericsError, UnsupportedModelError
+from moe_finetune.errors import (
+    AdapterError,
+    CheckpointError,
+    DiskSpaceError,
+    NumericsError,
+    UnsupportedModelError,
+)
+from moe_finetune.io import folder as output_module
 from moe_finetune.weights import merge_adapter, open_checkpoint, write_metadata
-from moe_finetune.weights import output as output_module
-from moe_finetune.weights.output import DiskSpaceError
 from tests import tiny
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from moe_finetune.errors import OutputExistsError
+from moe_finetune.io import clear_beside, output_folder
 from moe_finetune.weights import merge_adapter
-from moe_finetune.weights.output import clean_stale, output_folder
 
 MERGE = """
 import sys, time
@@ -79,7 +79,8 @@ def test_error_in_the_middle(bases, adapters, tmp_path):
 def test_stale_folders_only(tmp_path):
     """A folder whose writer lives stays, one without a lock goes, others are not touched."""
     live, dead, other = (
-        tmp_path / name for name in (".m.partial-1", ".m.partial-2", ".x.partial-1")
+        tmp_path / name
+        for name in (".m.partial-0000000a", ".m.partial-0000000b", ".x.partial-0000000a")
     )
     for folder in (live, dead, other):
         folder.mkdir()
@@ -87,11 +88,11 @@ def test_stale_folders_only(tmp_path):
     lock = os.open(live, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        clean_stale(tmp_path / "m")
+        clear_beside(tmp_path / "m")
         assert {p.name for p in tmp_path.iterdir()} == {live.name, other.name}
     finally:
         os.close(lock)
-    clean_stale(tmp_path / "m")
+    clear_beside(tmp_path / "m")
     assert {p.name for p in tmp_path.iterdir()} == {other.name}
 
 

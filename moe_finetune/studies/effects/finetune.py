@@ -17,6 +17,7 @@ from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.families.loading import load_config, load_model, load_tokenizer, local_folder
+from moe_finetune.io import output_folder, output_lock, write_atomic
 from moe_finetune.json_file import parse_json
 from moe_finetune.layered_yaml import Tree, merge_mappings
 from moe_finetune.lora.targets import add_lora
@@ -47,8 +48,10 @@ class Workbench:
         self.checkpoint = local_folder(named) if named else ensure_demo_checkpoint()
         self.folder = folder
         self.data = folder / "data"
-        if not self.data.is_dir():
-            write_demo_data(self.data)
+        with output_lock(self.data, wait=True):  # other shards of the study may need it now
+            if not self.data.is_dir():
+                with output_folder(self.data, 0) as made:
+                    write_demo_data(made)
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
         data = self.recipe({"preset": "none"}, seed=0).data
@@ -157,9 +160,8 @@ def run_finetune(
     held-out tasks after training.
     """
     recipe = bench.recipe(method, seed)
-    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "recipe.yaml", recipe.to_yaml())
     (folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that was interrupted
-    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
     set_seed(seed)
     model = add_lora(model, recipe.lora, recipe.router.train)

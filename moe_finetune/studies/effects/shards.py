@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import contents, write_atomic
 from moe_finetune.json_file import read_json, read_object
 from moe_finetune.studies.effects.settings import Miniature
 
@@ -79,9 +79,8 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
                 f"{output}: holds runs of this study with other settings under "
                 f"{', '.join(different)}; choose another --output"
             )
-    elif output.exists() and any(output.iterdir()):
+    elif output.exists() and (not output.is_dir() or contents(output)):
         raise OutputExistsError(f"{output} holds other files; choose another --output")
-    output.mkdir(parents=True, exist_ok=True)
     write_atomic(place, json.dumps(settings, indent=2) + "\n")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io import output_lock
 from moe_finetune.studies.effects.settings import Miniature, load_miniature
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def run_miniature(
         part: ``(i, n)``: run every n-th of the runs, from the i-th; the table covers all.
 
     Raises:
-        RecipeError, OutputExistsError: what cannot be run, and why.
+        RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
     """
-    from moe_finetune.studies.effects.shards import begin, read_shards, run_shards
+    from moe_finetune.studies.effects.shards import STUDY_FILE, begin, read_shards, run_shards
     from moe_finetune.studies.effects.table import effect_rows, markdown, write_tables
     from moe_finetune.studies.effects.upcycled import upcycle_rows
     from moe_finetune.studies.theory.pictures import draw_pictures
@@ -44,12 +45,15 @@ def run_miniature(
     study, output = load_miniature(recipe, overrides), Path(output)
     if not 1 <= part[0] <= part[1]:
         raise RecipeError(f"--shard {part[0]}/{part[1]}: wanted I/N with I from 1 to N")
-    begin(study, output, resume)
-    failed = run_shards(study, output, part)
-    results = read_shards(study, output)
-    effects = effect_rows(results, upcycle_rows(study.upcycle), effects_of(study))
-    write_tables(effects, results, output)
-    draw_pictures(results, output / "pictures")
+    with output_lock(output, shared=part != (1, 1)):
+        with output_lock(output / STUDY_FILE, wait=True):
+            begin(study, output, resume)
+        failed = run_shards(study, output, part)
+        with output_lock(output / "pictures", wait=True):
+            results = read_shards(study, output)
+            effects = effect_rows(results, upcycle_rows(study.upcycle), effects_of(study))
+            write_tables(effects, results, output)
+            draw_pictures(results, output / "pictures")
     print(markdown(effects))
     for shard in failed:
         print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.evaluation.files import write_atomic
+from moe_finetune.io import write_atomic
 from moe_finetune.studies.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect
 from moe_finetune.studies.effects.paired import (
     Interval,

@@ -1,40 +1,29 @@
-"""A folder that appears whole or not at all.
-
-It is written under a hidden sibling name, synced to the disk and renamed. The writer holds a lock
-on the hidden folder as long as it lives, so that a later run can tell one that was left behind by a
-killed process from one that is being written.
-"""
+"""A folder that appears whole or not at all: written under a hidden name, synced, renamed."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from moe_finetune.errors import MoeFinetuneError, OutputExistsError
+from moe_finetune.errors import DiskSpaceError, OutputExistsError
+from moe_finetune.io.atomic import sync
+from moe_finetune.io.leftovers import claim, clear_beside, contents
 
 # Directory entries and file-system blocks beside the contents.
 _OVERHEAD = 4 << 20
 
 
-class DiskSpaceError(MoeFinetuneError, OSError):
-    """A disk without room for what is to be written."""
-
-
 def check_output(target: Path, overwrite: bool = False) -> None:
     """Raise OutputExistsError unless ``target`` is free (or empty, or may be replaced)."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise OutputExistsError(f"{target}: is a file or link; choose another output folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise OutputExistsError(
-            f"{target}: is not empty; choose another output folder or pass overwrite"
-        )
+        raise OutputExistsError(f"{target}: is a file or link; choose another --output")
+    if target.is_dir() and contents(target) and not overwrite:
+        raise OutputExistsError(f"{target}: is not empty; choose another --output")
 
 
 @contextmanager
@@ -56,42 +45,30 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     target = Path(os.path.abspath(target))
     check_output(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    clean_stale(target)
+    clear_beside(target)
     free = shutil.disk_usage(target.parent).free
     if free < size + _OVERHEAD:
         raise DiskSpaceError(
             f"{target.parent}: {size / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; "
-            "make room or choose another output folder"
+            "make room or choose another --output"
         )
-    partial, lock = _locked_sibling(target)
+    partial, lock = claim(target, _make)
     try:
         yield partial
         for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-            _sync_folder(folder)
+            sync(folder)
         _put_in_place(partial, target, overwrite)
-        _sync_folder(target.parent)
+        sync(target.parent)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskSpaceError(
                 f"{target.parent}: no space left while writing {size / 1e9:.2f} GB; "
-                "make room or choose another output folder"
+                "make room or choose another --output"
             ) from problem
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
-
-
-def clean_stale(target: Path) -> None:
-    """Remove hidden folders of ``target`` whose writer is dead."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        with suppress(OSError):
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-            finally:
-                os.close(lock)
 
 
 def write_small(folder: Path, name: str, content: bytes) -> None:
@@ -104,18 +81,9 @@ def write_small(folder: Path, name: str, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _locked_sibling(target: Path) -> tuple[Path, int]:
-    """A new hidden folder and a descriptor that holds its lock."""
-    while True:
-        partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
-        partial.mkdir()
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        # Another run may have taken the folder for a stale one before the lock was held.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(partial).st_ino == os.fstat(lock).st_ino:
-                return partial, lock
-        os.close(lock)
+def _make(partial: Path) -> int:
+    partial.mkdir()
+    return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
@@ -126,7 +94,7 @@ def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
         except OSError as problem:
             if problem.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise OutputExistsError(
-                    f"{target}: appeared while it was being written; choose another output folder"
+                    f"{target}: appeared while it was being written; choose another --output"
                 ) from problem
             raise
         return
@@ -139,11 +107,3 @@ def _put_in_place(partial: Path, target: Path, overwrite: bool) -> None:
         old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,85 @@
+"""What is being written has a hidden name and a locked inode; what a killed writer left has none.
+
+A file or folder on its way is ``.NAME.partial-XXXXXXXX`` beside NAME. Its writer holds a lock on it
+as long as it lives, and the kernel releases the lock with the process, so that whoever comes later
+can tell one that was left behind from one that is being written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_PARTIAL = re.compile(r"\..+\.partial(-old)?-[0-9a-f]{8}")
+_LOCK = re.compile(r"\..+\.lock")
+
+
+def contents(folder: Path) -> list[Path]:
+    """What a folder holds, but for what writers have left or are about to rename."""
+    return [path for path in folder.iterdir() if not _hidden(path.name)]
+
+
+def claim(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """Make the hidden sibling of ``target``; return its path and the descriptor that locks it.
+
+    ``make`` creates the path and opens it; it raises FileExistsError where it exists.
+    """
+    while True:
+        partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+        try:
+            descriptor = make(partial)
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have taken it for left behind before the lock was held.
+        with suppress(FileNotFoundError):
+            if os.stat(partial).st_ino == os.fstat(descriptor).st_ino:
+                return partial, descriptor
+        os.close(descriptor)
+
+
+def clear_beside(target: Path) -> None:
+    """Remove what killed writers of ``target`` left beside it.
+
+    One that died while it replaced an old folder is undone: the old one gets its name back.
+    """
+    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        if left.name.startswith(f".{target.name}.partial-old-") and not target.exists():
+            left.rename(target)
+        elif _PARTIAL.fullmatch(left.name):
+            remove_if_left(left)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed writers left inside ``folder``, which must be known to be an output."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if _hidden(name):
+                remove_if_left(Path(place, name))
+        folders[:] = [name for name in folders if not _hidden(name)]
+
+
+def remove_if_left(path: Path) -> None:
+    """Remove a hidden file or folder unless who made it lives."""
+    with suppress(OSError):
+        descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _hidden(name: str) -> bool:
+    return bool(_PARTIAL.fullmatch(name) or _LOCK.fullmatch(name))

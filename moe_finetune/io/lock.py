@@ -1,0 +1,249 @@
+"""One writer for an output: a lock that the kernel releases when its process dies.
+
+The lock is held on ``.NAME.lock`` beside the output NAME, so that a folder may be new, stay empty
+and be renamed. The file names its holder for the message of whoever is refused, and goes when the
+lock is released; one that a killed process left is taken over by the next.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import functools
+import inspect
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from moe_finetune.errors import OutputBusyError, OutputError
+from moe_finetune.io.leftovers import clear_beside
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+
+
+class OutputLock:
+    """A lock that is held.
+
+    Attributes:
+        target: what it is held on.
+        descriptor: of the open file.
+        file: the lock's file; None where the folder itself is locked.
+        made: folders that were made for it, the inmost first.
+    """
+
+    def __init__(self, target: Path, descriptor: int, file: Path | None, made: list[Path]):
+        self.target, self.descriptor, self.file, self.made = target, descriptor, file, made
+
+    @contextmanager
+    def open_to_helpers(self) -> Iterator[None]:
+        """Let processes that hold the lock as ``shared`` work beside this one.
+
+        Raises:
+            OutputBusyError: at the end some of them are still there.
+        """
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            alone = _take(self.descriptor, fcntl.LOCK_EX, False)
+        if not alone:
+            raise _busy(self.target, self.file)
+
+    def release(self) -> None:
+        """Let go; the file goes where nobody else holds the lock."""
+        try:
+            if self.file is not None and _take(self.descriptor, fcntl.LOCK_EX, False):
+                self.file.unlink(missing_ok=True)
+            with suppress(OSError):
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # forked children may hold it as well
+        finally:
+            os.close(self.descriptor)
+        for folder in self.made:
+            with suppress(OSError):  # it holds something by now
+                folder.rmdir()
+
+
+_held: dict[tuple[Path, int], OutputLock] = {}
+
+
+@contextmanager
+def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> Iterator[OutputLock]:
+    """Be the only writer of ``target``, a file or folder that need not exist.
+
+    What killed writers left beside it is removed first. The thread that holds a lock may take it
+    again. Folders that are made for the lock alone are removed with it.
+
+    Args:
+        target: what is going to be written.
+        shared: be one of several that share the output by design; they keep others out.
+        wait: wait for who holds it, instead of raising.
+
+    Raises:
+        OutputBusyError: another process or thread writes there; the message says which.
+        OutputError: the folder that ``target`` is to lie in cannot be made or written.
+    """
+    target = Path(os.path.realpath(target))
+    key = target, threading.get_ident()
+    if key in _held:
+        yield _held[key]
+        return
+    lock = _held[key] = _acquire(target, shared, wait)
+    try:
+        if not shared:
+            clear_beside(target)
+        yield lock
+    finally:
+        if _held.pop(key, None) is not None:  # else this is a fork
+            lock.release()
+
+
+def one_writer(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function`` hold the lock of its argument ``output``, unless its ``dry_run`` is true."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments.get("dry_run"):
+            return function(*args, **kwargs)
+        with output_lock(Path(given.arguments["output"])):
+            return function(*args, **kwargs)
+
+    return locked
+
+
+def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
+    kind, made = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        _make_folders(path.parent, made)
+        file: Path | None = path
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            continue  # who held a lock there has just removed the folder
+        except OSError as problem:
+            # An output that is given as an empty folder inside one that cannot be written.
+            if not target.is_dir():
+                raise OutputError(
+                    f"{path.parent}: cannot be written ({problem.strerror}); "
+                    "choose another --output"
+                ) from None
+            descriptor, file = os.open(target, os.O_RDONLY), None
+        try:
+            if not _take(descriptor, kind, wait):
+                raise _busy(target, file)
+            # Whoever held it before has removed the file, and another may hold a new one.
+            if _same(descriptor, file or target):
+                if file is not None:
+                    _sign(descriptor)
+                return OutputLock(target, descriptor, file, made)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _make_folders(folder: Path, made: list[Path]) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: is not a folder; choose another --output")
+    for each in reversed(missing):
+        try:
+            each.mkdir()
+        except FileExistsError:
+            if not each.is_dir():
+                raise OutputError(f"{each}: is not a folder; choose another --output") from None
+            continue
+        except FileNotFoundError:
+            return  # its parent is gone again; the caller begins anew
+        except OSError as problem:
+            raise OutputError(
+                f"{each}: cannot be made ({problem.strerror}); choose another --output"
+            ) from None
+        made.insert(0, each)
+
+
+def _take(descriptor: int, kind: int, wait: bool) -> bool:
+    """Take the lock; False where another has it."""
+    try:
+        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as problem:
+        if problem.errno not in _UNSUPPORTED:
+            raise
+        log.warning(
+            "this file system has no locks (%s): make sure that nothing else writes to the output",
+            problem.strerror,
+        )
+    return True
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _sign(descriptor: int) -> None:
+    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    with suppress(OSError):  # a full disk; only the message needs it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {since}\n".encode(), 0)
+
+
+def _busy(target: Path, file: Path | None) -> OutputBusyError:
+    holder = "another process"
+    for _ in range(20 if file is not None else 0):
+        try:
+            assert file is not None
+            pid, host, since = file.read_text(encoding="utf-8").split()
+            where = "" if host == socket.gethostname() else f" on {host}"
+            holder = f"process {pid}{where}, since {since}"
+            if where or _alive(int(pid)):
+                break
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.01)  # who has the lock is about to sign
+    return OutputBusyError(
+        f"{target} is being written by {holder}; wait for it to end, or choose another --output"
+    )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _after_fork() -> None:
+    # The lock is the parent's: a child that outlives it must not keep it.
+    for lock in _held.values():
+        with suppress(OSError):
+            os.close(lock.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
