@@ -6,18 +6,15 @@ suites. Prompts, stop rules and few-shot examples are lm-eval's, the same for al
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint_files import read_config
 from moe_finetune.errors import CheckpointError, DependencyError, EvaluationError, did_you_mean
+from moe_finetune.evaluation.exchange import ServerError, ask
 from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
 from moe_finetune.evaluation.vllm_install import require_vllm
 
@@ -223,24 +220,24 @@ def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
     if not url.startswith(("http://", "https://")):
         raise EvaluationError(f"base_url '{base_url}' is no http address")
     try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            models = json.load(response)["data"]
-            return {entry["id"]: str(entry.get("root") or "") for entry in models}
-    except (OSError, urllib.error.URLError) as error:
+        reply = ask(url, seconds=timeout)
+    except ServerError as error:
         raise EvaluationError(
             f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    entries = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
+    ):
         raise EvaluationError(
-            f"{url} does not answer like an OpenAI-compatible server ({error!r})"
-        ) from None
+            f"{url} does not answer like an OpenAI-compatible server ({reply!r:.200})"
+        )
+    return {entry["id"]: str(entry.get("root") or "") for entry in entries}
 
 
 def _open_server(
     checkpoint: str | Path, base_url: str | None, model: str | None, seed: int
 ) -> Backend:
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
     if base_url is None:
         raise EvaluationError(
             "backend 'server' needs base_url, for example http://localhost:8000/v1"
@@ -259,7 +256,9 @@ def _open_server(
         config = read_config(folder)
         max_length = int(config.get("max_position_embeddings") or max_length)
     try:
-        lm = LocalCompletionsAPI(
+        from moe_finetune.evaluation.server_client import CheckedCompletions
+
+        lm = CheckedCompletions(
             base_url=base_url.rstrip("/") + "/completions",
             model=model,
             tokenizer=str(folder) if has_folder else str(checkpoint),
@@ -272,8 +271,6 @@ def _open_server(
         )
     except ModuleNotFoundError as error:
         raise DependencyError(f"backend 'server' needs lm-eval[api]: {error}") from None
-    # When one request fails, the client drops the others and asyncio logs each with a traceback.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     content = checkpoint_hash(folder) if has_folder else str(checkpoint)
     served = Path(offered[model])
     if has_folder and (served / "config.json").is_file() and checkpoint_hash(served) != content:

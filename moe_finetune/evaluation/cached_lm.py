@@ -116,9 +116,20 @@ class CachedLM(LM):
         except Exception as error:
             if self._backend.kind != "server":
                 raise
+            # One reason of perhaps several: requests run side by side.
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            address = self._backend.settings["base_url"]
+            from moe_finetune.evaluation.server_client import BadReply
+
+            if isinstance(error, BadReply):
+                raise EvaluationError(
+                    f"{_name(chunk, error.asked)}: the server at {address} gave a reply that "
+                    f"cannot be scored: {error}; replies before it are kept"
+                ) from error
             # The client library raises whatever its transport raised, after its own retries.
             raise EvaluationError(
-                f"the server at {self._backend.settings['base_url']} stopped answering "
+                f"the server at {address} stopped answering "
                 f"({type(error).__name__}: {error}); what it answered is kept, run the same "
                 "command again to go on"
             ) from error
@@ -174,6 +185,15 @@ class CachedLM(LM):
     def tokenizer_name(self) -> str:
         """Name under which lm-eval caches rendered prompts."""
         return self._inner.tokenizer_name
+
+
+def _name(chunk: list[Instance], asked: tuple[Any, ...] | None) -> str:
+    """Name the task and, where it can be told, the item of the request ``asked``."""
+    task = chunk[0].task_name
+    for request in chunk:
+        if asked is not None and list(request.args) == list(asked):
+            return f"{task}, item {request.doc_id}"
+    return f"{task}, one of items {min(r.doc_id for r in chunk)}-{max(r.doc_id for r in chunk)}"
 
 
 class _Bar:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.files import read_rows, write_jsonl
-from moe_finetune.evaluation.results import TaskResult
+from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, wanted
 
@@ -145,7 +145,9 @@ def add_code_score(
     if "pass@1,sandbox" in result["metrics"]:
         return
     try:
-        score = score_code(folder / result["samples"], form, allow_unsafe_local=allow_unsafe_local)
+        score = score_code(
+            samples_file(folder, result), form, allow_unsafe_local=allow_unsafe_local
+        )
     except DependencyError as error:
         note = f"generated, not scored: {error}"
         result["notes"] = [n for n in result["notes"] if n != note] + [note]

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.files import read_rows, sha256_text, to_json
-from moe_finetune.evaluation.judge import item_texts, one_row_per_item
+from moe_finetune.evaluation.judge import ITEM_FIELDS, item_texts, one_row_per_item
 from moe_finetune.io import write_atomic
 from moe_finetune.json_file import read_object
 
@@ -58,7 +58,7 @@ def export_sheets(
     folder = Path(folder)
     by_method = {
         method: {(r["task"], r["doc_id"], r["item"]): r
-                 for r in one_row_per_item(read_rows(path, ("doc", "target", "replies", "item")))}
+                 for r in one_row_per_item(read_rows(path, ITEM_FIELDS))}
         for method, path in samples.items()
     }  # fmt: skip
     common = sorted(set.intersection(*(set(rows) for rows in by_method.values())))
@@ -149,6 +149,8 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
                 "'incorrect'"
             )
         item = codes[row["id"]]
+        if not isinstance(item, dict) or not {"method", "task", "doc_id"} <= item.keys():
+            raise DataError(f"{key}: '{row['id']}' names no method, task and doc_id; export again")
         where = (item["method"], item["task"], item["doc_id"])
         if where in found:
             raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")
@@ -203,16 +205,19 @@ def rule_verdicts(
     method: str, samples: str | Path, metric: str, filter: str
 ) -> dict[tuple[str, str, int], bool]:
     """Return the rule-based verdicts of a samples file, keyed as annotations are."""
-    return {
-        (method, row["task"], row["doc_id"]): row["metrics"][metric] == 1
-        for row in read_rows(samples)
-        if row["filter"] == filter
-    }
+    rows = [
+        r for r in read_rows(samples, (*ITEM_FIELDS, "filter", "metrics")) if r["filter"] == filter
+    ]
+    for row in one_row_per_item(rows):
+        if not isinstance(row["metrics"], dict) or metric not in row["metrics"]:
+            raise DataError(f"{samples}: item {row['doc_id']} has no metric '{metric}'")
+    return {(method, row["task"], row["doc_id"]): row["metrics"][metric] == 1 for row in rows}
 
 
 def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int], bool]:
     """Return the judge's verdicts of a ``.judged.jsonl`` file, keyed as annotations are."""
-    return {
-        (method, row["task"], row["doc_id"]): bool(row["judge"]["correct"])
-        for row in read_rows(judged, ("judge",))
-    }
+    rows = one_row_per_item(read_rows(judged, (*ITEM_FIELDS, "judge")))
+    for row in rows:
+        if not isinstance(row["judge"], dict) or type(row["judge"].get("correct")) is not bool:
+            raise DataError(f"{judged}: item {row['doc_id']} has no verdict; judge again")
+    return {(method, row["task"], row["doc_id"]): row["judge"]["correct"] for row in rows}

@@ -8,23 +8,21 @@ money.
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
-import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import EvaluationError
+from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
+from moe_finetune.evaluation.exchange import ServerError, ask
 from moe_finetune.evaluation.files import read_rows, sha256_json, write_jsonl
+from moe_finetune.json_file import JsonError, parse_json
 
 DEFAULT_MODEL = "gpt-4o"
 DEFAULT_URL = "https://api.openai.com/v1"
@@ -53,7 +51,10 @@ _SCHEMA = {
         },
     },
 }
-_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+# What a row of samples holds, of all that judges and people need.
+ITEM_FIELDS = ("task", "doc_id", "item", "doc", "target", "replies")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Judge:
         requests_per_minute: pace of new requests, over all threads.
         concurrency: requests under way at a time.
         retries: further tries after overload, time-outs and answers that are no verdict.
-        timeout: seconds for one request.
+        timeout: seconds for one request, from the connection to the last byte.
+        patience: seconds for one verdict: all its requests and the waits that the judge asks for.
         prices: dollars per million prompt and completion tokens.
         structured: ask the server for JSON of the verdict's schema.
         max_tokens: length of a verdict.
@@ -94,6 +96,7 @@ class Judge:
         concurrency: int = 8,
         retries: int = 5,
         timeout: float = 60,
+        patience: float = 300,
         prices: tuple[float, float] = DEFAULT_PRICES,
         structured: bool = True,
         max_tokens: int = 200,
@@ -103,7 +106,9 @@ class Judge:
         self.model, self.base_url = model, base_url.rstrip("/")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._interval = 60 / requests_per_minute
-        self._concurrency, self._retries, self._timeout = concurrency, retries, timeout
+        self._name = f"judge {model} at {self.base_url}"
+        self._concurrency, self._retries = concurrency, retries
+        self._timeout, self._patience = timeout, patience
         self._prices, self._structured, self._max_tokens = prices, structured, max_tokens
         self._lock, self._next = threading.Lock(), 0.0
         self.prompt_tokens = self.completion_tokens = self.requests = 0
@@ -157,31 +162,23 @@ class Judge:
 
     def _ask(self, messages: list[dict[str, str]]) -> JudgeVerdict:
         content = ""
+        deadline = time.monotonic() + self._patience
         for attempt in range(self._retries + 1):
-            reply = self._post(messages)
-            usage = reply.get("usage") or {}
-            spent = (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+            content, into, out = _reply(self._post(messages, deadline), self._name)
             with self._lock:
-                self.prompt_tokens += spent[0]
-                self.completion_tokens += spent[1]
-            try:
-                content = reply["choices"][0]["message"]["content"] or ""
-            except (KeyError, IndexError, TypeError):
-                raise EvaluationError(
-                    f"judge {self.model} at {self.base_url} does not answer like an "
-                    f"OpenAI-compatible server: {json.dumps(reply)[:200]}"
-                ) from None
+                self.prompt_tokens += into
+                self.completion_tokens += out
             found = parse_verdict(content)
             if found is not None:
-                return JudgeVerdict(*found, *spent)
+                return JudgeVerdict(*found, into, out)
             if attempt == min(2, self._retries):
                 break  # a judge that was asked three times will not learn to
         raise EvaluationError(
-            f"judge {self.model} at {self.base_url} answered no verdict but {content[:200]!r}; "
+            f"{self._name} answered no verdict but {content[:200]!r}; "
             "use a stronger judge, or a server that supports response_format json_schema"
         )
 
-    def _post(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    def _post(self, messages: list[dict[str, str]], deadline: float) -> Any:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -190,57 +187,45 @@ class Judge:
         }
         if self._structured:
             body["response_format"] = _SCHEMA
-        request = urllib.request.Request(
-            f"{self.base_url}/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        if self._key:
-            request.add_header("Authorization", f"Bearer {self._key}")
-        problem = ""
         for attempt in range(self._retries + 1):
-            self._pace()
+            deadline += self._pace()  # our own pace is not the judge's delay
+            seconds = min(self._timeout, max(deadline - time.monotonic(), 0.1))
             try:
-                with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                    content = json.load(response)
-                if not isinstance(content, dict):
-                    raise ValueError("not an object")
-                return content
-            except urllib.error.HTTPError as error:
-                detail = error.read(500).decode("utf-8", "replace").strip()
-                problem = f"HTTP {error.code}: {detail}"
-                if error.code not in _RETRIED:
-                    break
-                wait = _retry_after(error.headers.get("Retry-After"))
-            except (OSError, TimeoutError) as error:
-                problem, wait = str(error), None
-            except ValueError as error:
-                problem = f"the reply is not JSON ({error})"
-                break
-            if attempt < self._retries:
-                time.sleep(wait if wait is not None else random.uniform(0.5, 1) * 0.5 * 2**attempt)
-        raise EvaluationError(f"judge {self.model} at {self.base_url} failed: {problem}")
+                return ask(f"{self.base_url}/chat/completions", body, self._key, seconds)
+            except ServerError as error:
+                try:
+                    if attempt == self._retries:
+                        raise
+                    pause = error.pause(attempt, deadline - time.monotonic())
+                except ServerError as last:
+                    raise EvaluationError(f"{self._name} failed: {last}") from None
+            time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
-    def _pace(self) -> None:
+    def _pace(self) -> float:
+        """Wait for the next request's turn; return the seconds that took."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
             self._next = start + self._interval
             self.requests += 1
         time.sleep(max(0.0, start - now))
+        return start - now
 
 
-def _retry_after(value: str | None) -> float | None:
-    if not value:
-        return None
+def _reply(reply: Any, name: str) -> tuple[str, int, int]:
+    """Return the text of a reply, its prompt tokens and its completion tokens."""
     try:
-        return min(60.0, float(value))
-    except ValueError:
-        try:
-            return min(60.0, max(0.0, email.utils.parsedate_to_datetime(value).timestamp()
-                                 - time.time()))  # fmt: skip
-        except ValueError:
-            return None
+        content = reply["choices"][0]["message"]["content"]
+        usage = reply.get("usage") or {}
+        spent = [usage.get(f"{part}_tokens", 0) for part in ("prompt", "completion")]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        content, spent = False, []
+    if not isinstance(content, str | None) or any(type(n) is not int or n < 0 for n in spent):
+        raise EvaluationError(
+            f"{name} does not answer like an OpenAI-compatible server: {json.dumps(reply)[:200]}"
+        )
+    return content or "", spent[0], spent[1]
 
 
 def parse_verdict(content: str) -> tuple[bool, str] | None:
@@ -252,8 +237,8 @@ def parse_verdict(content: str) -> tuple[bool, str] | None:
     if text.startswith("```") and text.endswith("```"):
         text = text.strip("`").removeprefix("json").strip()
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text)
+    except JsonError:
         return None
     if not isinstance(value, dict) or value.get("verdict") not in ("correct", "incorrect"):
         return None
@@ -283,7 +268,7 @@ def judge_samples(
     """
     fields = fields or {}
     path = Path(samples)
-    rows = one_row_per_item(read_rows(path, ("doc", "target", "replies")))[:limit]
+    rows = one_row_per_item(read_rows(path, ITEM_FIELDS))[:limit]
     verdicts = judge.judge_all([item_texts(row, fields) for row in rows])
     judged = [
         {**row, "judge": {"model": judge.model, "correct": v.correct, "reason": v.reason}}
@@ -306,13 +291,25 @@ def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep one row per task and item (samples have one per answer extraction too)."""
     last: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
-        last.setdefault((row["task"], row["doc_id"]), row)
+        name = (row["task"], row["doc_id"])
+        if not isinstance(name[0], str) or type(name[1]) is not int:
+            raise DataError(f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60} name no item")
+        last.setdefault(name, row)
     return list(last.values())
 
 
 def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str, str]:
     """Return question, reference and answer of a sample."""
-    doc = row["doc"]
+    doc, replies = row["doc"], row["replies"]
+    try:
+        answer = replies[0][0]
+    except (IndexError, KeyError, TypeError):
+        answer = None
+    if not isinstance(doc, dict) or not isinstance(answer, str):
+        raise DataError(
+            f"item {row.get('doc_id')} of task {row.get('task')}: doc is not an object, or replies "
+            "hold no text"
+        )
     names = [fields.get("question"), "question", "problem", "prompt"]
     question = next((str(doc[n]) for n in names if n and n in doc), None)
     if question is None:
@@ -321,5 +318,6 @@ def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str
             f"{', '.join(sorted(doc))}"
         )
     named = fields.get("reference")
-    reference = str(doc[named]) if named else str(row["target"])
-    return question, reference, str(row["replies"][0][0])
+    if named and named not in doc:
+        raise EvaluationError(f"the item has no field '{named}'; it has {', '.join(sorted(doc))}")
+    return question, str(doc[named] if named else row["target"]), answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -76,11 +77,41 @@ def load_results(path: str | Path) -> Results:
     content = read_object(path, EvaluationError, "evaluate again", finite=False)
     if content.get("schema") != SCHEMA:
         raise EvaluationError(f"{path} is no results file of schema {SCHEMA}")
+    tasks = content.get("tasks")
+    if not isinstance(tasks, dict) or not all(isinstance(t, dict) for t in tasks.values()):
+        raise EvaluationError(f"{path}: 'tasks' is not an object of results; evaluate again")
+    for label in tasks:
+        if not _is_file_name(label):
+            raise EvaluationError(f"{path}: task '{label:.60}' cannot name a folder; rename it")
     return content  # type: ignore[return-value]
+
+
+def _is_file_name(text: str) -> bool:
+    return (
+        text not in ("", ".", "..") and len(text) <= 120 and not re.search(r"[/\\\x00-\x1f]", text)
+    )
+
+
+def samples_file(folder: str | Path, task: TaskResult) -> Path:
+    """Return the file of a task's per-item samples, which lies in ``folder``.
+
+    Raises:
+        EvaluationError: the results name no such file, or one elsewhere.
+    """
+    name = task.get("samples")
+    if not isinstance(name, str) or "\0" in name:
+        raise EvaluationError(f"{folder}: a result names no file of samples; evaluate again")
+    path = Path(folder) / name
+    if not path.resolve().is_relative_to(Path(folder).resolve()):
+        raise EvaluationError(
+            f"{folder}: samples '{name:.80}' lie outside of the folder of results, which is not "
+            "followed; put them there, or evaluate again"
+        )
+    return path
 
 
 def load_samples(folder: str | Path, task: TaskResult) -> list[dict[str, Any]]:
     """Read the per-item samples of one task."""
     from moe_finetune.evaluation.files import read_rows
 
-    return read_rows(Path(folder) / task["samples"])
+    return read_rows(samples_file(folder, task))

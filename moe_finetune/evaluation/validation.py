@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,12 @@ from moe_finetune.evaluation.judge import (
     Judge,
     judge_samples,
 )
-from moe_finetune.evaluation.results import TaskResult, load_results, load_samples
+from moe_finetune.evaluation.results import (
+    TaskResult,
+    load_results,
+    load_samples,
+    samples_file,
+)
 
 Verdicts = dict[tuple[str, str, int], bool]
 
@@ -46,7 +52,7 @@ class JudgedTask:
     @property
     def samples(self) -> Path:
         """The file of its items."""
-        return self.folder / self.result["samples"]
+        return samples_file(self.folder, self.result)
 
     @property
     def judged(self) -> Path:
@@ -82,11 +88,17 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
             if only and label not in only:
                 continue
             rows = load_samples(folder, result)
-            if isinstance(rows[0]["replies"][0][0], str):
+            try:
+                written = isinstance(rows[0]["replies"][0][0], str)
                 filters = tuple(sorted({row["filter"] for row in rows}))
-                tasks.append(
-                    JudgedTask(method, folder, label, result, tuple(rows[0]["metrics"]), filters)
-                )
+                metrics = tuple(rows[0]["metrics"])
+            except (KeyError, IndexError, TypeError):
+                raise DataError(
+                    f"{samples_file(folder, result)}: not the samples of an evaluation; each row "
+                    "has replies, metrics and a filter"
+                ) from None
+            if written:
+                tasks.append(JudgedTask(method, folder, label, result, metrics, filters))
     for label in only:
         if label not in labels:
             raise EvaluationError(
@@ -137,6 +149,8 @@ def _prices(text: str | None) -> tuple[float, float] | None:
         return None
     try:
         into, out = map(float, text.split(","))
+        if not (0 <= into < math.inf and 0 <= out < math.inf):
+            raise ValueError
     except ValueError:
         raise EvaluationError(
             f"--judge-prices {text}: wanted dollars per million tokens in and out, such as 2.5,10"

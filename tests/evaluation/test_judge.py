@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -17,6 +20,12 @@ from moe_finetune.evaluation.human import (
     rule_verdicts,
 )
 from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
+from moe_finetune.evaluation.validation import (
+    agreement_table,
+    generation_tasks,
+    judge_tasks,
+    write_sheets,
+)
 
 
 class Server(ThreadingHTTPServer):
@@ -26,7 +35,10 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict] = []
         self.failures: list[int] = []
-        self.fixed: str | None = None
+        self.fixed: object = None
+        self.usage: object = {"prompt_tokens": 1000, "completion_tokens": 10}
+        self.raw = b""
+        self.retry_after, self.elsewhere = "0", ""
 
     @property
     def url(self):
@@ -41,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(404, {"error": "no such path"})
         if self.server.failures:
             return self._send(self.server.failures.pop(0), {"error": "not now"})
+        if self.server.raw:
+            return self._drip(self.server.raw)
         content = self.server.fixed
         if content is None:
             text = body["messages"][1]["content"]
@@ -51,16 +65,26 @@ class Handler(BaseHTTPRequestHandler):
             200,
             {
                 "choices": [{"message": {"role": "assistant", "content": content}}],
-                "usage": {"prompt_tokens": 1000, "completion_tokens": 10},
+                "usage": self.server.usage,
             },
         )
+
+    def _drip(self, raw):
+        try:
+            for byte in raw + b"x" * 600:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.1)
+        except OSError:
+            pass  # the client has gone
 
     def _send(self, status, value):
         data = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         if status == 429:
-            self.send_header("Retry-After", "0")
+            self.send_header("Retry-After", self.server.retry_after)
+        if 300 <= status < 400:
+            self.send_header("Location", self.server.elsewhere)
         self.end_headers()
         self.wfile.write(data)
 
@@ -134,6 +158,104 @@ def test_requests_are_paced(server):
         module.time.sleep = real
     assert spaced[0] == 0
     assert 4 < spaced[1] <= 5 and 8 < spaced[2] <= 10
+
+
+def test_a_redirect_is_refused_and_gets_no_key(server):
+    with Server() as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        server.elsewhere = f"{other.url}/chat/completions"
+        try:
+            for status in (301, 302, 303, 307, 308):
+                server.failures = [status]
+                with pytest.raises(
+                    EvaluationError, match=f"HTTP {status}: it redirects to {other.url}"
+                ):
+                    Judge("m", server.url, "key").judge("q", "4", "4")
+        finally:
+            other.shutdown()
+            thread.join()
+        assert other.bodies == []
+    assert [body["auth"] for body in server.bodies] == ["Bearer key"] * 5
+
+
+@pytest.mark.parametrize("raw", [b"HTTP/1.0 200 OK\r\nX-", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_a_judge_that_drips_ends_at_the_deadline(server, raw):
+    server.raw = raw
+    judge = Judge("m", server.url, retries=9, timeout=0.5, patience=1.2)
+    started = time.monotonic()
+    with pytest.raises(EvaluationError, match="no complete reply within"):
+        judge.judge("q", "4", "4")
+    assert time.monotonic() - started < 30  # the drip takes a minute, ten of them ten
+    assert 1 <= judge.requests <= 3
+
+
+@pytest.mark.parametrize("asked", ["60", "1e999", "nan", "-5", "Sun, 22 Nov 2099 00:00:00 GMT"])
+def test_waiting_that_the_judge_asks_for_has_an_end(server, asked):
+    server.failures, server.retry_after = [429] * 99, asked
+    judge = Judge("m", server.url, requests_per_minute=60000, retries=3, patience=4)
+    with pytest.raises(EvaluationError, match="HTTP 429") as failure:
+        judge.judge("q", "4", "4")
+    endless = asked in ("60", "Sun, 22 Nov 2099 00:00:00 GMT")
+    assert ("no time is left for another try" in str(failure.value)) == endless
+    assert judge.requests == (1 if endless else 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "usage"),
+    [(7, {}), (["correct"], {}), ("{}", {"prompt_tokens": "many"}), ("{}", [1]),
+     ("{}", {"completion_tokens": -1}), ("{}", {"prompt_tokens": 1.5})],
+)  # fmt: skip
+def test_a_reply_of_another_form_is_refused(server, content, usage):
+    server.fixed, server.usage = content, usage
+    with pytest.raises(EvaluationError, match="does not answer like an OpenAI-compatible server"):
+        Judge("m", server.url).judge("q", "4", "4")
+
+
+def test_hostile_json_is_refused(server):
+    for body, said in (
+        (b"[" * 9999 + b"]" * 9999, "nested"),
+        (b'{"choices": NaN}', "not a finite"),
+        (b"9" * 5000, "digits"),
+        (b"\xff", "not UTF-8"),
+    ):
+        with (
+            Raw(b"HTTP/1.0 200 OK\r\n\r\n" + body) as url,
+            pytest.raises(EvaluationError, match=f"the reply cannot be used: .*{said}"),
+        ):
+            Judge("m", url).judge("q", "4", "4")
+    packed = b"HTTP/1.0 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(b"{}")
+    with Raw(packed) as url, pytest.raises(EvaluationError, match="compressed"):
+        Judge("m", url).judge("q", "4", "4")
+
+
+class Raw:
+    """Answers one connection with the given bytes."""
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def __enter__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+
+    def _serve(self):
+        connection, _ = self.listener.accept()
+        with connection:
+            received = b""
+            while b"\r\n\r\n" not in received:
+                received += connection.recv(1 << 16)
+            left = int(received.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            left -= len(received.partition(b"\r\n\r\n")[2])
+            while left > 0:
+                left -= len(connection.recv(1 << 16))
+            connection.sendall(self.reply)
+
+    def __exit__(self, *_):
+        self.thread.join()
+        self.listener.close()
 
 
 def test_nonsense_is_a_clear_error(server):
@@ -220,3 +342,63 @@ def test_kappa_by_hand():
     assert cohens_kappa([True, True], [True, True]) == 1.0
     with pytest.raises(ValueError, match="got 1 and 2"):
         cohens_kappa([True], [True, False])
+
+
+def write_results(folder, label="sums", samples="tasks/s/samples.jsonl"):
+    """A folder of results with one task; returns its samples' file."""
+    file = folder / "tasks" / "s" / "samples.jsonl"
+    file.parent.mkdir(parents=True)
+    task = {"task": "t", "metric": "exact_match", "filter": "strict-match", "samples": samples}
+    results = {"schema": 1, "tasks": {label: task}}
+    (folder / "results.json").write_text(json.dumps(results))
+    return write_samples(file, ["0", "1", "x"])
+
+
+@pytest.mark.parametrize("label", ["../../x", "/tmp/x", "a/b", "..", "", "a\0b", "x" * 200, "a\\b"])
+def test_names_of_results_do_not_lead_out_of_the_folder(tmp_path, label):
+    write_results(tmp_path / "r", label)
+    with pytest.raises(EvaluationError, match="cannot name a folder"):
+        generation_tasks([tmp_path / "r"])
+    # The control: a name that can.
+    write_results(tmp_path / "good", "a b-1.5_c")
+    sheets = write_sheets(generation_tasks([tmp_path / "good"]), tmp_path / "sheets", 2)
+    assert sheets[0].csv == tmp_path / "sheets" / "a b-1.5_c" / "annotate.csv"
+
+
+@pytest.mark.parametrize("samples", ["../x.jsonl", "{outside}/x.jsonl", "link/x.jsonl", 7, "a\0"])
+def test_samples_are_read_and_judged_in_their_folder_only(tmp_path, samples, server):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    write_samples(outside / "x.jsonl", ["0"])
+    write_samples(tmp_path / "x.jsonl", ["0"])
+    folder = tmp_path / "r"
+    if isinstance(samples, str):
+        samples = samples.replace("{outside}", str(outside))
+    write_results(folder, samples=samples)
+    (folder / "link").symlink_to(outside)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(EvaluationError, match=r"outside of the folder|names no file of samples"):
+        list(judge_tasks(generation_tasks([folder]), "m", server.url))
+    assert sorted(tmp_path.rglob("*")) == before and server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"replies": []}, "each row has replies"),
+        ({"replies": [["a"], 3], "doc": []}, "doc is not an object"),
+        ({"doc_id": "x"}, "name no item"),
+        ({"task": ["t"]}, "name no item"),
+        ({"metrics": {}}, "has no metric 'exact_match'"),
+    ],
+)
+def test_damaged_samples_are_named(tmp_path, server, change, said):
+    file = write_results(tmp_path / "r")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    place = -1 if "metrics" in change else 0
+    rows[place] |= change
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises((DataError, EvaluationError), match=said):
+        tasks = generation_tasks([tmp_path / "r"])
+        list(judge_tasks(tasks, "m", server.url))
+        agreement_table(tasks)

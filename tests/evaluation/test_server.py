@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from moe_finetune.evaluation.backends import open_backend, server_models
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.results import load_results
+from moe_finetune.evaluation.server_client import BadReply, only_choice, score
 from moe_finetune.evaluation.vllm_install import vllm_status
 from tests import tiny
 from tests.evaluation.local import write_suite
@@ -29,6 +31,15 @@ class Handler(BaseHTTPRequestHandler):
     """/v1/models and /v1/completions over a transformers model, as vLLM answers."""
 
     def do_GET(self):
+        if self.server.drip:
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(600):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return None
+                time.sleep(0.1)
         models = [{"id": "tiny", "root": str(self.server.folder)}]
         self._send(200, {"object": "list", "data": models} if self.path == "/v1/models" else {})
 
@@ -40,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock, torch.no_grad():
             prompts = body["prompt"]
             choices = [self._choice(body, ids, i) for i, ids in enumerate(prompts)]
+        for choice in choices:
+            self.server.change(choice)
         self._send(200, {"choices": choices})
 
     def _choice(self, body, ids, index):
@@ -83,6 +96,7 @@ def server(checkpoint):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.change, running.drip = (lambda choice: None), False
         running.folder, running.left, running.lock = checkpoint, 10**9, threading.Lock()
         running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -101,6 +115,101 @@ def test_a_server_gives_the_answers_of_the_checkpoint(server, checkpoint, tmp_pa
         opened={"server": open_backend(checkpoint, "server", base_url=server.url)},
     )  # fmt: skip
     assert [p.holds for p in found] == [True, True], found
+
+
+def _echoed(context=2, tokens=4):
+    """A right choice: `tokens` sent, the last of them greedy but for the last."""
+    own = [None, -0.5, -1.25, -2.0, -0.1][: tokens + 1]
+    top = [None, *({"a": value} for value in own[1:])]
+    top[3] = {"a": -2.0, "b": -0.75}
+    return {"index": 0, "text": "", "logprobs": {"token_logprobs": own, "top_logprobs": top}}
+
+
+def test_a_continuation_is_scored_by_its_own_tokens():
+    assert score(_echoed(), 4, 2) == (-3.25, False)
+    assert score(_echoed(), 4, 3) == (-2.0, False)
+    assert score({**_echoed(), "index": 0}, 4, 4) == (0.0, True)
+    greedy = _echoed()
+    greedy["logprobs"]["top_logprobs"][3] = {"a": -2.0}
+    assert score(greedy, 4, 2) == (-3.25, True)
+
+
+def _set(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(choice):
+        for key in path:
+            choice = choice[key]
+        choice[last] = value
+
+    return change
+
+
+BAD_SCORES = {
+    "NaN": _set("logprobs", "token_logprobs", 2, float("nan")),
+    "infinite": _set("logprobs", "token_logprobs", 2, -math.inf),
+    "positive": _set("logprobs", "token_logprobs", 2, 0.5),
+    "a text": _set("logprobs", "token_logprobs", 2, "-1"),
+    "a bool": _set("logprobs", "token_logprobs", 2, False),
+    "null": _set("logprobs", "token_logprobs", 2, None),
+    "too few": lambda choice: choice["logprobs"]["token_logprobs"].pop(),
+    "too many": lambda choice: choice["logprobs"]["token_logprobs"].append(-1.0),
+    "too few best": lambda choice: choice["logprobs"]["top_logprobs"].pop(0),
+    "no best": _set("logprobs", "top_logprobs", 3, {}),
+    "best null": _set("logprobs", "top_logprobs", 3, None),
+    "best NaN": _set("logprobs", "top_logprobs", 3, {"a": float("nan")}),
+    "best below": _set("logprobs", "top_logprobs", 3, {"a": -9.0}),
+    "none": _set("logprobs", None),
+    "a list": _set("logprobs", []),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCORES)
+def test_log_probabilities_that_cannot_be_are_refused(name):
+    choice = _echoed()
+    BAD_SCORES[name](choice)
+    with pytest.raises(BadReply):
+        score(choice, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [None, [], {}, {"choices": None}, {"choices": []}, {"choices": ["x"]},
+     {"choices": [{"index": 0}, {"index": 0}]}, {"choices": [{"index": 1}]}, {"choices": [{}]},
+     {"choices": [{"index": False}]}],
+)  # fmt: skip
+def test_a_reply_has_one_choice(reply):
+    with pytest.raises(BadReply):
+        only_choice(reply)
+    assert only_choice({"choices": [{"index": 0, "text": ""}]}) == {"index": 0, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "task", "said"),
+    [
+        (_set("text", None), "sums", "text is None"),
+        (_set("logprobs", "token_logprobs", -2, 0.7), "colours", "which is no logarithm"),
+    ],
+)
+def test_a_reply_that_cannot_be_scored_names_task_and_item(
+    server, checkpoint, tmp_path, change, task, said
+):
+    suite = write_suite(tmp_path / "data", items=5)
+    server.change = lambda choice: change(choice) if ("logprobs" in choice) == (
+        task == "colours") else None  # fmt: skip
+    with pytest.raises(EvaluationError, match=rf"{task}.*, item \d+: the server at .*{said}"):
+        evaluate(checkpoint, suite, "server", base_url=server.url, output=tmp_path / "out",
+                 progress=False, only=[task])  # fmt: skip
+    partial = load_results(tmp_path / "out")
+    assert not partial["complete"] and partial["tasks"] == {}
+
+
+def test_a_list_of_models_that_drips_ends_at_the_deadline(server):
+    server.drip = True
+    started = time.monotonic()
+    with pytest.raises(EvaluationError, match="no complete reply within 1 s"):
+        server_models(server.url, timeout=1)
+    assert time.monotonic() - started < 20  # the drip takes a minute
 
 
 def test_wrong_model_and_wrong_checkpoint(server, checkpoint, tmp_path):
