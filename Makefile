@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -e '.[$(EXTRA),dev]' || { \
 	  echo "vLLM cannot be installed here: evaluation will use transformers (--backend hf)."; \
 	  $(PIP) -e '.[eval,dev]'; }
+	@# Mends vLLM's CPU build, and installs bubblewrap where no password is asked.
 	@$(BIN)/moe-finetune doctor --fix || true
 	@touch $@
 

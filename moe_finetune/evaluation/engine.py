@@ -18,6 +18,7 @@ from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf
 from moe_finetune.evaluation.files import sha256_json, sha256_text, to_json, write_jsonl
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
+from moe_finetune.evaluation.sandbox_install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.json_file import read_object
@@ -95,6 +96,9 @@ def evaluate(
     for entry in loaded.tasks:
         if not entry.external:
             catalog.check(entry, leaves[entry.label])
+    programs = [t.label for t in loaded.tasks if t.code]
+    if programs and not allow_unsafe_local and (trouble := no_sandbox()):
+        print(f"{', '.join(programs)}: generated and not scored; {trouble}", file=sys.stderr)
     own = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError, MoeFinetuneError
 from moe_finetune.evaluation.catalog import Catalog
+from moe_finetune.evaluation.sandbox_install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, load_suite
 
 _SAMPLED = 50
@@ -45,6 +46,7 @@ def check_suite(
     data_dir: str | Path | None = None,
     tokenizer: Any = None,
     limit: int | None = None,
+    allow_unsafe_local: bool = False,
 ) -> list[TaskCheck]:
     """Say which tasks can run, what is missing, and estimate tokens; asks no model.
 
@@ -53,6 +55,7 @@ def check_suite(
         data_dir: folder of local data; without it tasks load from the hub and are not estimated.
         tokenizer: a tokenizer (``tokenizer(text).input_ids``) for the estimate.
         limit: first items of each task only.
+        allow_unsafe_local: generated programs will be scored without a sandbox.
 
     Raises:
         EvaluationError: unknown suite. Faults of single tasks are in their lines instead.
@@ -77,6 +80,9 @@ def check_suite(
                 cap = min((n for n in (limit, entry.limit) if n is not None), default=None)
                 for leaf in leaves:
                     _estimate(check, catalog, leaf.name, cap, tokenizer)
+            if entry.code and not allow_unsafe_local:
+                check.problem = no_sandbox()
+                check.runnable = check.runnable and not check.problem
         except MoeFinetuneError as error:
             check.runnable, check.problem = False, str(error)
     return checks
@@ -127,7 +133,8 @@ def render_checks(checks: list[TaskCheck]) -> str:
             )
         elif check.runnable:
             size = "from the hub"
-        lines.append(f"{check.label:{width}}  {state:10}  {size or check.problem}".rstrip())
+        said = size if check.runnable else check.problem
+        lines.append(f"{check.label:{width}}  {state:10}  {said}".rstrip())
         lines += [f"{'':{width}}  missing: {path}" for path in check.missing[:3]]
         if len(check.missing) > 3:
             lines.append(f"{'':{width}}  ... and {len(check.missing) - 3} more files")

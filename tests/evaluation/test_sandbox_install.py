@@ -1,0 +1,103 @@
+"""With and without a sandbox: what doctor, the check and the installation say and do."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from moe_finetune import doctor
+from moe_finetune.evaluation.offline import check_suite, render_checks
+from moe_finetune.evaluation.sandbox_install import install_command, repair_sandbox, sandbox_state
+from moe_finetune.evaluation.suites import Suite
+from tests.conftest import pytest_terminal_summary
+
+TASK = {"task": "humaneval_local", "label": "code", "shots": 0, "metric": "pass@1",
+        "filter": "sandbox", "code": "humaneval", "files": {"test": "rows.jsonl"}}  # fmt: skip
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A machine whose only programs are those that a test writes here, as the root user's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    return folder
+
+
+def program(folder, name, text):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def checked(tmp_path, **options):
+    row = {"task_id": "T/0", "prompt": "def f(x):\n", "canonical_solution": "    return x\n",
+           "entry_point": "f", "test": "def check(c):\n    assert c(3) == 3\n"}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = check_suite(Suite(name="s", tasks=[TASK], folder=tmp_path), **options)
+    return found
+
+
+def test_without_a_sandbox_doctor_and_check_say_so(bare, tmp_path):
+    assert sandbox_state()[0] is None
+    program(bare, "apt-get", "exit 0")
+    line = doctor._sandbox()
+    assert (line.state, line.remedy) == ("note", install_command())
+    assert install_command() == "apt-get update && apt-get install -y bubblewrap"
+    found = checked(tmp_path)
+    assert not found.runnable and install_command() in found.problem
+    assert "cannot run  no sandbox to score programs in: apt-get" in render_checks([found])
+    assert checked(tmp_path, allow_unsafe_local=True).runnable
+
+
+def test_with_a_sandbox_they_say_so(tmp_path):
+    kind, trouble = sandbox_state()
+    if kind is None:
+        pytest.skip(trouble)
+    assert doctor._sandbox() == doctor.Check("sandbox", "ok", kind)
+    found = checked(tmp_path)
+    assert found.runnable and "ready" in render_checks([found])
+
+
+def test_bubblewrap_is_installed_where_no_password_is_asked(bare, monkeypatch):
+    log = bare / "log"
+    program(bare, "apt-get", f'echo "apt-get $@" >> {log}')
+    (said,) = repair_sandbox()
+    assert "bubblewrap installed with apt-get" in said
+    assert log.read_text() == "apt-get update\napt-get install -y bubblewrap\n"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    log.unlink()
+    assert repair_sandbox() == [] and not log.exists()  # no sudo
+    assert install_command() == "sudo apt-get update && sudo apt-get install -y bubblewrap"
+    program(bare, "sudo", "exit 1")
+    assert repair_sandbox() == [] and not log.exists()  # sudo asks for a password
+    program(bare, "sudo", f'shift; if [ $1 != true ]; then echo "sudo $@" >> {log}; fi')
+    assert len(repair_sandbox()) == 1
+    assert log.read_text() == "sudo apt-get update\nsudo apt-get install -y bubblewrap\n"
+
+
+def test_an_installation_that_fails_is_said(bare):
+    program(bare, "apt-get", "echo no network >&2; exit 100")
+    assert repair_sandbox() == ["bubblewrap was not installed: 'apt-get update' says no network"]
+    program(bare, "bwrap", "exit 1")
+    assert repair_sandbox() == []  # it is there, and installing it again would not help
+    line = doctor._sandbox()
+    assert line.state == "note" and "bubblewrap" in line.found
+
+
+def test_the_test_run_ends_with_what_was_skipped():
+    class Terminal:
+        def __init__(self):
+            self.lines = []
+            skips = [("f", 1, "Skipped: no bwrap"), ("f", 2, "Skipped: no bwrap"), ("g", 3, "x")]
+            reports = [SimpleNamespace(longrepr=place) for place in skips]
+            self.stats = {"skipped": reports, "passed": [object()]}
+            self.section = self.line = self.lines.append
+
+    terminal = Terminal()
+    pytest_terminal_summary(terminal)
+    assert terminal.lines == ["not tested here", "   2  no bwrap", "   1  x"]
