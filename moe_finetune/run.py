@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import CheckpointError, OutputExistsError, RecipeError
+from moe_finetune.errors import (
+    CheckpointError,
+    OutputExistsError,
+    RecipeError,
+    UnsupportedModelError,
+)
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.recipe import Recipe
@@ -165,9 +170,11 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     from moe_finetune.families import family_of
     from moe_finetune.families.fresh import check_vocabulary, fresh_config
     from moe_finetune.families.loading import load_config, load_tokenizer
+    from moe_finetune.lora.targets import adapts
     from moe_finetune.losses.objective import Objective
     from moe_finetune.training.data import load_dataset_for
     from moe_finetune.training.rehearsal import check_arguments, rehearse
+    from moe_finetune.weights.bias import bias_config
     from moe_finetune.weights.checkpoint import open_checkpoint
     from moe_finetune.weights.fit import check_fit
 
@@ -182,13 +189,15 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)
-    exported = recipe.export.merge and recipe.method.export_bias == "write"
-    if recipe.method.bias_update is not None and exported and family.bias_export == "none":
-        raise RecipeError(
-            f"method.bias_update: {family.title} has no place for a routing bias in its "
-            "checkpoint; set method.export_bias: drop (served routing then differs from training) "
-            "or export.merge: false"
-        )
+    exported = recipe.export.merge or not adapts(recipe.lora, recipe.router.train)
+    if recipe.method.bias_update is not None and recipe.method.export_bias == "write" and exported:
+        try:
+            bias_config(family, config.to_dict())
+        except UnsupportedModelError as problem:
+            raise RecipeError(
+                f"method.bias_update: {problem}. In a recipe: set method.export_bias: drop, or "
+                "export.merge: false with an adapter"
+            ) from None
     if recipe.evaluation is not None:
         suite = load_suite(recipe.evaluation.suite)
         if recipe.evaluation.only is not None:
@@ -275,7 +284,6 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
 def merge(recipe: Recipe, output: Path) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
-    from moe_finetune.balancing.export import load_bias
     from moe_finetune.weights import merge_adapter
 
     adapter = (output / "adapter").exists()
@@ -289,8 +297,7 @@ def merge(recipe: Recipe, output: Path) -> None:
         output / "adapter",
         output / "merged",
         overwrite=True,
-        bias=load_bias(output / "adapter"),
-        bias_export="drop" if recipe.method.export_bias == "drop" else "keep",
+        bias=exported_bias(recipe, output),
     )
     log.info(
         "merged: %d tensors changed, %d copied, %.2f GB in %.1f s",
@@ -302,13 +309,18 @@ def merge(recipe: Recipe, output: Path) -> None:
     note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 
+def exported_bias(recipe: Recipe, output: Path) -> dict[int, list[float]] | None:
+    """The routing bias that the merged checkpoint gets, by decoder layer."""
+    from moe_finetune.balancing.export import load_bias
+
+    return load_bias(output / "adapter") if recipe.method.export_bias == "write" else None
+
+
 def verify(recipe: Recipe, output: Path) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
-    from moe_finetune.balancing.export import load_bias
     from moe_finetune.weights.verify import verify_merge
 
-    base = base_folder(recipe)
-    bias = load_bias(output / "adapter")
+    base, bias = base_folder(recipe), exported_bias(recipe, output)
     result = verify_merge(base, output / "adapter", output / "merged", bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",

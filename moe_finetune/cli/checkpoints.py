@@ -63,7 +63,7 @@ def merge(
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
     drop_bias: Annotated[
-        bool, typer.Option("--drop-bias", help="Leave a routing bias out where it has no place.")
+        bool, typer.Option("--drop-bias", help="Leave a learned routing bias out.")
     ] = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also upload to the hub.")
@@ -85,7 +85,7 @@ def merge(
     folder = local_folder(base) if base is not None else base_of(adapter)
     if push is not None:
         check_push(push)
-    bias = load_bias(adapter)
+    bias = None if drop_bias else load_bias(adapter)
     report = merge_adapter(
         folder,
         adapter,
@@ -93,7 +93,6 @@ def merge(
         dtype=dtype,
         dry_run=dry_run,
         bias=bias,
-        bias_export="drop" if drop_bias else "keep",
     )
     if dry_run:
         print(report.plan.table())

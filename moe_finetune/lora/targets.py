@@ -91,7 +91,7 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             if router == "frozen" and _is_router(model, name):
                 parameter.requires_grad_(False)
         return model
-    if not lora.targets and router == "full":
+    if not adapts(lora, router):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(_is_router(model, name))
             if parameter.requires_grad:
@@ -109,6 +109,11 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
     return adapted
+
+
+def adapts(lora: LoraSection | None, router: str) -> bool:
+    """Whether :func:`add_lora` makes an adapter; else what trains is the model's own."""
+    return lora is not None and bool(lora.targets or router != "full")
 
 
 def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] | None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.balancing.export import save_beside
+from moe_finetune.balancing.export import add_bias, name_bias, save_beside
 from moe_finetune.capture.model import moe_layers
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import sync
@@ -65,7 +65,12 @@ def save_trained(
         if balancer is not None:
             save_beside(balancer, moe_layers(model), partial)
     else:
+        layers = moe_layers(model)
+        if balancer is not None and recipe.method.export_bias == "write":
+            weights = add_bias(balancer, layers, weights)
         model.save_pretrained(partial, state_dict=weights)
+        if balancer is not None and recipe.method.export_bias == "write":
+            name_bias(layers, partial)
         _name_dtype(partial, recipe.model.dtype)
         tokenizer.save_pretrained(partial)
     for path in partial.rglob("*"):

@@ -52,13 +52,17 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_model(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every parameter and buffer, floating-point ones as ``dtype``; empty past rank 0."""
+    """Every parameter, as ``dtype``, and every buffer, as it is; empty past rank 0.
+
+    A buffer is a router's correction bias, which decides between close scores in float32.
+    """
+    buffers = {plain_name(name) for name, _ in model.named_buffers()}
     gathered = _gathered(getattr(model, "module", model))
     names = list(gathered) if ranks.rank() == 0 else []
     whole = {}
     for name in names:  # one float32 tensor less for each that is converted
         tensor = gathered.pop(name)
-        whole[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        whole[name] = tensor if name in buffers else tensor.to(dtype)
     return whole
 
 

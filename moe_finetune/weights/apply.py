@@ -76,7 +76,7 @@ def merge_adapter(
         dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
         overwrite: replace an existing output folder.
         bias: loss-free routing bias by decoder layer, added where the family keeps one.
-        bias_export: "drop" leaves the bias out where the family has no place for it.
+        bias_export: "drop" leaves the bias out; the output keeps the base's own.
         progress: called with (bytes done, bytes in all).
         workers: threads, by default one a core, at most 8, and two that wait for the disk.
 

@@ -129,7 +129,7 @@ def plan_merge(
         adapters: opened adapters with weights.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         bias: loss-free routing bias by decoder layer, each as long as the layer has experts.
-        bias_export: "drop" to leave a bias out where the family has no place for it.
+        bias_export: "drop" to leave it out; the output keeps the base's own.
 
     Raises:
         AdapterError: see :func:`moe_finetune.weights.updates.resolve`.

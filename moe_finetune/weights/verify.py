@@ -73,7 +73,7 @@ def verify_merge(
         base, merged: checkpoint folders.
         adapter: adapter folder, or (folder, weight) pairs as they were merged.
         prompts: texts for the logits; fixed random token ids without them.
-        bias: the routing bias that was merged, if any.
+        bias: the routing bias that was merged; None where there is none or it was dropped.
         mode: "auto" takes logits when a float32 model fits into 60 % of the free memory, and where
             transformers can run both sides (not with several saved modules or ``noaux_tc``).
         tolerance: bound on the relative error; by default that of the merged dtype.
@@ -87,7 +87,7 @@ def verify_merge(
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
     opened, result = open_checkpoint(base), open_checkpoint(merged)
     adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
-    plans = plan_merge(opened, adapters, bias=bias, bias_export="drop").changed
+    plans = plan_merge(opened, adapters, bias=bias).changed
     sums = _checksums(opened, result, {plan.target.name for plan in plans})
     kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)

@@ -10,9 +10,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.errors import AdapterError, OutputExistsError, UnsupportedModelError
+from moe_finetune.errors import (
+    AdapterError,
+    MoeFinetuneError,
+    OutputExistsError,
+    UnsupportedModelError,
+)
 from moe_finetune.weights import merge_adapter, open_checkpoint, write_metadata
 from moe_finetune.weights.expand import expand_selection
+from moe_finetune.weights.verify import verify_merge
 from tests import tiny
 from tests.weights import helpers
 from tests.weights.helpers import EXPERTS, logits
@@ -306,6 +312,20 @@ def test_bias_without_a_place(bases, adapters, family, tmp_path):
     merge_adapter(bases(family), adapters(family), tmp_path / "m", bias=bias, bias_export="drop")
     merge_adapter(bases(family), adapters(family), tmp_path / "plain")
     assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("family", ["moonlight", "deepseek_v2"])
+def test_a_bias_that_is_dropped_leaves_the_bases_own(bases, adapters, family, tmp_path):
+    base, adapter, bias = bases(family), adapters(family), {1: [0.1] * 12, 2: [-0.2] * 12}
+    merge_adapter(base, adapter, tmp_path / "m", bias=bias, bias_export="drop")
+    merge_adapter(base, adapter, tmp_path / "plain")
+    assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
+    verify_merge(base, adapter, tmp_path / "m")
+    merge_adapter(base, adapter, tmp_path / "kept", bias=bias)
+    verify_merge(base, adapter, tmp_path / "kept", bias=bias)
+    if family == "moonlight":  # of an added tensor verify says nothing
+        with pytest.raises(MoeFinetuneError):
+            verify_merge(base, adapter, tmp_path / "kept")
 
 
 # Output
