@@ -7,6 +7,7 @@ A run's folder holds: ``recipe.yaml`` (resolved), ``environment.json``, ``adapte
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -264,10 +265,22 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
     log.info("%s", describe_steps(trainer, inputs.train))
-    examples = inputs.validation if inputs.validation is not None else inputs.train
+    held_out = inputs.validation is not None
+    examples = inputs.validation if held_out else inputs.train
+    if not held_out:
+        log.warning(
+            "data.validation is not set: routing before and after is measured on training data"
+        )
     sample = sample_examples(recipe.data, inputs.tokenizer, examples)
+    take = functools.partial(
+        take_snapshot,
+        model,
+        sample,
+        tokenizer=inputs.tokenizer,
+        data="validation" if held_out else "train",
+    )
     if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
-        take_snapshot(model, sample, output / "routing" / "before.json", None, inputs.tokenizer)
+        take(output / "routing" / "before.json")
     checkpoint = find_checkpoint(output / "checkpoints") if resume else None
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
@@ -277,8 +290,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
             callback.close()
     method = callback.specialization
     assert method is not None
-    after = output / "routing" / "after.json"
-    take_snapshot(model, sample, after, method.perturbation, inputs.tokenizer)
+    take(output / "routing" / "after.json", perturbation=method.perturbation)
     save_trained(model, inputs.tokenizer, recipe, output, method.balancer)
 
 

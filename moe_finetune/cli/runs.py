@@ -95,7 +95,8 @@ def train(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File or folder; default: report.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder, or a .html file; default: report."),
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
     labels: Annotated[

@@ -228,7 +228,7 @@ def _rows(
         values = [
             np.array([[run[key][1] for key in keys] for run in side]).mean(0) for side in items
         ]
-        _test(row, values[0], values[1], rng, resamples)
+        row.low, row.high, row.test, row.p = paired_test(values[0], values[1], rng, resamples)
     return rows
 
 
@@ -274,14 +274,19 @@ def _mean_std(values: list[float]) -> tuple[float, float | None]:
     return float(np.mean(values)), std
 
 
-def _test(row: Row, a: np.ndarray, b: np.ndarray, rng: np.random.Generator, resamples: int) -> None:
-    difference = b - a
-    row.low, row.high, p = paired_bootstrap(difference, rng, resamples)
-    if set(np.unique(np.concatenate([a, b]))) <= {0.0, 1.0}:
-        row.test = "McNemar"
-        row.p = mcnemar(int((difference > 0).sum()), int((difference < 0).sum()))
-    else:
-        row.test, row.p = "bootstrap", p
+def paired_test(
+    a_N: np.ndarray, b_N: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
+) -> tuple[float, float, str, float]:
+    """Low and high of the 95 % interval of the mean of ``b - a``, the test's name, and its p value.
+
+    Items that count 0 or 1 are tested with McNemar's exact test, others with the bootstrap.
+    """
+    difference_N = b_N - a_N
+    low, high, p = paired_bootstrap(difference_N, rng, resamples)
+    if set(np.unique(np.concatenate([a_N, b_N]))) <= {0.0, 1.0}:
+        gained, lost = int((difference_N > 0).sum()), int((difference_N < 0).sum())
+        return low, high, "McNemar", mcnemar(gained, lost)
+    return low, high, "bootstrap", p
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -18,13 +18,15 @@ def principal_points(
     """First two principal components of tokens whose top expert is one of the three busiest.
 
     ``inputs_NH`` ``(N, H)`` embeddings, ``top_N`` their top experts, ``load_E`` dispatches. Returns
-    ``layer`` and ``points`` ``[x, y, expert]`` of at most 450 tokens, none below 3 tokens. Source:
-    P0 Fig. 5.
+    ``layer`` and ``points`` ``[x, y, expert]`` of at most 450 tokens (a seeded draw), none below 3
+    tokens. Source: P0 Fig. 5.
     """
     busiest = np.argsort(-load_E, kind="stable")[:BUSIEST]
-    chosen = np.flatnonzero(np.isin(top_N, busiest))[:MOST_POINTS]
+    chosen = np.flatnonzero(np.isin(top_N, busiest))
     if len(chosen) < 3:
         return {"layer": layer, "points": []}
+    if len(chosen) > MOST_POINTS:  # of all rows and domains, not of the first ones
+        chosen = np.sort(np.random.default_rng(0).permutation(chosen)[:MOST_POINTS])
     rows = inputs_NH[chosen].astype(np.float32)
     centered = rows - rows.mean(0)
     _, _, axes = np.linalg.svd(centered, full_matrices=False)

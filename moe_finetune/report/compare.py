@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+
+from moe_finetune.evaluation.compare import ALPHA, item_values, paired_test
+from moe_finetune.evaluation.results import TaskResult
 from moe_finetune.report.markup import DASH, is_number, number, signed
 
 Z = 1.959964  # 97.5th percentile of the normal distribution: two-sided 95 %
 ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
+Items = dict[tuple[str, str, int], tuple[str, float]]
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "nll")
 
 
@@ -25,10 +32,20 @@ class Score:
     higher_is_better: bool = True
     others: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, stderr
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
+    task: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def items(self) -> Items:
+        """Hash of the prompts and value of each item; empty where the samples are not there."""
+        name = self.task.get("samples")
+        if self.folder is None or not name or not (self.folder / name).is_file():
+            return {}
+        return item_values(self.folder, cast(TaskResult, self.task))
 
     @classmethod
-    def parse(cls, task: dict[str, Any]) -> Score:
-        """Read a task of ``results.json``; what is missing or null is unknown."""
+    def parse(cls, task: dict[str, Any], folder: Path | None = None) -> Score:
+        """Read a task of the ``results.json`` in ``folder``; what is missing is unknown."""
         metric = str(task.get("metric") or "")
         higher = task.get("higher_is_better")
         if higher is None:
@@ -46,6 +63,8 @@ class Score:
                 if isinstance(other, dict)
             },
             notes=tuple(map(str, task.get("notes") or ())),
+            folder=folder,
+            task=task,
         )
 
     @property
@@ -87,7 +106,7 @@ class Score:
 class Difference:
     """``run − baseline`` with its 95 % interval; ``verdict`` is better, worse, unclear or unknown.
 
-    ``unknown``: there is no interval, or one of the scores is missing.
+    ``unknown``: there is no interval, or one of the scores is missing. ``paired``: item by item.
     """
 
     value: float
@@ -95,6 +114,7 @@ class Difference:
     high: float
     verdict: str
     is_share: bool
+    paired: bool = False
 
     def text(self) -> str:
         """Return the difference for people: percentage points for shares."""
@@ -119,13 +139,21 @@ class Difference:
 
 
 def difference(baseline: Score, run: Score) -> Difference:
-    """Compare two scores as independent samples.
+    """Compare two scores: item by item as the verb ``compare`` does, or as independent samples.
 
-    Shares of 0/1 items: Newcombe's hybrid score interval (Newcombe 1998, method 10), which holds
-    at 0 % and 100 % too; otherwise ``± 1.96 sqrt(stderr² + stderr²)``.
+    Where both answered the same prompts, the interval is the paired bootstrap's and the verdict
+    that of its test at 5 %. Otherwise, for shares of 0/1 items, Newcombe's hybrid score interval
+    (Newcombe 1998, method 10), which holds at 0 % and 100 % too; else ``± 1.96 sqrt(stderr² +
+    stderr²)``.
     """
     delta = run.value - baseline.value
+    is_share = baseline.is_share and run.is_share
     low = high = math.nan
+    pairs = _pairs(baseline, run)
+    if pairs is not None:
+        low, high, _, p = paired_test(*pairs, np.random.default_rng(0))
+        verdict = _verdict(delta, p >= ALPHA, run)
+        return Difference(delta, low, high, verdict, is_share, paired=True)
     if baseline.is_zero_one and run.is_zero_one:
         assert baseline.n is not None
         assert run.n is not None
@@ -136,13 +164,28 @@ def difference(baseline: Score, run: Score) -> Difference:
     elif not math.isnan(baseline.stderr + run.stderr + delta):
         half = Z * math.hypot(baseline.stderr, run.stderr)
         low, high = delta - half, delta + half
-    if math.isnan(low):
-        verdict = "unknown"
-    elif low <= 0 <= high:
-        verdict = "unclear"
-    else:
-        verdict = "better" if (delta > 0) == run.higher_is_better else "worse"
-    return Difference(delta, low, high, verdict, baseline.is_share and run.is_share)
+    verdict = "unknown" if math.isnan(low) else _verdict(delta, low <= 0 <= high, run)
+    return Difference(delta, low, high, verdict, is_share)
+
+
+def _verdict(delta: float, unclear: bool, run: Score) -> str:
+    if unclear:
+        return "unclear"
+    return "better" if (delta > 0) == run.higher_is_better else "worse"
+
+
+def _pairs(baseline: Score, run: Score) -> tuple[np.ndarray, np.ndarray] | None:
+    """Values of the same items, by item; None where they are not the same, or not the score's."""
+    first, second = baseline.items, run.items
+    if not first or first.keys() != second.keys() or baseline.metric != run.metric:
+        return None
+    if any(first[key][0] != second[key][0] for key in first):
+        return None
+    a_N, b_N = (np.array([side[key][1] for key in first]) for side in (first, second))
+    # A corpus metric has no items' values, and a mean over groups of items is not theirs.
+    delta, scale = run.value - baseline.value, max(1.0, abs(run.value))
+    same = math.isclose(float((b_N - a_N).mean()), delta, rel_tol=0.0, abs_tol=1e-4 * scale)
+    return (a_N, b_N) if same else None
 
 
 def _wilson(share: float, n: int) -> tuple[float, float]:

@@ -104,6 +104,7 @@ def _comparison(baseline: Run, run: Run) -> dict[str, Any]:
                 "difference": delta.value,
                 "interval": (delta.low, delta.high),
                 "verdict": delta.verdict,
+                "paired": delta.paired,
             }
     routing = {}
     if baseline.after is not None and run.after is not None:

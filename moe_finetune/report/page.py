@@ -31,7 +31,8 @@ def write_report(
 
     Args:
         runs: run folders, or folders that hold runs. With two or more, the first is the baseline.
-        output: the page's file, or a folder to put ``index.html`` into; a page there is replaced.
+        output: the page's file, which ends in .html, or a folder to put ``index.html`` into; a
+            page there is replaced.
         title: the page's heading; made from the runs by default.
         labels: a name for each run; the folder's name by default.
 
@@ -129,7 +130,8 @@ def _asset(name: str) -> str:
 
 
 def _write(page: str, output: Path) -> Path:
-    if output.is_dir():
+    # Without its ending a browser shows the page's source.
+    if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
         output = output / "index.html"
     with output_lock(output, wait=True):
         _replace(page, output)

@@ -14,7 +14,7 @@ from moe_finetune.report.markup import is_number
 
 # what a snapshot holds besides metrics
 STRUCTURE = (
-    "layers", "num_experts", "top_k", "tokens", "load", "mean_probability", "metrics",
+    "layers", "num_experts", "top_k", "tokens", "data", "load", "mean_probability", "metrics",
     "conditional_activation", "domains", "embeddings", "gate_rows_tsne", "coherence",
     "colored_text",
 )  # fmt: skip

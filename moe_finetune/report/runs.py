@@ -221,5 +221,5 @@ def _scores(results: dict[str, Any], path: Path) -> dict[str, Score]:
     for name, task in tasks.items():
         if not isinstance(task, dict) or "value" not in task:
             raise DataError(f"{path}: task '{name}' has no 'value'; evaluate again")
-        scores[name] = Score.parse(task)
+        scores[name] = Score.parse(task, path.parent)
     return scores

@@ -34,6 +34,9 @@ WORDS: dict[str, Word] = {
     "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
     "routing/dead_experts": Word("Dead experts", "never chosen, mean over layers", -1),
     "entropy": Word("Token entropy", "nats, of the model's next-token predictions"),
+    "eval_entropy": Word(
+        "Token entropy, validation", "nats, of the model's next-token predictions"
+    ),
     "mean_token_accuracy": Word("Token accuracy", "share of next tokens right", 1),
     "num_tokens": Word("Tokens seen", "since the start", 1),
     "routing_entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
@@ -70,7 +73,9 @@ def word(key: str) -> Word:
     """Return the words for a key such as ``losses/load_balance`` or ``routing/max_violation``."""
     head, _, tail = key.rpartition("/")
     name = tail or key
-    known = WORDS.get(key) or WORDS.get(name)
+    # The same name can be one of the router and one of the model's predictions: entropy.
+    own = f"routing/{name}" if head.endswith("routing") else key
+    known = WORDS.get(own) or WORDS.get(name)
     plain = name.replace("_", " ").strip()
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":

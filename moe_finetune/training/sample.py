@@ -30,6 +30,7 @@ from moe_finetune.metrics import (
 )
 from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
+from moe_finetune.metrics.paths import top_choice
 from moe_finetune.metrics.projections import gate_experts
 
 MAX_TOKENS = 8192
@@ -42,6 +43,10 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 class Sample:
     """Observer that keeps what metrics and pictures need of the first tokens it sees.
 
+    Embeddings are too large to keep all: they are those of ``MAX_EMBEDDINGS`` tokens that a seeded
+    draw takes from all tokens seen, the same in every layer. Before the end nobody knows how many
+    that will be, so each token has a random priority, and the lowest are kept.
+
     Attributes:
         layers: decoder indices of the MoE layers; ``middle`` is the one that pictures show.
         gate_rows_EDH: of the experts ``gate_experts`` names, in the middle layer.
@@ -52,7 +57,8 @@ class Sample:
         self.middle = self.layers[len(self.layers) // 2]
         self.num_experts, self.top_k = facts.num_experts, facts.top_k
         self.gate_rows_EDH: np.ndarray | None = None
-        self._left = dict.fromkeys(self.layers, max_tokens)
+        self._priority_T = np.random.default_rng(0).permutation(max_tokens)
+        self._seen = dict.fromkeys(self.layers, 0)
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
         self._router: dict[int, np.ndarray] = {}
         self._pictures = pictures
@@ -60,14 +66,17 @@ class Sample:
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         """Keep one layer of one forward."""
         layer = record.layer
-        room = self._left[layer]
-        at_T = record.mask_T.nonzero().squeeze(1)[:room]
-        embedded = max(0, MAX_EMBEDDINGS - self._count(layer))
-        self._left[layer] = room - len(at_T)
+        first = self._seen[layer]
+        at_T = record.mask_T.nonzero().squeeze(1)[: len(self._priority_T) - first]
+        end = self._seen[layer] = first + len(at_T)
+        drawn = self._drawn(end)
+        drawn_N = torch.from_numpy(drawn[drawn >= first] - first).to(at_T.device)
         self._note("index", layer, record.index_TK[at_T])
+        self._note("weights", layer, record.scores_TK[at_T])
         self._note("scores", layer, record.scores_TE[at_T].float())
         self._note("probabilities", layer, record.distribution_TE[at_T].float())
-        self._note("inputs", layer, record.inputs_TH[at_T[:embedded]].float())
+        self._note("inputs", layer, record.inputs_TH[at_T[drawn_N]].float())
+        self._note("inputs_at", layer, first + drawn_N)
         for kind in ("activations_gram", "outputs_gram"):
             gram_TKK = getattr(record, f"{kind}_TKK")
             assert gram_TKK is not None
@@ -82,11 +91,15 @@ class Sample:
         held = self._kept.setdefault(name, {}).setdefault(layer, [])
         held.append(rows.detach().cpu().numpy())
 
-    def _count(self, layer: int) -> int:
-        return sum(map(len, self._kept.get("inputs", {}).get(layer, [])))
+    def _drawn(self, count: int) -> np.ndarray:
+        """Which of the first ``count`` tokens are drawn, ascending."""
+        if count <= MAX_EMBEDDINGS:
+            return np.arange(count)
+        lowest = np.argpartition(self._priority_T[:count], MAX_EMBEDDINGS)
+        return np.sort(lowest[:MAX_EMBEDDINGS])
 
     def rows(self, name: str, layer: int) -> np.ndarray:
-        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), ``inputs`` (N, H), a gram."""
+        """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), or a gram."""
         held = self._kept[name][layer]
         if len(held) > 1:
             self._kept[name][layer] = held = [np.concatenate(held)]
@@ -96,10 +109,18 @@ class Sample:
         """Dispatches."""
         return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
 
-    def top_N(self, layer: int) -> np.ndarray:
-        """Top expert of each token of which ``inputs`` are kept."""
-        count = len(self.rows("inputs", layer))
-        return self.rows("probabilities", layer)[:count].argmax(1)
+    def top_T(self, layer: int) -> np.ndarray:
+        """The selected expert of largest weight, of each token."""
+        return top_choice(self.rows("index", layer), self.rows("weights", layer))
+
+    def embeddings(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs ``(N, H)`` of the tokens drawn, and their top experts ``(N,)``."""
+        drawn_N = self._drawn(self._seen[layer])
+        held_N = self.rows("inputs_at", layer)
+        return (
+            self.rows("inputs", layer)[np.searchsorted(held_N, drawn_N)],
+            self.top_T(layer)[drawn_N],
+        )
 
     def metrics(self) -> dict[str, list[float | None]]:
         """Metrics by name, a list over layers each; None where one does not exist."""
@@ -111,7 +132,7 @@ class Sample:
 
     def _layer_metrics(self, layer: int) -> dict[str, float | None]:
         probabilities_TE = self.rows("probabilities", layer)
-        overlap, clusters = separation(self.rows("inputs", layer), self.top_N(layer))
+        overlap, clusters = separation(*self.embeddings(layer))
         found: dict[str, float | None] = {
             "max_violation": max_violation(self.load_E(layer)),
             "entropy": routing_entropy(probabilities_TE),

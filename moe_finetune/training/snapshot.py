@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,10 +78,12 @@ def take_snapshot(
     path: Path,
     perturbation: Perturbation | None = None,
     tokenizer: Any = None,
+    data: Literal["validation", "train"] | None = None,
 ) -> dict[str, Any]:
     """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
 
     The model is left in the mode it was in. ``tokenizer``: to show text in the experts' colours.
+    ``data`` is what the examples are of, which the page says.
     """
     sample = Sample(model_facts(model))
     rows = list(examples)
@@ -101,7 +103,7 @@ def take_snapshot(
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}
-    snapshot = _picture(sample, rows, tokenizer)
+    snapshot = {"data": data, **_picture(sample, rows, tokenizer)}
     write_atomic(path, json.dumps(snapshot))
     return snapshot
 
@@ -122,9 +124,7 @@ def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, A
             for name, values in sample.metrics().items()
         },
         "coherence": sample.coherence(),
-        "embeddings": principal_points(
-            middle, sample.rows("inputs", middle), sample.top_N(middle), sample.load_E(middle)
-        ),
+        "embeddings": principal_points(middle, *sample.embeddings(middle), sample.load_E(middle)),
     }
     if sample.gate_rows_EDH is not None:
         experts = gate_experts(sample.num_experts)
@@ -162,7 +162,7 @@ def _passages(
     sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
 ) -> list[dict[str, Any]]:
     """The start of each domain's first example, with the top expert of the middle layer."""
-    top_T = sample.rows("probabilities", sample.middle).argmax(1)
+    top_T = sample.top_T(sample.middle)
     starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     found = []
     for name in names[:PASSAGES]:

@@ -1,4 +1,4 @@
-"""Texts whose tokens carry the expert that the middle MoE layer ranks first (P3 Fig. 1)."""
+"""Texts whose tokens carry the expert that weighs most in the middle MoE layer (P3 Fig. 1)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[
 
     from moe_finetune.capture.model import model_facts
     from moe_finetune.capture.recorder import Recorder
+    from moe_finetune.metrics import top_choice
 
     layers = model_facts(model).moe_layers
     middle = len(layers) // 2
@@ -40,7 +41,9 @@ def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[
                     "category": texts.categories[category],
                     "layer": layers[middle],
                     "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
-                    "experts": records[middle].logits_TE.argmax(-1).tolist(),
+                    "experts": top_choice(
+                        records[middle].index_TK.numpy(), records[middle].scores_TK.numpy()
+                    ).tolist(),
                 }
             )
     return found

@@ -35,3 +35,12 @@ def test_gate_rows_of_experts_apart_stay_apart():
     assert (np.array(experts)[nearest] == points[:, 2]).all()
     assert gate_row_points(4, rows_EDH, experts) == found  # it repeats
     assert gate_row_points(4, rows_EDH[:1, :3], [0])["points"] == []
+
+
+def test_principal_points_are_drawn_over_all_tokens():
+    rows = np.random.default_rng(0).normal(size=(2000, 5))
+    rows[1000:] += 9
+    found = principal_points(3, rows, np.ones(2000, int), np.array([0, 5, 1]))["points"]
+    ends = np.array([x for x, *_ in found])
+    assert len(found) == 450 and 180 < (ends > 0).sum() < 270
+    assert found == principal_points(3, rows, np.ones(2000, int), np.array([0, 5, 1]))["points"]

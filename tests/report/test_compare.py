@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moe_finetune.evaluation.compare import paired_bootstrap
 from moe_finetune.report.compare import Score, difference
 
 
@@ -76,3 +80,48 @@ def test_text():
     assert Score(math.nan, "acc").text() == "–"
     assert difference(_share(0.355, 200), _share(0.515, 200)).text() == "+16.0 pp"
     assert difference(_share(0.5, 200), _share(0.5, 200)).text() == "0.0 pp"
+
+
+def _answered(folder: Path, values: list[float], prompts: str = "p", **changes) -> Score:
+    """A score with its items beside it, as an evaluation leaves them."""
+    rows = [
+        {"task": "t", "item": f"i{n}", "filter": "none", "prompt_sha256": f"{prompts}{n}",
+         "metrics": {"exact_match": value}}
+        for n, value in enumerate(values)
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    share, n = sum(values) / len(values), len(values)
+    stderr = math.sqrt(share * (1 - share) / (n - 1))
+    task = {"metric": "exact_match", "value": share, "n": n, "stderr": stderr}
+    task |= {"filter": "none", "samples": "samples.jsonl"}
+    return Score.parse({**task, **changes}, folder)
+
+
+def test_the_same_prompts_are_compared_in_pairs(tmp_path):
+    rng = np.random.default_rng(4)
+    base = (rng.random(200) < 0.5).astype(float)
+    run = base.copy()
+    run[np.flatnonzero(base == 0)[:11]] = 1.0  # 11 gained, none lost: McNemar's p is 0.001
+    first, second = _answered(tmp_path / "a", [*base]), _answered(tmp_path / "b", [*run])
+    delta = difference(first, second)
+    assert delta.paired and delta.verdict == "better" and delta.value == pytest.approx(0.055)
+    low, high, _ = paired_bootstrap(run - base, np.random.default_rng(0))
+    assert (delta.low, delta.high) == (low, high) and low > 0
+    apart = difference(first, _answered(tmp_path / "c", [*run], prompts="other"))
+    assert not apart.paired and apart.verdict == "unclear" and apart.low < 0
+
+
+def test_identical_answers_differ_by_nothing(tmp_path):
+    values = [0.0, 1.0] * 100
+    delta = difference(_answered(tmp_path / "a", values), _answered(tmp_path / "b", values))
+    assert (delta.value, delta.low, delta.high, delta.verdict) == (0.0, 0.0, 0.0, "unclear")
+    assert delta.text() == "0.0 pp" and delta.interval_text() == "[0.0, 0.0]"
+
+
+def test_a_score_that_is_not_its_items_mean_is_not_paired(tmp_path):
+    first = _answered(tmp_path / "a", [0.0, 1.0, 1.0, 0.0])
+    weighted = _answered(tmp_path / "b", [1.0, 1.0, 1.0, 0.0], value=0.6)
+    corpus = _answered(tmp_path / "c", [math.nan] * 4, value=0.6)
+    gone = _answered(tmp_path / "d", [1.0, 1.0, 1.0, 0.0], samples="gone.jsonl")
+    assert not any(difference(first, other).paired for other in (weighted, corpus, gone))

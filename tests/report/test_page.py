@@ -259,6 +259,7 @@ def test_output(runs: list[Path], tmp_path: Path):
     assert write_report(runs[:1], folder) == folder / "index.html"
     assert write_report(runs[:1], folder) == folder / "index.html"  # a report is replaced
     assert write_report(runs[:1], tmp_path / "new" / "deep" / "a.html").exists()
+    assert write_report(runs[:2], tmp_path / "report") == tmp_path / "report" / "index.html"
     other = tmp_path / "notes.html"
     other.write_text("<p>mine</p>")
     with pytest.raises(OutputExistsError, match=r"notes\.html: exists and is no report"):
@@ -272,3 +273,12 @@ def test_output(runs: list[Path], tmp_path: Path):
 def test_the_page_is_the_same_every_time(runs: list[Path], tmp_path: Path):
     first = write_report(runs[:2], tmp_path / "a.html").read_text()
     assert write_report(runs[:2], tmp_path / "b.html").read_text() == first
+
+
+def test_what_the_pictures_rest_on_is_said(tmp_path: Path):
+    run = write_run(tmp_path / "run", 3)
+    said = "They are of the training data"
+    assert said not in _page([run], tmp_path / "page.html")[1].text
+    file = run / "routing" / "after.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "data": "train"}))
+    assert said in _page([run], tmp_path / "page.html")[1].text

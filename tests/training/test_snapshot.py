@@ -79,7 +79,7 @@ def test_a_snapshot_is_what_the_layers_computed(model, tmp_path):
         assert row["mean"] == pytest.approx(coherence_T.mean(), rel=1e-4)
         assert row["share_below"] == pytest.approx((coherence_T < barrier).mean())
         inputs = torch.cat([r.inputs_TH for r in seen[layer]])
-        top = torch.cat([r.probs_TE for r in seen[layer]]).argmax(1)
+        top = torch.cat([r.scores_TE for r in seen[layer]]).argmax(1)
         metrics = {name: value["per_layer"][layer] for name, value in found["metrics"].items()}
         overlap, clusters = separation(inputs, top)
         assert metrics["expert_overlap"] == pytest.approx(overlap)
@@ -116,6 +116,56 @@ def test_a_sample_keeps_to_its_limit(model):
         for _ in range(2):
             model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "scores", "outputs_gram"))
+
+
+def test_embeddings_are_drawn_over_all_rows_alike_in_every_layer(model, monkeypatch):
+    monkeypatch.setattr("moe_finetune.training.sample.MAX_EMBEDDINGS", 30)
+    sample = Sample(model_facts(model), max_tokens=90)
+    rows = [{"input_ids": list(range(4 + 20 * n, 24 + 20 * n))} for n in range(5)]  # the last cut
+    seen = records(model, rows)
+    recorder = Recorder(model, observers=[sample], observe="all",
+                        needs=frozenset({"activations_gram", "outputs_gram"}))  # fmt: skip
+    with torch.no_grad(), recorder:
+        for row in rows:
+            model(input_ids=torch.tensor([row["input_ids"]]))
+    drawn = []
+    for layer in (0, 2):
+        inputs_TH = torch.cat([r.inputs_TH for r in seen[layer]])[:90].numpy()
+        top_T = torch.cat([r.scores_TE for r in seen[layer]])[:90].argmax(1).numpy()
+        kept_NH, top_N = sample.embeddings(layer)
+        assert len(kept_NH) == 30
+        same_NT = (kept_NH[:, None] == inputs_TH).all(-1)
+        assert (same_NT.sum(1) == 1).all(), "each is one token's"
+        at_N = same_NT.argmax(1)
+        assert (np.diff(at_N) > 0).all() and (top_N == top_T[at_N]).all()
+        drawn.append(at_N.tolist())
+    assert drawn[0] == drawn[1]
+    counts = np.bincount(np.array(drawn[0]) // 20, minlength=5)
+    assert (counts[:4] >= 3).all() and counts[4] >= 1, "no row is left out"
+
+
+def test_labels_are_the_selected_expert_of_largest_weight(tmp_path):
+    """Moonlight selects by biased scores: its most probable expert may not be selected."""
+    biased = tiny.model("moonlight")
+    with torch.no_grad():
+        for name, buffer in biased.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.mul_(4)
+    rows = examples()
+    seen = records(biased, rows)
+    found = take_snapshot(biased, rows, tmp_path / "s.json", None, tiny.tokenizer())
+    index_TK = torch.cat([r.index_TK for r in seen[2]])
+    weights_TK = torch.cat([r.weights_TK for r in seen[2]])
+    largest_T = index_TK.gather(1, weights_TK.argmax(1, keepdim=True)).squeeze(1)
+    probable_T = torch.cat([r.probs_TE for r in seen[2]]).argmax(1)
+    assert (largest_T != probable_T).float().mean() > 0.1
+    law = found["colored_text"][0]
+    assert law["layer"] == 2 and law["experts"] == largest_T[:23].tolist()
+    inputs_TH = torch.cat([r.inputs_TH for r in seen[2]])
+    overlap, _ = separation(inputs_TH, largest_T)
+    place = found["layers"].index(2)
+    assert found["metrics"]["expert_overlap"]["per_layer"][place] == pytest.approx(overlap)
+    assert overlap != pytest.approx(separation(inputs_TH, probable_T)[0])
 
 
 def test_every_file_is_a_domain(tmp_path):

@@ -46,7 +46,12 @@ def _measured(shots: list[Snapshot]) -> Markup:
     tokens = dict.fromkeys(number(s.routing.data.get("tokens")) for s in shots)
     if DASH not in tokens:
         facts.append(f"measured on {' and '.join(tokens)} tokens")
-    return tag("p", ", ".join(facts) + ".", class_="intro")
+    trained = any(shot.routing.data.get("data") == "train" for shot in shots)
+    warning = (
+        " They are of the training data, because the run had no data.validation: what is learned "
+        "by heart shows here as well."
+    )
+    return tag("p", ", ".join(facts) + ".", warning if trained else None, class_="intro")
 
 
 def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:

@@ -181,6 +181,7 @@ def _difference_cell(
         [
             delta.text(),
             tag("span", delta.interval_text(), class_="note"),
+            tag("span", "in pairs", class_="note") if delta.paired else None,
             tag("span", sign, class_=f"verdict {delta.verdict}") if sign else None,
         ]
     )
@@ -190,9 +191,10 @@ def _difference_cell(
 def _note(report: Report) -> Markup:
     return tag(
         "p",
-        "± is the standard error. Intervals are 95 %, not corrected for the number of benchmarks, "
-        "and treat the evaluations as independent (Newcombe's interval for shares of items, else "
-        "normal); runs that answered the same items can be compared more sharply in pairs. "
+        "± is the standard error. Intervals are 95 %, not corrected for the number of benchmarks. "
+        "Runs that answered the same prompts are compared in pairs, item by item: a bootstrap "
+        "interval, and McNemar's exact test where an item is right or wrong. Others are treated "
+        "as independent (Newcombe's interval for shares of items, else normal). "
         "pp: percentage points.",
         class_="note",
     )

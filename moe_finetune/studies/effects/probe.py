@@ -28,6 +28,7 @@ from moe_finetune.metrics import (
     router_cosine,
     routing_entropy,
     score_variance,
+    top_choice,
 )
 
 IGNORED = -100
@@ -90,7 +91,7 @@ def measure(
 
     Returns:
         Metrics by name (``validation_loss`` in nats per learned token) and ``top1_TL``, the
-        experts of highest probability of every token.
+        selected expert of largest weight of every token.
     """
     layers: dict[int, _Layer] = {}
 
@@ -124,7 +125,13 @@ def measure(
     ordered = [layers[layer] for layer in sorted(layers)]
     metrics = _summary(ordered, frequencies_VE, embeddings)
     metrics["validation_loss"] = total / learned
-    return metrics, np.stack([layer["probabilities"].argmax(1) for layer in ordered], axis=1)
+    return metrics, np.stack([_top_T(layer) for layer in ordered], axis=1)
+
+
+def _top_T(layer: _Layer) -> np.ndarray:
+    """The selected expert of largest weight, of each token."""
+    index_TK = layer["index"]
+    return top_choice(index_TK, np.take_along_axis(layer["scores"], index_TK, axis=1))
 
 
 def _summary(
@@ -143,8 +150,7 @@ def _summary(
         note("entropy", routing_entropy(probs_TE))
         note("activation_cosine", gram_cosine(layer["activations"]))
         note("output_cosine", gram_cosine(layer["outputs"]))
-        inputs_TH, top_T = layer["inputs"], probs_TE.argmax(1)
-        note("expert_overlap", expert_overlap(inputs_TH, top_T, sample=embeddings))
+        note("expert_overlap", expert_overlap(layer["inputs"], _top_T(layer), sample=embeddings))
         table = erc_table(layer.router_EH, layer.gate_EDH, alphas=(1,))
         note("erc_loss", table["loss"][1.0])
         note("erc_least_alpha", table["least_alpha"])
