@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.config_file import check_config
 from moe_finetune.errors import CheckpointError
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import Header, TensorInfo, read_header
@@ -25,7 +26,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of an existing folder.
 
     Raises:
-        CheckpointError: the folder or the file is missing, or the file is not a JSON object.
+        CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
+            it says what :func:`check_config` refuses.
+        UnsupportedModelError: a quantised checkpoint.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder that holds config.json")
@@ -38,7 +41,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             else "give the folder that holds config.json and the safetensors files"
         )
         raise CheckpointError(f"{folder}: no config.json; {hint}")
-    return read_object(file, CheckpointError, COPY_AGAIN)
+    config = read_object(file, CheckpointError, COPY_AGAIN)
+    check_config(config, file)
+    return config
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
@@ -81,7 +86,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     file = folder / INDEX
     if not file.is_file():
         return {}
-    listed = read_object(file, CheckpointError, COPY_AGAIN).get("weight_map")
+    index = read_object(file, CheckpointError, COPY_AGAIN)
+    listed, metadata = index.get("weight_map"), index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise CheckpointError(f"{file}: metadata is no object; {COPY_AGAIN}")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{file}: has no weight_map; {COPY_AGAIN}")
     for name in listed.values():

@@ -177,7 +177,6 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     from moe_finetune.training.rehearsal import check_arguments, rehearse
     from moe_finetune.weights.bias import bias_config
     from moe_finetune.weights.checkpoint import open_checkpoint
-    from moe_finetune.weights.fit import check_fit
 
     check_arguments(recipe)
     base = base_folder(recipe)
@@ -186,7 +185,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
         check_vocabulary(config, recipe.model.tokenizer or base)
     else:
         config = load_config(base)
-        check_fit(open_checkpoint(base), config)
+        open_checkpoint(base, values=True)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)
@@ -318,14 +317,15 @@ def merge(recipe: Recipe, output: Path) -> None:
         result.bytes_written / 1e9,
         result.seconds,
     )
+    log.info("%s", "\n".join(result.plan.kinds()))
     note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 
 def exported_bias(recipe: Recipe, output: Path) -> dict[int, list[float]] | None:
     """The routing bias that the merged checkpoint gets, by decoder layer."""
-    from moe_finetune.balancing.export import load_bias
+    from moe_finetune.weights.adapter import read_bias
 
-    return load_bias(output / "adapter") if recipe.method.export_bias == "write" else None
+    return read_bias(output / "adapter") if recipe.method.export_bias == "write" else None
 
 
 def verify(recipe: Recipe, output: Path) -> None:

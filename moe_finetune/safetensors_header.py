@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.json_file import parse_json
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -68,8 +69,10 @@ def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
     if len(text) < length:
         raise broken(f"truncated inside its header, {total} of {8 + length} bytes")
     try:
-        entries = json.loads(text)
+        entries = parse_json(text)
         metadata = entries.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ holds something else than text")
         start = 8 + length
         tensors = {name: _entry(file, name, entry, start) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -88,8 +91,10 @@ def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
 
 
 def _entry(file: Path, name: str, entry: Mapping, start: int) -> TensorInfo:
-    shape = tuple(int(size) for size in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, begin, end)):
+        raise ValueError(f"'{name}' has a shape or an offset that is no whole number")
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']}")
     wanted = math.prod(shape) * ITEM_BYTES[entry["dtype"]]

@@ -58,8 +58,8 @@ def merged_folder(source: str | Path) -> Path:
     Raises:
         CheckpointError: an adapter, a run that was not merged, or an incomplete checkpoint.
     """
-    from moe_finetune.checkpoint_files import read_headers
-    from moe_finetune.families.loading import load_config, local_folder
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.checkpoint import open_checkpoint
 
     path = Path(source)
     if (path / "merged" / "config.json").is_file():
@@ -70,8 +70,7 @@ def merged_folder(source: str | Path) -> Path:
             f"{path} --output DIR' and serve that, or serve the base with --adapter"
         )
     folder = local_folder(path if path.exists() else source)
-    load_config(folder)
-    read_headers(folder)
+    open_checkpoint(folder, values=True)
     return folder
 
 
@@ -120,13 +119,12 @@ def adapter_arguments(folder: Path, adapter: Path, cpu: bool) -> dict[str, str |
     Raises:
         AdapterError: vLLM 0.32 cannot; the reason is named, and the remedy is to merge.
     """
-    from moe_finetune.balancing.export import BIAS_FILE
-    from moe_finetune.families import family_of
-    from moe_finetune.families.loading import load_config
-    from moe_finetune.weights.adapter import open_adapter
+    from moe_finetune.weights.adapter import BIAS_FILE
+    from moe_finetune.weights.checkpoint import open_checkpoint
+    from moe_finetune.weights.gate import check_adapter
 
-    opened = open_adapter(adapter)
-    family = family_of(load_config(folder))
+    base = open_checkpoint(folder)
+    opened, family = check_adapter(adapter, base), base.family
     reason = None
     experts = [key for key in opened.tensors if f".{family.experts_name}." in key]
     attention = [key for key in opened.tensors if ".self_attn." in key and "lora_" in key]

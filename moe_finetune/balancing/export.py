@@ -10,23 +10,14 @@ from torch import Tensor
 
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.capture.model import MoeLayer
-from moe_finetune.training.state import load_state, save_state
+from moe_finetune.training.state import save_state
+from moe_finetune.weights.adapter import BIAS_FILE
 from moe_finetune.weights.bias import bias_config, bias_name
-
-BIAS_FILE = "router_bias.safetensors"
 
 
 def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
     """Write the bias into an adapter's folder; the merge puts it where the family keeps one."""
     save_state(adapter / BIAS_FILE, balancer.effective(layers))
-
-
-def load_bias(adapter: Path) -> dict[int, list[float]] | None:
-    """The bias beside an adapter, by decoder layer, or None."""
-    if not (adapter / BIAS_FILE).exists():
-        return None
-    state = load_state(adapter / BIAS_FILE)
-    return {int(key.removeprefix("bias.")): value.tolist() for key, value in state.items()}
 
 
 def add_bias(

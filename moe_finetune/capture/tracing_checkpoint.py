@@ -55,12 +55,10 @@ def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     from moe_finetune.weights import open_checkpoint
-    from moe_finetune.weights.adapter import open_adapter
     from moe_finetune.weights.expand import expand_selection
-    from moe_finetune.weights.plan import plan_merge
+    from moe_finetune.weights.gate import check_adapter
 
-    opened = open_adapter(adapter)
-    plan_merge(open_checkpoint(base), [(opened, 1.0)])  # every tensor has its place, or it raises
+    opened = check_adapter(adapter, open_checkpoint(base))
     with tempfile.TemporaryDirectory() as scratch:
         folder = adapter
         if opened.metadata.experts is not None:
@@ -72,11 +70,11 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
     import torch
 
-    from moe_finetune.balancing.export import load_bias
     from moe_finetune.balancing.selection import Rule
     from moe_finetune.capture.model import model_facts, moe_layers
+    from moe_finetune.weights.adapter import read_bias
 
-    stored = load_bias(adapter)
+    stored = read_bias(adapter)
     if stored is None:
         return None
     facts = model_facts(model)

@@ -76,16 +76,16 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.balancing.export import load_bias
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights import merge_adapter
+    from moe_finetune.weights.adapter import read_bias
     from moe_finetune.weights.push import check_push, push_checkpoint
 
     adapter = source / "adapter" if (source / "adapter").is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
     if push is not None:
         check_push(push)
-    bias = None if drop_bias else load_bias(adapter)
+    bias = None if drop_bias else read_bias(adapter)
     report = merge_adapter(
         folder,
         adapter,
@@ -98,6 +98,7 @@ def merge(
         print(report.plan.table())
         return
     print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
+    print("\n".join(report.plan.kinds()))
     if verify:
         from moe_finetune.weights.verify import verify_merge
 
@@ -109,7 +110,7 @@ def merge(
 
 def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint that an adapter names, at the revision it names."""
-    from moe_finetune.errors import AdapterError
+    from moe_finetune.errors import AdapterError, CheckpointError
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.adapter import open_adapter
 
@@ -117,7 +118,12 @@ def base_of(adapter: Path) -> Path:
     named = config.get("base_model_name_or_path")
     if not named:
         raise AdapterError(f"{adapter}: names no base checkpoint; give it with --base")
-    return local_folder(str(named), revision=config.get("revision"))
+    try:
+        return local_folder(str(named), revision=config.get("revision"))
+    except CheckpointError as error:
+        raise AdapterError(
+            f"{adapter}: its base is not there ({error}); give the base's folder with --base"
+        ) from error
 
 
 @app.command(context_settings={"allow_extra_args": True})

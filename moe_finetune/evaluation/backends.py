@@ -10,13 +10,17 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint_files import read_config
+from moe_finetune.config_file import DTYPES
 from moe_finetune.errors import CheckpointError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.exchange import ServerError, ask
 from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
 from moe_finetune.evaluation.vllm_install import require_vllm
+
+if TYPE_CHECKING:
+    from moe_finetune.capture.recorder import Recorder
 
 BACKENDS = ("vllm", "hf", "server")
 
@@ -33,6 +37,7 @@ class Backend:
         settings: all that can change a reply, for results.json and cache keys.
         chunk: requests that are asked for and stored together.
         notes: lines the user must see.
+        routing: hooks that apply an adapter's routing bias, or None.
     """
 
     kind: str
@@ -42,6 +47,7 @@ class Backend:
     settings: dict[str, Any]
     chunk: int
     notes: list[str] = field(default_factory=list)
+    routing: Recorder | None = None
 
     @property
     def max_length(self) -> int | None:
@@ -54,6 +60,8 @@ class Backend:
             from moe_finetune.evaluation.vllm_backend import shutdown
 
             shutdown(self.lm)
+        if self.routing is not None:
+            self.routing.restore()
         self.lm = None
 
     def __enter__(self) -> Backend:
@@ -97,6 +105,8 @@ def open_backend(
     """
     if backend is not None and backend not in BACKENDS:
         raise EvaluationError(f"unknown backend '{backend}'{did_you_mean(backend, BACKENDS)}")
+    if dtype not in ("auto", *DTYPES):
+        raise EvaluationError(f"dtype '{dtype}' is unknown{did_you_mean(dtype, ('auto', *DTYPES))}")
     if backend != "server" and (base_url or model):
         raise EvaluationError("base_url and model belong to backend 'server'")
     notes = []
@@ -120,13 +130,14 @@ def open_backend(
     if backend == "server":
         opened = _open_server(checkpoint, base_url, model, seed)
     else:
+        from moe_finetune.weights.checkpoint import open_checkpoint
+        from moe_finetune.weights.gate import check_adapter
+
         folder = local_folder(checkpoint)
+        base = open_checkpoint(folder, values=True)
+        if adapter is not None:
+            check_adapter(adapter, base)
         identity = checkpoint_hash(folder)
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{folder} is an adapter; give the base as checkpoint and this as adapter, or "
-                "merge it first"
-            )
         if adapter is not None:
             identity = sha256_json([identity, checkpoint_hash(adapter)])
         if backend == "vllm":
@@ -178,21 +189,26 @@ def _open_hf(
     import torch
     from transformers import GenerationConfig
 
+    from moe_finetune.capture.recorder import Recorder
+    from moe_finetune.capture.tracing_checkpoint import stored_bias, with_adapter
     from moe_finetune.evaluation.hf_backend import SpecialsKeptHFLM
+    from moe_finetune.families.loading import load_model
 
     cuda = torch.cuda.is_available()
+    model: Any = load_model(folder, dtype=dtype, device_map="cuda" if cuda else None)
+    routing = None
+    if adapter is not None:
+        model = with_adapter(model, folder, Path(adapter))
+        bias = stored_bias(model, Path(adapter))
+        if bias is not None:
+            routing = Recorder(model, perturbation=bias)
+            routing.install()
     if batch_size == "auto" and not cuda:
         batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
     lm = SpecialsKeptHFLM(
-        pretrained=str(folder),
-        peft=str(adapter) if adapter is not None else None,
-        dtype=dtype,
-        device="cuda" if cuda else "cpu",
-        batch_size=batch_size,
-        trust_remote_code=False,
+        pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
     )
     # A checkpoint's generation defaults (repetition penalty, temperature) are no part of a task.
-    model: Any = lm.model
     model.generation_config = GenerationConfig(
         eos_token_id=model.generation_config.eos_token_id,
         bos_token_id=model.generation_config.bos_token_id,
@@ -207,7 +223,7 @@ def _open_hf(
         "versions": package_versions("lm-eval", "transformers", "torch"),
     }
     chunk = 64 if isinstance(batch_size, str) else max(batch_size, 64 // batch_size * batch_size)
-    return Backend("hf", lm, identity, str(folder), settings, chunk)
+    return Backend("hf", lm, identity, str(folder), settings, chunk, routing=routing)
 
 
 def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:

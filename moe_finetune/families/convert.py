@@ -14,7 +14,6 @@ from moe_finetune.checkpoint_files import (
     INDEX,
     SINGLE,
     read_config,
-    read_headers,
     tensors_of,
 )
 from moe_finetune.errors import CheckpointError
@@ -22,6 +21,7 @@ from moe_finetune.families.loading import load_config, load_tokenizer, local_fol
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import Header
+from moe_finetune.weights.checkpoint import open_checkpoint
 
 _CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
 _COPY_BYTES = 16 << 20
@@ -50,7 +50,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     check_output(output)
     folder = local_folder(source)
     load_config(folder)
-    files = read_headers(folder)
+    files = open_checkpoint(folder, values=True).files
     refuse_foreign_links(folder)
     size = sum((folder / name).stat().st_size for name in files)
     with output_folder(output, size) as work:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint_files import COPY_AGAIN, read_config, read_headers
-from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.checkpoint_files import COPY_AGAIN, read_config
+from moe_finetune.config_file import check_kernel
+from moe_finetune.errors import (
+    CheckpointError,
+    DependencyError,
+    RecipeError,
+    UnsupportedModelError,
+    did_you_mean,
+)
 from moe_finetune.families import deepseek_moe, family_of
 from moe_finetune.families.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 from moe_finetune.json_file import read_object
@@ -64,20 +72,59 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     """
     folder = local_folder(path, weights=False)
     family_of(read_config(folder))
-    from huggingface_hub.errors import StrictDataclassError
+    config = parse_config(folder)
+    family_of(config)
+    return config
+
+
+def parse_config(folder: Path) -> PreTrainedConfig:
+    """transformers' config of a folder, of a family or not; ``read_config`` has checked its file.
+
+    Raises:
+        CheckpointError: a value that the model type refuses.
+    """
     from transformers import AutoConfig
+    from transformers.activations import ACT2FN
 
     deepseek_moe.register()
+    place = folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # whatever the library's class makes of a value that it expected not
         raise CheckpointError(
-            f"{folder / 'config.json'} has a value that this model type refuses: {error}"
+            f"{place} has a value that this model type refuses: {_first_line(error)}"
         ) from error
     if hasattr(config, "auto_map"):
         del config.auto_map
-    family_of(config)
+    activation = getattr(config, "hidden_act", None)
+    if activation is not None and activation not in ACT2FN:
+        hint = did_you_mean(str(activation), ACT2FN)
+        raise CheckpointError(f"{place}: hidden_act {activation!r:.60} is unknown{hint}")
     return config
+
+
+def meta_model(config: Any) -> PreTrainedModel:
+    """The model of ``config`` on the meta device: names and shapes, no memory.
+
+    Raises:
+        CheckpointError: the config's values describe no model that can be built.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # any, out of any library's constructor
+        raise CheckpointError(
+            f"config.json of this {config.model_type} describes no model that can be built: "
+            f"{_first_line(error)}; restore the checkpoint's own config.json"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
 
 
 def load_model(
@@ -113,11 +160,15 @@ def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
     """The causal language model of ``config`` with the folder's tensors; none is left random.
 
     Raises:
-        CheckpointError: files are missing, damaged or do not fit the config.
+        CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
+        DependencyError: ``attn_implementation`` needs a package that is not installed.
     """
     from transformers import AutoModelForCausalLM
 
-    read_headers(folder)
+    from moe_finetune.weights.checkpoint import check_folder
+
+    check_attention(options.get("attn_implementation"))
+    check_folder(folder, config)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -137,6 +188,22 @@ def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
             f"is '{missing[0]}'; copy the checkpoint again"
         )
     return model
+
+
+def check_attention(name: str | None) -> None:
+    """Refuse an attention kernel that transformers would fetch from the hub.
+
+    Raises:
+        RecipeError: an unknown name.
+        DependencyError: flash attention, whose package is not installed.
+    """
+    check_kernel(name, "attn_implementation", RecipeError)
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if name in package and find_spec(package[name]) is None:
+        raise DependencyError(
+            f"attn_implementation {name}: the package {package[name]} is not installed, and its "
+            "kernel is not fetched from the hub; install it, or use sdpa"
+        )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:

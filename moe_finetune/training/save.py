@@ -61,6 +61,8 @@ def save_trained(
             experts_dropout=recipe.lora.dropout,
             method=recipe.method.preset,
             recipe=recipe.hash,
+            **base_of(recipe),
+            **({"router_bias": True} if balancer is not None else {}),
         )
         if balancer is not None:
             save_beside(balancer, moe_layers(model), partial)
@@ -83,11 +85,28 @@ def save_trained(
 
 
 def name_base(model: Any, recipe: Recipe) -> None:
-    """Let the adapter name a hub id and revision as such, not the folder of the local cache."""
-    if not Path(recipe.model.path).expanduser().is_dir():
-        config = model.peft_config[model.active_adapter]
+    """Let the adapter name its base: a hub id and revision as such (not the folder of the local
+    cache), a folder by its whole path, which holds from any other folder too.
+    """
+    config, folder = model.peft_config[model.active_adapter], Path(recipe.model.path).expanduser()
+    if folder.is_dir():
+        config.base_model_name_or_path = str(folder.resolve())
+    else:
         config.base_model_name_or_path = recipe.model.path
         config.revision = recipe.model.revision
+
+
+def base_of(recipe: Recipe) -> dict[str, str]:
+    """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
+    from moe_finetune.families.loading import local_folder
+    from moe_finetune.weights.checkpoint import open_checkpoint
+    from moe_finetune.weights.gate import BASE_KEY
+    from moe_finetune.weights.values import fingerprint
+
+    if recipe.model.init != "checkpoint":
+        return {}
+    folder = local_folder(recipe.model.path, revision=recipe.model.revision)
+    return {BASE_KEY: fingerprint(open_checkpoint(folder).tensors.values())}
 
 
 def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

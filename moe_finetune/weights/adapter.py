@@ -13,10 +13,12 @@ from moe_finetune.checkpoint_files import COPY_AGAIN
 from moe_finetune.errors import AdapterError
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import FLOATS, TensorInfo, read_header
+from moe_finetune.weights.adapter_config import check_adapter_config
 from moe_finetune.weights.selection import AdapterMetadata, read_metadata
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
 # Options that change what the factors mean; a merge that ignored them would be silently wrong.
 _REFUSED = (
@@ -94,16 +96,37 @@ def open_adapter(path: str | Path) -> Adapter:
 
 def check_finite(adapter: Adapter) -> None:
     """Read every tensor once; raise AdapterError naming the first with a NaN or infinity."""
+    from moe_finetune.weights.values import check_values
+
+    remedy = "the training diverged, take an earlier checkpoint"
+    check_values(adapter.tensors.values(), AdapterError, remedy)
+
+
+def read_bias(folder: Path) -> dict[int, list[float]] | None:
+    """The loss-free routing bias beside an adapter, by decoder layer, or None where it has none.
+
+    Raises:
+        AdapterError: the file is damaged, or holds something else than finite vectors by layer.
+    """
+    file = folder / BIAS_FILE
+    if not file.is_file():
+        if read_metadata(folder).extra.get("router_bias"):
+            raise AdapterError(f"{file}: is missing; copy the adapter's folder again")
+        return None
     from moe_finetune.weights.tensors import read_tensor
 
-    for name, info in adapter.tensors.items():
-        tensor = read_tensor(info)
-        # The sum is one pass without a temporary; a finite sum has only finite parts.
-        if not tensor.sum().isfinite() and not tensor.isfinite().all():
-            raise AdapterError(
-                f"{info.file}: '{name}' holds NaN or infinity; the training diverged, take an "
-                "earlier checkpoint"
-            )
+    found: dict[int, list[float]] = {}
+    for name, info in read_header(file, AdapterError).tensors.items():
+        head, _, layer = name.partition(".")
+        if head != "bias" or not layer.isdigit() or len(info.shape) != 1:
+            raise AdapterError(f"{file}: '{name}' is not the bias of a layer (bias.N)")
+        if info.dtype not in FLOATS:
+            raise AdapterError(f"{file}: '{name}' is {info.dtype}, not a float tensor")
+        values = read_tensor(info).tolist()
+        if not all(map(math.isfinite, values)):
+            raise AdapterError(f"{file}: '{name}' holds NaN or infinity; take an earlier one")
+        found[int(layer)] = values
+    return found
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -111,9 +134,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise AdapterError(f"{file}: '{key}' must be a positive number, got {config.get(key)}")
+    check_adapter_config(config, file)
     for key in _REFUSED:
         if config.get(key):
             raise AdapterError(

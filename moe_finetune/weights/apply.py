@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
-from moe_finetune.weights.adapter import check_finite, open_adapter
 from moe_finetune.weights.bias import BiasExport
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
+from moe_finetune.weights.gate import check_adapter
 from moe_finetune.weights.plan import MergePlan, plan_merge
+from moe_finetune.weights.values import check_values
 
 if TYPE_CHECKING:
     from moe_finetune.weights.writer import Content
@@ -83,17 +85,15 @@ def merge_adapter(
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
-        NumericsError: a value does not fit into ``dtype``.
+        NumericsError: a value does not fit into ``dtype``, or is not finite after the merge.
     """
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
     opened = open_checkpoint(base)
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
-    adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
+    adapters = [(check_adapter(path, opened), float(weight)) for path, weight in pairs]
     plan = plan_merge(opened, adapters, dtype, bias, bias_export)
-    for each, _ in adapters:
-        check_finite(each)
     norms: dict[str, float] = {}
     if not dry_run:
         norms = apply_plan(plan, output, overwrite, progress, workers)
@@ -121,6 +121,8 @@ def apply_plan(
     from moe_finetune.weights.compute import Factors, Merged
     from moe_finetune.weights.writer import Copy, Literal, write_files
 
+    replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
+    check_values(replaced, CheckpointError, "copy or download the checkpoint again")
     factors = Factors(plan.adapters)
     norms: dict[str, float] = {}
     contents: dict[str, Content] = {}

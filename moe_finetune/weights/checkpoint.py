@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_finetune.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.errors import CheckpointError
-from moe_finetune.families import Family, family_of
+from moe_finetune.families import FAMILIES, Family, family_of
 from moe_finetune.safetensors_header import Header, TensorInfo
 
 
@@ -43,21 +43,61 @@ class Checkpoint:
         return sum(info.size for info in self.tensors.values())
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a folder of safetensors with its ``config.json``, reading headers only.
+def open_checkpoint(path: str | Path, values: bool = False) -> Checkpoint:
+    """Open a folder of safetensors with its ``config.json``: the gate that every verb passes.
+
+    Its tensors are all that the model needs and no other, with the shapes that the config gives
+    and of float dtypes.
+
+    Args:
+        path: the folder.
+        values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
+            otherwise headers alone are read, whatever the checkpoint's size.
 
     Raises:
-        CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors; the
-            message names the file or tensor.
-        UnsupportedModelError: no family has its ``model_type``.
+        CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors, or
+            it does not fit its config; the message names the file or tensor.
+        UnsupportedModelError: no family has its ``model_type`` with these options.
     """
+    from moe_finetune.families.loading import parse_config
+    from moe_finetune.weights.fit import check_fit
+
     folder = Path(path)
     config = read_config(folder)
     family = family_of(config)
     files = read_headers(folder)
     checkpoint = Checkpoint(folder, config, family, files, tensors_of(files))
     _check_layers(checkpoint)
+    parsed = parse_config(folder)
+    # A bias exported for vLLM's class is a checkpoint, though one that transformers cannot run.
+    if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
+        family_of(parsed)
+    check_fit(checkpoint, parsed)
+    if values:
+        _check_values(checkpoint.tensors)
     return checkpoint
+
+
+def check_folder(folder: Path, config: Any) -> None:
+    """The gate before weights are loaded, for dense models too: tensors and their values.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see :func:`open_checkpoint`.
+    """
+    from moe_finetune.weights.fit import check_tensors
+
+    if any(family.model_type == config.model_type for family in FAMILIES.values()):
+        open_checkpoint(folder, values=True)
+        return
+    tensors = tensors_of(read_headers(folder))
+    check_tensors(folder, tensors, config, None)
+    _check_values(tensors)
+
+
+def _check_values(tensors: dict[str, TensorInfo]) -> None:
+    from moe_finetune.weights.values import check_values
+
+    check_values(tensors.values(), CheckpointError, "copy or download the checkpoint again")
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_finetune.errors import NumericsError
+from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
 from moe_finetune.safetensors_header import ITEM_BYTES, TensorInfo
 from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.plan import TensorPlan
@@ -27,6 +27,7 @@ from moe_finetune.weights.tensors import (
     typed,
 )
 from moe_finetune.weights.updates import LowRank, Replace
+from moe_finetune.weights.values import all_finite, finite
 from moe_finetune.weights.writer import Output
 
 # Elements read and written at a time by one thread: the whole of one expert's matrix, a part of
@@ -119,12 +120,16 @@ class Merged:
                     work_OI.copy_(chunk_OI[rows_here])
                     for update in self.plan.updates:
                         if isinstance(update, Replace):
+                            if not finite(work_OI):
+                                raise self._not_finite(source)
                             squares += self._replace(work_OI, update, (first + top) * columns)
                     if left_OR is not None and right_RI is not None:
                         below = slice(first + rows_here.start, first + rows_here.stop)
                         work_OI.addmm_(left_OR[below], right_RI)
                     _check_range(work_OI, target)
                     out_OI[rows_here].copy_(work_OI)
+                    if not finite(out_OI[rows_here]):
+                        raise self._not_finite(source)
                 out.write(out_OI.view(-1).view(torch.uint8), at)
         finally:
             os.close(file)
@@ -134,6 +139,19 @@ class Merged:
                 gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
                 squares += max(gram.sum().item(), 0.0)
             self.norms[target.name] = squares**0.5
+
+    def _not_finite(self, source: TensorInfo) -> MoeFinetuneError:
+        """Whose fault it is that the result is not finite: the base's, or the adapters'."""
+        if not all_finite(source):
+            return CheckpointError(
+                f"{source.file}: '{source.name}' holds NaN or infinity; copy or download the "
+                "checkpoint again"
+            )
+        folders = ", ".join(str(adapter.folder) for adapter, _ in self.factors.adapters)
+        return NumericsError(
+            f"'{source.name}' is not finite with {folders or 'this dtype'}: its values times "
+            "lora_alpha are too large; take an earlier checkpoint, or look at adapter_config.json"
+        )
 
     def _low_rank(self) -> tuple[Tensor | None, Tensor | None]:
         """All low-rank updates as one pair: their factors side by side."""

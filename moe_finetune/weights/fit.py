@@ -1,31 +1,42 @@
-"""Whether a checkpoint's tensors are those that its ``config.json`` describes; headers only."""
+"""Whether a checkpoint's tensors are those that its ``config.json`` describes; headers only.
+
+What a model needs is asked of the model itself, built on the meta device, and put into the names
+that the family has on disk.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import CheckpointError
-from moe_finetune.families import family_of
+from moe_finetune.errors import CheckpointError, did_you_mean
+from moe_finetune.families import FUSED, Family, family_of
+from moe_finetune.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.weights.checkpoint import Checkpoint
 
+Shapes = dict[str, tuple[int, ...]]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_HEAD = "lm_head.weight"
+# A buffer that old exports stored and every loader computes anew.
+_COMPUTED = ".rotary_emb.inv_freq"
+_known: dict[str, Shapes] = {}
 
 
 def check_fit(checkpoint: Checkpoint, config: Any) -> None:
-    """Compare layers, experts, hidden size and vocabulary with ``config``.
+    """Compare layers, experts, hidden size and vocabulary with ``config``, then every tensor.
 
     transformers drops tensors of layers that the config does not count, without an error.
 
     Raises:
-        CheckpointError: names config.json, the key, and what the tensors say.
+        CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
     """
     place = checkpoint.folder / "config.json"
-    family = family_of(config)
+    family = family_of(checkpoint.config)
     numbers = [int(m.group(1)) for name in checkpoint.tensors if (m := _LAYER.search(name))]
     layers = max(numbers, default=-1) + 1
-    extra = getattr(config, "num_nextn_predict_layers", None) or 0
-    if not config.num_hidden_layers <= layers <= config.num_hidden_layers + extra:
+    if not config.num_hidden_layers <= layers <= config.num_hidden_layers + _predicting(config):
         raise CheckpointError(
             f"{place}: num_hidden_layers is {config.num_hidden_layers}, and the tensors are of "
             f"{layers} layers; restore the checkpoint's own config.json"
@@ -51,3 +62,114 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
             f"{place}: vocab_size and hidden_size are {wanted}, and {embedding.name} is "
             f"{tuple(embedding.shape)}; restore the checkpoint's own config.json"
         )
+    check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
+
+
+def check_tensors(
+    folder: Path, tensors: Mapping[str, TensorInfo], config: Any, family: Family | None
+) -> None:
+    """Compare ``tensors`` with what the model of ``config`` needs: each of them and no other.
+
+    Args:
+        folder: for messages.
+        tensors: those of the files by name.
+        config: transformers' config.
+        family: names on disk are this family's; None for a dense model, whose names are the same.
+
+    Raises:
+        CheckpointError: names the tensor that is missing, too many, of another shape, or no float.
+    """
+    needed = needed_tensors(config, family)
+    optional = {_HEAD} if getattr(config, "tie_word_embeddings", False) else set()
+    extra = sorted(n for n in set(tensors) - set(needed) if not _left_aside(n, config))
+    for name in sorted(set(needed) - set(tensors) - optional):
+        hint = did_you_mean(name, extra) if extra else ""
+        raise CheckpointError(
+            f"{folder}: tensor '{name}' is missing; a shard is missing or the checkpoint is "
+            f"incomplete{hint}"
+        )
+    for name in extra:
+        raise CheckpointError(
+            f"{folder}: tensor '{name}' in {tensors[name].file.name} is none of this model's "
+            f"({len(extra)} such tensors); the files are of another checkpoint or config.json is"
+        )
+    for name, shape in needed.items():
+        info = tensors.get(name)
+        if info is None:
+            continue
+        if info.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{info.file}: '{name}' is stored as {info.dtype}, not as a float; the checkpoint "
+                "is quantised or damaged, use the unquantised one"
+            )
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: '{name}' has shape {list(info.shape)}, and config.json describes "
+                f"{list(shape)}; restore the checkpoint's own files"
+            )
+
+
+def needed_tensors(config: Any, family: Family | None) -> Shapes:
+    """Name on disk and shape of every tensor that the model of ``config`` is made of."""
+    from moe_finetune.families.loading import meta_model
+
+    key = config.to_json_string(use_diff=False)
+    if key not in _known:
+        while len(_known) >= 4:
+            _known.pop(next(iter(_known)))
+        state = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
+        shapes = dict(state if family is None else _on_disk(state, family))
+        if family is not None and family.bias_export == "noaux_tc" and _biased(config):
+            experts = family.num_experts(config)
+            for layer in family.moe_layers(config):
+                shapes[f"{family.disk.name('router', layer)[: -len('weight')]}{_BIAS}"] = (experts,)
+        _known[key] = shapes
+    return _known[key]
+
+
+_BIAS = "e_score_correction_bias"
+
+
+def _biased(config: Any) -> bool:
+    """Whether vLLM's class of this config has a bias that transformers' class knows nothing of."""
+    return getattr(config, "topk_method", None) == "noaux_tc"
+
+
+def _on_disk(state: Shapes, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A loaded model's tensors -> the files'; a fused stack is one matrix an expert there."""
+    block = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.block_path)}\.(.+)")
+    disk, router = family.disk, f"{family.router_name}."
+    for name, shape in state.items():
+        match = block.fullmatch(name)
+        if match is None:
+            yield name, shape
+            continue
+        layer, rest = int(match[1]), match[2]
+        stack, _, parameter = rest.rpartition(".")
+        if stack == family.experts_name and parameter in FUSED:
+            parts = ("gate", "up") if parameter == FUSED[0] else ("down",)
+            for expert in range(shape[0]):
+                for part in parts:
+                    yield disk.name(part, layer, expert), (shape[1] // len(parts), shape[2])
+        elif rest == f"{router}weight":
+            yield disk.name("router", layer), shape
+        elif rest.startswith(router) and disk.router_bias:
+            yield disk.name("router_bias", layer), shape
+        else:
+            moe = f"model.layers.{layer}.{family.block_path}.{router}weight" in state
+            yield f"{disk.block.format(layer=layer)}.{rest}" if moe else name, shape
+
+
+def _predicting(config: Any) -> int:
+    """Layers after the last that predict further tokens, which nothing here uses."""
+    return getattr(config, "num_nextn_predict_layers", None) or 0
+
+
+def _left_aside(name: str, config: Any) -> bool:
+    """Whether loaders leave the tensor aside: computed anew, a tied head, a predicting layer."""
+    layer = _LAYER.search(name)
+    return (
+        name.endswith(_COMPUTED)
+        or (name == _HEAD and getattr(config, "tie_word_embeddings", False))
+        or (layer is not None and int(layer[1]) >= config.num_hidden_layers)
+    )

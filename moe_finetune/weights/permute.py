@@ -49,7 +49,9 @@ class Rows:
     def write(self, out: Output, target: TensorInfo) -> None:
         """See :class:`moe_finetune.weights.writer.Content`."""
         from moe_finetune.weights.tensors import read_bytes
+        from moe_finetune.weights.values import check_values
 
+        check_values([self.source], CheckpointError, "copy or download the checkpoint again")
         rows = read_bytes(self.source.file, self.source.offset, self.source.size)
         rows = rows.view(len(self.order), -1)[list(self.order)]
         out.write(rows.reshape(-1), target.offset)
@@ -118,7 +120,11 @@ def read_permutation(file: str | Path) -> dict[int, list[int]]:
     """Read ``{"<layer>": [old expert of place 0, of place 1, ...]}`` from a JSON file."""
     content = read_mapping(Path(file))
     if not content or not all(
-        key.isdigit() and isinstance(order, list) for key, order in content.items()
+        key.isdigit()
+        and str(int(key[:9])) == key
+        and isinstance(order, list)
+        and all(type(expert) is int for expert in order)
+        for key, order in content.items()
     ):
         raise CheckpointError(f"{file}: must map a layer's number to a list of expert numbers")
     return {int(key): order for key, order in content.items()}

@@ -91,6 +91,17 @@ class MergePlan:
         """Tensors that an adapter or a bias changes."""
         return [t for t in self.tensors.values() if t.updates or t.value is not None]
 
+    def kinds(self) -> list[str]:
+        """A line for each kind of changed tensor: its name without numbers, how, and how many."""
+        found: Counter[tuple[str, str]] = Counter()
+        for plan in self.changed:
+            name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
+            how = "routing bias" if plan.value is not None else "low-rank update"
+            if any(isinstance(update, Replace) for update in plan.updates):
+                how = "replaced by the adapter's own"
+            found[name, how] += 1
+        return [f"  {name}: {how}, {count}" for (name, how), count in sorted(found.items())]
+
     def table(self, limit: int | None = None) -> str:
         """A line for each changed tensor and a summary; at most ``limit`` lines of tensors."""
         changed = self.changed
@@ -110,6 +121,7 @@ class MergePlan:
             f"{len(changed)} tensors changed ({counts['LowRank']} low-rank updates, "
             f"{counts['Replace']} replacements), {copied} copied byte for byte, "
             f"{len(self.tensors)} in {len(self.files)} files, {self.size / 1e9:.3f} GB",
+            *self.kinds(),
             *self.notes,
         ]
         return "\n".join(lines)

@@ -22,8 +22,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_finetune.safetensors_header import Header, TensorInfo
-from moe_finetune.weights.tensors import PAGE, as_bytes, read_into, thread_buffer
+from moe_finetune.errors import CheckpointError
+from moe_finetune.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo
+from moe_finetune.weights.tensors import PAGE, as_bytes, read_into, thread_buffer, typed
+from moe_finetune.weights.values import finite
 
 _COPY_BYTES = 64 << 20
 _CHUNK_BYTES = 8 << 20
@@ -62,6 +64,8 @@ class Literal:
 
 @dataclass(frozen=True)
 class _Piece:
+    """Neighbouring tensors of one file that are written by one thread, in one go."""
+
     file: str
     targets: tuple[TensorInfo, ...]
     content: Content
@@ -73,9 +77,26 @@ class _Piece:
     def write(self, out: Output) -> None:
         if isinstance(self.content, Copy):
             source, start = self.content.source, self.targets[0].offset
-            copy_range(source.file, source.offset, out, start, self.size)
+            copy_range(source.file, source.offset, out, start, self.size, self._check)
         else:
             self.content.write(out, self.targets[0])
+
+    def _check(self, first: int, part: Tensor) -> None:
+        """Refuse NaN and infinity in ``part``, the bytes from ``first`` of a joined copy."""
+        begin = self.targets[0].offset + first
+        for target in self.targets:
+            start, end = max(target.offset - begin, 0), target.offset + target.size - begin
+            if target.dtype not in FLOATS or end <= 0 or start >= len(part):
+                continue
+            raw = part[start:end]
+            if (raw.data_ptr() - part.data_ptr() + part.storage_offset()) % 8:
+                raw = raw.clone()  # a view of items needs a start at a multiple of them
+            if not finite(typed(raw, target.dtype)):
+                assert isinstance(self.content, Copy)
+                raise CheckpointError(
+                    f"{self.content.source.file}: '{target.name}' holds NaN or infinity; copy or "
+                    "download the checkpoint again"
+                )
 
 
 def write_files(
@@ -116,14 +137,26 @@ def write_files(
                 out.close()
 
 
-def copy_range(file: Path, start: int, out: Output, at: int, size: int) -> None:
-    """Copy ``size`` bytes of ``file`` from ``start`` to ``at`` of ``out``, a few MB at a time."""
+def copy_range(
+    file: Path,
+    start: int,
+    out: Output,
+    at: int,
+    size: int,
+    check: Callable[[int, Tensor], None] | None = None,
+) -> None:
+    """Copy ``size`` bytes of ``file`` from ``start`` to ``at`` of ``out``, a few MB at a time.
+
+    ``check`` is shown each part, with its first byte's number, before it is written.
+    """
     source = os.open(file, os.O_RDONLY)
     try:
         for done in range(0, size, _CHUNK_BYTES):
             count = min(_CHUNK_BYTES, size - done)
             buffer = thread_buffer("copy", count, at + done)
             read_into(source, as_bytes(buffer), start + done)
+            if check is not None:
+                check(done, buffer)
             out.write(buffer, at + done)
     finally:
         os.close(source)
@@ -225,6 +258,8 @@ def _continues(run: _Piece, target: TensorInfo, content: Content) -> bool:
         content.source.file == source.file
         and content.source.offset == source.offset + run.size
         and run.size + target.size <= _COPY_BYTES
+        # every tensor's items begin at a multiple of their size, in each part that is read
+        and run.size % ITEM_BYTES[target.dtype] == 0
     )
 
 

@@ -1,0 +1,80 @@
+"""What a ``config.json`` may say before any library reads it: sizes in bounds, and no code.
+
+transformers takes ``_attn_implementation: owner/name`` in a config as an order to fetch a kernel
+from the hub and run it, and builds lists as long as ``num_hidden_layers`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_finetune.errors import CheckpointError, MoeFinetuneError, UnsupportedModelError
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+# Kernels that torch has; what else a config can name is fetched from the hub.
+_KERNELS = ("eager", "sdpa", "grouped_mm", "batched_mm")
+_INSTALLED = (*_KERNELS, "flex_attention", "flash_attention_2", "flash_attention_3")
+_LARGEST = {
+    "num_hidden_layers": 1_000, "first_k_dense_replace": 1_000, "num_nextn_predict_layers": 100,
+    "num_experts": 1 << 15, "n_routed_experts": 1 << 15, "num_local_experts": 1 << 15,
+    "num_experts_per_tok": 1 << 15, "n_shared_experts": 1_000, "n_group": 1 << 15,
+    "topk_group": 1 << 15, "moe_layer_freq": 1_000, "decoder_sparse_step": 1_000,
+    "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "moe_intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16, "q_lora_rank": 1 << 20, "kv_lora_rank": 1 << 20,
+    "qk_nope_head_dim": 1 << 16, "qk_rope_head_dim": 1 << 16, "v_head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 30,
+}  # fmt: skip
+_MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
+
+
+def check_config(config: Mapping[str, Any], place: object) -> None:
+    """Check the mapping of a ``config.json``; ``place`` begins the messages.
+
+    Raises:
+        CheckpointError: a size that is no whole number in bounds, an unknown dtype, or a kernel of
+            the hub; the key is named.
+        UnsupportedModelError: a quantised checkpoint.
+    """
+    for key, most in _LARGEST.items():
+        value, least = config.get(key), 0 if key in _MAY_BE_ZERO else 1
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise CheckpointError(
+                f"{place}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
+            )
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) is not None and config[key] not in DTYPES:
+            raise CheckpointError(
+                f"{place}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
+            )
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            f"{place}: quantization_config: the checkpoint is quantised; use the unquantised one"
+        )
+    for key, name in _kernels(config):
+        check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)
+
+
+def check_kernel(
+    name: Any,
+    place: object,
+    error: type[MoeFinetuneError],
+    known: tuple[str, ...] = _INSTALLED,
+) -> None:
+    """Raise ``error`` unless ``name`` is one of the ``known`` kernels; the hub's are never run."""
+    if name is not None and name not in known:
+        raise error(
+            f"{place}: {name!r:.80} is not one of {', '.join(known)}; code from the hub is never "
+            "executed, remove the key"
+        )
+
+
+def _kernels(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key that chooses a kernel, at any depth, with the names that it gives."""
+    for key, value in config.items():
+        if key.removesuffix("_internal").endswith("_implementation"):
+            for name in value.values() if isinstance(value, dict) else (value,):
+                yield key, name
+        elif isinstance(value, dict):
+            yield from _kernels(value)
