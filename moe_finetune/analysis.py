@@ -107,7 +107,12 @@ def analyze(
     from moe_finetune.capture.tracing_checkpoint import record
     from moe_finetune.capture.tracing_vllm import trace_vllm
     from moe_finetune.families.loading import load_tokenizer, local_folder
+    from moe_finetune.weights.checkpoint import open_checkpoint
+    from moe_finetune.weights.gate import check_adapter
 
+    base = open_checkpoint(local_folder(source), values=True)
+    if adapter is not None:
+        check_adapter(adapter, base)
     tokenizer = load_tokenizer(source)
     sequences = {
         domain: read_sequences(files, tokenizer, limit, max_length)
@@ -116,8 +121,7 @@ def analyze(
     with output_folder(output, 0) as folder:
         trace, measures = folder / "trace", None
         if backend == "vllm":
-            base = local_folder(source)
-            trace_vllm(base, sequences, trace, name=str(source), dtype=dtype, engine=engine)
+            trace_vllm(base.folder, sequences, trace, name=str(source), dtype=dtype, engine=engine)
         else:
             measures = record(source, trace, sequences, adapter, probabilities, dtype)
         write_analysis(trace, folder, output, measures, tokenizer)

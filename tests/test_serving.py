@@ -10,6 +10,8 @@ import time
 import urllib.request
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from moe_finetune import cli
 from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
@@ -119,10 +121,11 @@ def test_an_adapter_that_vllm_cannot_serve(tmp_path, tiny_checkpoint, family, op
 def test_chosen_experts_and_biases_are_refused(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
-    (adapter / "router_bias.safetensors").write_bytes(b"")
+    save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
     with pytest.raises(AdapterError, match="routing bias"):
         adapter_arguments(base, adapter, cpu=False)
-    write_metadata(adapter, {1: [3, 2]})
+    adapter = random_adapter(base, tmp_path / "chosen", target_parameters=list(EXPERTS))
+    write_metadata(adapter, {layer: range(12) for layer in range(3)})
     with pytest.raises(AdapterError, match="chosen experts only"):
         adapter_arguments(base, adapter, cpu=False)
 

@@ -95,7 +95,7 @@ def merge(
         bias=bias,
     )
     if dry_run:
-        print(report.plan.table())
+        print("\n".join([report.plan.table(), *report.plan.kinds()]))
         return
     print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
     print("\n".join(report.plan.kinds()))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint_files import read_config
+from moe_finetune.config_file import check_config
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.families import deepseek_moe, family_of
 from moe_finetune.families.loading import load_config, load_tokenizer, local_folder
@@ -52,6 +53,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
                 f"{getattr(base, key)!r}"
             )
     values = {real.get(key, key): value for key, value in [*raw.items(), *changes.items()]}
+    check_config(values, "model.config")
     for key in ("auto_map", "model_type", *_PER_LAYER):
         values.pop(key, None)
     try:

@@ -90,7 +90,9 @@ class Upcycle:
         Raises:
             RecipeError, DataError, CheckpointError: see the functions that are called.
         """
+        from moe_finetune.upcycle.dense import load_dense_config
         from moe_finetune.upcycle.experts import check_alike, open_expert
+        from moe_finetune.weights.checkpoint import check_folder as check_weights
 
         section, names = self.recipe.clusters, list(self.categories)
         if self.recipe.counts_clusters:
@@ -100,9 +102,13 @@ class Upcycle:
                     raise RecipeError(f"clusters.pinned.{name}: no such category{hint}")
             pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
             check_pins(len(names), section.count, pinned)
+        if self.given_dense is not None:
+            check_weights(self.given_dense, load_dense_config(self.given_dense))
         given = self.recipe.experts.checkpoints
         if given is not None:
             experts = [open_expert(local_folder(path)) for path in given]
+            for each in experts:
+                check_weights(each.folder, load_dense_config(each.folder))
             check_alike(experts)
             dense = self.given_dense
             if dense is not None and tokenizer_hash(experts[0].folder) != tokenizer_hash(dense):

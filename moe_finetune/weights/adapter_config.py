@@ -17,7 +17,7 @@ from moe_finetune.errors import AdapterError
 
 MAX_PATTERN = 2_000
 MAX_PATTERNS = 2_000
-MAX_REPEATS = 4
+MAX_REPEATS = 5
 MAX_RANK = 1 << 16
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, getattr(codes, "POSSESSIVE_REPEAT", None))
 _ASSERTIONS = (codes.ASSERT, codes.ASSERT_NOT)
@@ -97,13 +97,11 @@ def _repeats(parsed: Any, inside: bool) -> int:
     """Repeats in a parsed expression, ``inside`` another or not."""
     count = 0
     for code, argument in parsed:
-        if code in _REPEATS and argument[1] > 1:
+        if code in _REPEATS:
             if inside:
                 raise _CostlyError
-            _repeats(argument[2], inside=True)
-            count += 1
-        elif code in _REPEATS:
-            count += _repeats(argument[2], inside)
+            # What may be there once (`?`) is tried both ways, but may hold a choice.
+            count += 1 + _repeats(argument[2], inside=argument[1] > 1)
         elif code is codes.BRANCH:
             if inside:
                 raise _CostlyError
@@ -124,9 +122,9 @@ def _patterns(config: Mapping[str, Any], key: str, place: object) -> dict[str, A
     value = config.get(key) or {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise AdapterError(f"{place}: {key}: wanted a small object, got {type(value).__name__}")
-    left = MAX_REPEATS
+    left = 2 * MAX_REPEATS
     for pattern in value:
-        left -= check_pattern(pattern, f"{place}: {key}", min(left, 1))
+        left -= check_pattern(pattern, f"{place}: {key}", min(left, 2))
     return value
 
 

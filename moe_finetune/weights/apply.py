@@ -15,9 +15,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.weights.bias import BiasExport
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
-from moe_finetune.weights.gate import check_adapter
 from moe_finetune.weights.plan import MergePlan, plan_merge
-from moe_finetune.weights.values import check_values
 
 if TYPE_CHECKING:
     from moe_finetune.weights.writer import Content
@@ -87,6 +85,8 @@ def merge_adapter(
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
         NumericsError: a value does not fit into ``dtype``, or is not finite after the merge.
     """
+    from moe_finetune.weights.gate import check_adapter
+
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
@@ -119,6 +119,7 @@ def apply_plan(
 ) -> dict[str, float]:
     """Carry out ``plan`` and return the norm of the change of each changed tensor."""
     from moe_finetune.weights.compute import Factors, Merged
+    from moe_finetune.weights.values import check_values
     from moe_finetune.weights.writer import Copy, Literal, write_files
 
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]

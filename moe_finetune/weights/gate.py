@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from moe_finetune.errors import AdapterError, did_you_mean
+from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
 from moe_finetune.weights.adapter import CONFIG, PREFIX, Adapter, check_finite, open_adapter
 from moe_finetune.weights.bias import plan_bias
 from moe_finetune.weights.checkpoint import Checkpoint
 from moe_finetune.weights.selection import METADATA
 from moe_finetune.weights.updates import resolve
-from moe_finetune.weights.values import fingerprint
+from moe_finetune.weights.values import check_values, fingerprint
 
 log = logging.getLogger(__name__)
+_warned: set[Path] = set()
+_OLD_EXPERT = re.compile(r"^(.*\.layers)\.\d+\.(.*\.experts)\.\d+\.(.*)$")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 # PEFT saves these beside the factors where the vocabulary has grown, and a router's own buffer only
@@ -61,6 +64,9 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
     """Refuse an adapter of another base; say so where that cannot be known."""
     wanted = adapter.metadata.extra.get(BASE_KEY)
     if wanted is None:
+        if adapter.folder in _warned:
+            return
+        _warned.add(adapter.folder)
         log.warning(
             "%s: does not say which base it was trained on (%s of %s); that the shapes fit "
             "%s is all that is known",
@@ -72,6 +78,8 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
         return
     found = fingerprint(base.tensors.values())
     if wanted != found:
+        # A base that was damaged since is another base too; then its tensor is what to name.
+        check_values(base.tensors.values(), CheckpointError, "copy the checkpoint again")
         raise AdapterError(
             f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
             f"the fingerprint {found[:12]}, {METADATA} asks for {str(wanted)[:12]}; give the base "
@@ -93,6 +101,10 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
         }
         wanted -= left_out
     held = set(adapter.tensors)
+    if old := {key for key in held if _OLD_EXPERT.search(key)}:
+        # Before experts were fused, PEFT wrapped each one's matrices.
+        stack = f".{family.block_path}.{family.experts_name}."
+        wanted = {key for key in wanted if stack not in key} | _old_keys(adapter, base, old)
     extra = sorted(key for key in held - wanted if not key.endswith(_OPTIONAL))
     for key in sorted(wanted - held):
         if not key.endswith(_OPTIONAL):
@@ -105,6 +117,19 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
             f"{adapter.folder}: adapter tensor '{extra[0]}' is none of those that {CONFIG} asks "
             f"for ({len(extra)} such tensors); take the config that belongs to this file"
         )
+
+
+def _old_keys(adapter: Adapter, base: Checkpoint, old: set[str]) -> set[str]:
+    """All keys that an adapter on each expert's own matrices has, from those that it has."""
+    layers = adapter.config.get("layers_to_transform")
+    wanted = [layers] if isinstance(layers, int) else layers or base.experts
+    found = [match for key in old if (match := _OLD_EXPERT.search(key))]
+    return {
+        f"{head}.{layer}.{middle}.{expert}.{tail}"
+        for head, middle, tail in {match.group(1, 2, 3) for match in found}
+        for layer in wanted
+        for expert in range(base.experts.get(layer, 0))
+    }
 
 
 @lru_cache(maxsize=4)

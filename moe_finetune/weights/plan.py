@@ -121,7 +121,6 @@ class MergePlan:
             f"{len(changed)} tensors changed ({counts['LowRank']} low-rank updates, "
             f"{counts['Replace']} replacements), {copied} copied byte for byte, "
             f"{len(self.tensors)} in {len(self.files)} files, {self.size / 1e9:.3f} GB",
-            *self.kinds(),
             *self.notes,
         ]
         return "\n".join(lines)

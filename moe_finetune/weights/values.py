@@ -21,6 +21,7 @@ _WHOLE_BYTES = 256 << 20
 _PARTS, _PART_BYTES = 4, 16 << 10
 # Files (path, size, time of change) whose values this process has found finite.
 _known_finite: set[tuple[str, int, int]] = set()
+_known_prints: dict[frozenset[tuple[str, int, int]], str] = {}
 
 
 def finite(values: Tensor) -> bool:
@@ -72,6 +73,13 @@ def fingerprint(tensors: Iterable[TensorInfo]) -> str:
     tensor stand for it: that tells apart any two trainings, in a second.
     """
     held = sorted(tensors, key=lambda info: info.name)
+    files = frozenset(map(_stamp, {info.file for info in held}))
+    if files not in _known_prints:
+        _known_prints[files] = _fingerprint(held)
+    return _known_prints[files]
+
+
+def _fingerprint(held: list[TensorInfo]) -> str:
     whole = sum(info.size for info in held) <= _WHOLE_BYTES
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         parts = list(pool.map(lambda info: _digest(info, whole), held))

@@ -259,7 +259,7 @@ def test_malformed_rows_name_file_and_line(backend, suite, tmp_path):
 
 
 def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         evaluate(tmp_path / "nowhere", suite, "hf", tmp_path / "o")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="'nobody/nothing' is not a folder, and the hub"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -114,7 +115,11 @@ def test_adapter_with_per_expert_keys(bases, adapters, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     path = "model.layers.1.mlp.experts.7.down_proj"
     a, b = torch.randn(4, 48), torch.randn(192, 4)
-    keys = {
+    keys = {}
+    for layer, expert in itertools.product(range(3), range(12)):
+        key = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.down_proj"
+        keys |= {f"{key}.lora_A.weight": 0 * a, f"{key}.lora_B.weight": 0 * b}
+    keys |= {
         f"base_model.model.{path}.lora_A.weight": a,
         f"base_model.model.{path}.lora_B.weight": b,
     }
@@ -125,6 +130,11 @@ def test_adapter_with_per_expert_keys(bases, adapters, tmp_path):
     assert changed == [f"{path}.weight"]
     wanted = before[changed[0]] + 3.0 * b @ a
     torch.testing.assert_close(after[changed[0]], wanted, rtol=1e-6, atol=1e-5)
+    for factor in "AB":
+        del keys[f"base_model.model.model.layers.2.mlp.experts.11.down_proj.lora_{factor}.weight"]
+    save_file(keys, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"layers\.2\.mlp\.experts\.11\.down_proj.*is missing"):
+        merge_adapter(base, adapter, tmp_path / "n")
 
 
 @pytest.mark.parametrize("shape", ["sharded", "indexless", "single"])

@@ -1,0 +1,370 @@
+"""Every verb x every defect of one tensor: refused by the tensor's name, and nothing is written.
+
+The engines are never started: the gate comes before them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.cli import main
+from moe_finetune.errors import CheckpointError
+from moe_finetune.families.loading import load_model
+from moe_finetune.upcycle.dense import load_dense
+from moe_finetune.weights import open_checkpoint
+from moe_finetune.weights.gate import BASE_KEY, check_adapter
+from moe_finetune.weights.selection import write_metadata
+from moe_finetune.weights.values import fingerprint
+from tests import tiny
+from tests.evaluation.local import write_suite
+from tests.faults.harness import write_inputs
+from tests.weights import helpers
+
+pytestmark = pytest.mark.faults
+
+SHARD, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+ATTENTION = "model.layers.1.self_attn.k_proj.weight"
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+NORM = "model.norm.weight"
+A = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
+STACK = "base_model.model.model.layers.2.mlp.experts.lora_B.weight"
+
+
+def missing(tensors, name):
+    del tensors[name]
+
+
+def extra(tensors, name):
+    tensors[name.replace(".1.", ".1.more.").replace(".2.", ".2.more.")] = tensors[name].clone()
+
+
+def renamed(tensors, name):
+    tensors[name.replace("_proj", "_prj").replace("lora_B", "lora_C")] = tensors.pop(name)
+
+
+def nan(tensors, name):
+    tensors[name].view(-1)[-3] = torch.nan
+
+
+def infinite(tensors, name):
+    tensors[name].view(-1)[1] = -torch.inf
+
+
+def as_bytes(tensors, name):
+    tensors[name] = tensors[name].to(torch.int8)
+
+
+def relabelled(tensors, name):
+    tensors[name] = tensors[name].float().view(torch.int32)
+
+
+def transposed(tensors, name):
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def doubled(tensors, name):
+    tensors[name] = torch.cat([tensors[name]] * 2)
+
+
+DEFECTS = [missing, extra, renamed, nan, infinite, as_bytes, relabelled, transposed, doubled]
+VALUES = (nan, infinite)
+VERBS = {
+    "inspect": ["inspect", "base"],
+    "convert": ["convert", "base", "-o", "out"],
+    "merge": ["merge", "adapter", "--base", "base", "-o", "out"],
+    "permute": ["permute", "base", "-p", "plan.json", "-o", "out"],
+    "train": ["train", "recipe.yaml", "-o", "out"],
+    "eval hf": ["eval", "base", "-s", "suite/local.yaml", "-b", "hf", "-o", "out"],
+    "eval vllm": ["eval", "base", "-s", "suite/local.yaml", "-b", "vllm", "-o", "out"],
+    "eval adapter": [
+        "eval", "base", "-s", "suite/local.yaml", "-b", "hf", "--adapter", "adapter", "-o", "out"
+    ],
+    "analyze hf": ["analyze", "base", "-d", "train.jsonl", "-o", "out"],
+    "analyze vllm": ["analyze", "base", "-d", "train.jsonl", "-b", "vllm", "-o", "out"],
+    "analyze adapter": [
+        "analyze", "base", "-d", "train.jsonl", "--adapter", "adapter", "-o", "out"
+    ],
+    "serve": ["serve", "base"],
+    "serve adapter": ["serve", "base", "--adapter", "adapter"],
+}  # fmt: skip
+WITH_ADAPTER = ("merge", "eval adapter", "analyze adapter", "serve adapter")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A checkpoint, an adapter that knows its base, a recipe, a suite and a permutation."""
+    folder = tmp_path_factory.mktemp("gate")
+    write_inputs("qwen3_moe", folder)
+    (folder / "qwen3_moe").symlink_to(folder / "base")  # the helper reads the family off the path
+    options = {"target_modules": ["q_proj", "k_proj"], "target_parameters": list(helpers.EXPERTS)}
+    helpers.adapter(folder / "qwen3_moe", folder / "adapter", **options)
+    base = open_checkpoint(folder / "base")
+    write_metadata(folder / "adapter", **{BASE_KEY: fingerprint(base.tensors.values())})
+    write_suite(folder / "suite")
+    (folder / "plan.json").write_text(json.dumps({"1": [1, 0, *range(2, 12)]}))
+    return folder
+
+
+@pytest.fixture
+def here(good, tmp_path, monkeypatch):
+    """A copy of the inputs, and the current folder."""
+    for path in good.iterdir():
+        if not path.is_symlink():
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, tmp_path / path.name)
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
+    recipe["model"]["path"], recipe["data"]["train"] = "base", "train.jsonl"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def damage(file: Path, defect, name: str) -> str:
+    """Put the defect into the file; the name that a message about it must hold."""
+    tensors = load_file(file)
+    before = set(tensors)
+    defect(tensors, name)
+    save_file(tensors, file, {"format": "pt"})
+    new = set(tensors) - before
+    return (name if not new or defect is renamed else new.pop()).removeprefix("base_model.model.")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def refused(argv, folder: Path, capsys, *names: str) -> None:
+    """The verb ends with 2 and one message that holds all ``names``; no file appears or changes."""
+    before = contents(folder)
+    capsys.readouterr()
+    code = main(argv)
+    said = capsys.readouterr()[1]
+    assert code == 2, said
+    message = said[said.rindex("error: ") :]
+    assert "Traceback" not in said
+    for name in names:
+        assert name in message, message
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_checkpoint(here, capsys, verb, defect):
+    if verb == "inspect" and defect in VALUES:
+        name = damage(here / "base" / SHARD, defect, EXPERT)
+        assert main(VERBS[verb]) == 0  # headers alone, whatever the size; `open` with values:
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            open_checkpoint("base", values=True)
+        return
+    named = EXPERT if verb in ("merge", "permute", "train") else ATTENTION
+    refused(VERBS[verb], here, capsys, damage(here / "base" / SHARD, defect, named))
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("verb", WITH_ADAPTER)
+def test_an_adapter(here, capsys, verb, defect):
+    named = A if defect is missing or verb == "eval adapter" else STACK
+    name = damage(here / "adapter" / ADAPTER, defect, named)
+    if defect in (missing, renamed):
+        name = name.partition("_proj" if named is A else ".lora_")[0]
+    refused(VERBS[verb], here, capsys, name)
+
+
+@pytest.mark.parametrize("verb", WITH_ADAPTER)
+def test_half_an_adapter(here, capsys, verb):
+    """Both factors of a layer gone: nothing that is left tells."""
+    tensors = load_file(here / "adapter" / ADAPTER)
+    for factor in "AB":
+        del tensors[A.replace("lora_A", f"lora_{factor}")]
+    save_file(tensors, here / "adapter" / ADAPTER, {"format": "pt"})
+    refused(VERBS[verb], here, capsys, "model.layers.1.self_attn.k_proj.lora_A.weight")
+
+
+@pytest.mark.parametrize("verb", WITH_ADAPTER)
+def test_an_adapter_of_another_base(here, capsys, verb):
+    """Equal names and shapes; one number of one expert differs."""
+    tensors = load_file(here / "base" / SHARD)
+    tensors[EXPERT].view(-1)[77] += 0.5
+    save_file(tensors, here / "base" / SHARD, {"format": "pt"})
+    refused(VERBS[verb], here, capsys, "was trained on another base", "--base")
+
+
+def test_an_adapter_that_does_not_say_its_base_is_taken_with_a_warning(here, caplog):
+    (here / "adapter" / "moe_finetune.json").unlink()
+    check_adapter("adapter", open_checkpoint("base"))
+    assert "does not say which base" in caplog.text
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_the_gate_knows_every_family(tiny_checkpoint, tmp_path, family):
+    """Any one tensor gone, whichever it is, is missed; as published nothing is."""
+    base = tiny_checkpoint(family)
+    names = list(open_checkpoint(base, values=True).tensors)
+    shutil.copytree(base, tmp_path / family)
+    whole = load_file(tmp_path / family / SHARD)
+    assert sorted(names) == sorted(whole)
+    for name in names[:: max(1, len(names) // 7)]:
+        save_file({k: v for k, v in whole.items() if k != name}, tmp_path / family / SHARD)
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            open_checkpoint(tmp_path / family)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_dense_model_for_upcycling(tmp_path, defect):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    load_dense(tmp_path)
+    name = damage(tmp_path / SHARD, defect, ATTENTION)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_dense(tmp_path)
+
+
+# What a config may say
+
+
+CONFIGS = [
+    ({"_attn_implementation": "kernels-community/flash-attn"}, "_attn_implementation"),
+    ({"_attn_implementation_internal": "a/b"}, "_attn_implementation_internal"),
+    ({"attn_implementation": {"": "a/b:c"}}, "attn_implementation"),
+    ({"experts_implementation": "deepgemm"}, "experts_implementation"),
+    ({"text_config": {"_attn_implementation": "a/b@v1"}}, "_attn_implementation"),
+    ({"_attn_implementation": "flash_attention_2"}, "_attn_implementation"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    ({"num_hidden_layers": 3.0}, "num_hidden_layers"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+    ({"num_local_experts": 10**9}, "num_local_experts"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    ({"num_experts_per_tok": 99}, "num_experts_per_tok"),
+    ({"hidden_size": 10**30}, "hidden_size"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"hidden_act": "sillu"}, "hidden_act"),
+    ({"hidden_act": ["silu"]}, "config.json"),
+    ({"torch_dtype": "float99"}, "torch_dtype"),
+    ({"dtype": 7}, "dtype"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    ({"quantization_config": 3}, "quantization_config"),
+    ({"rope_parameters": {"rope_type": "nope"}}, "config.json"),
+    ({"rope_parameters": 7}, "config.json"),
+    ({"mlp_only_layers": 4}, "config.json"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ({"model_type": ["qwen3_moe"]}, "model_type"),
+    ({"num_attention_heads": 5}, "self_attn"),
+    ({"tie_word_embeddings": "yes"}, "config.json"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), CONFIGS, ids=[str(c[0])[:50] for c in CONFIGS])
+def test_a_config_that_no_checkpoint_has(here, capsys, changes, named):
+    file = here / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    for verb in ("inspect", "serve"):
+        refused(VERBS[verb], here, capsys, named)
+
+
+def test_no_kernel_of_the_hub_reaches_a_loader(tiny_checkpoint):
+    with pytest.raises(ValueError, match="never executed"):
+        load_model(tiny_checkpoint("qwen3_moe"), attn_implementation="kernels-community/x")
+    with pytest.raises(ImportError, match="flash_attn is not installed"):
+        load_model(tiny_checkpoint("qwen3_moe"), attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_folder_with_a_pickle_alone(here, capsys, verb, monkeypatch):
+    opened = []
+    monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a))
+    (here / "base" / SHARD).rename(here / "base" / "pytorch_model.bin")
+    refused(VERBS[verb], here, capsys, "pytorch_model.bin")
+    assert not opened
+
+
+@pytest.mark.parametrize("verb", WITH_ADAPTER)
+def test_an_adapter_with_a_pickle_alone(here, capsys, verb, monkeypatch):
+    opened = []
+    monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a))
+    (here / "adapter" / ADAPTER).rename(here / "adapter" / "adapter_model.bin")
+    refused(VERBS[verb], here, capsys, "adapter_model.safetensors")
+    assert not opened
+
+
+ADAPTER_CONFIGS = [
+    ({"r": -1}, "'r'"),
+    ({"r": 4.5}, "'r'"),
+    ({"r": 10**9}, "'r'"),
+    ({"lora_alpha": "12"}, "'lora_alpha'"),
+    ({"lora_alpha": 1e400}, "adapter_config.json"),
+    ({"lora_alpha": float("nan")}, "adapter_config.json"),
+    ({"lora_alpha": -3}, "'lora_alpha'"),
+    ({"rank_pattern": {"k_proj": 0}}, "'k_proj'"),
+    ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern"),
+    ({"rank_pattern": {"(a": 4}}, "not a regular expression"),
+    ({"rank_pattern": [1]}, "rank_pattern"),
+    ({"alpha_pattern": {"k_proj": None}}, "'k_proj'"),
+    ({"target_modules": "(.*)*x"}, "target_modules"),
+    ({"target_modules": r"((\w|\.)+)+x"}, "target_modules"),
+    ({"target_modules": ".*.*.*.*.*.*x"}, "target_modules"),
+    ({"target_modules": r"(a?){50}a{50}"}, "target_modules"),
+    ({"target_modules": r"(\w+)\1"}, "target_modules"),
+    ({"target_modules": "a?" * 30 + "a" * 30}, "target_modules"),
+    ({"target_modules": [3]}, "target_modules"),
+    ({"target_modules": ["nowhere"], "target_parameters": None}, "adapter"),
+    ({"layers_pattern": "(a*)*"}, "layers_pattern"),
+    ({"layers_to_transform": "all"}, "layers_to_transform"),
+    ({"modules_to_save": 3}, "modules_to_save"),
+    ({"modules_to_save": ["norm"]}, "norm.weight' is missing"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ({"use_dora": True}, "use_dora"),
+    ({"target_modules": ["k_proj"]}, "q_proj"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), ADAPTER_CONFIGS, ids=[str(c[0])[:50] for c in ADAPTER_CONFIGS])  # fmt: skip  # noqa: E501
+def test_an_adapters_config(here, capsys, changes, named):
+    file = here / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    refused(VERBS["merge"], here, capsys, named)
+
+
+def test_expressions_that_people_write_are_taken(here):
+    file = here / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for pattern in (
+        r".*\.self_attn\.(q|k)_proj",
+        r"model\.layers\.\d+\.self_attn\.[qk]_proj",
+        r"^(?!.*visual).*(?:q_proj|k_proj)$",
+    ):
+        file.write_text(json.dumps(config | {"target_modules": pattern}))
+        check_adapter("adapter", open_checkpoint("base"))
+
+
+@pytest.mark.parametrize("alpha", [1e308, 1e41])
+def test_a_product_that_overflows_is_refused_by_merge_itself(here, capsys, alpha):
+    file = here / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
+    refused(VERBS["merge"], here, capsys, "is not finite", "lora_alpha")
+
+
+def test_merge_names_what_it_merges(here, capsys):
+    tensors = load_file(here / "adapter" / ADAPTER)
+    tensors["base_model.model.model.norm.weight"] = torch.ones(192)
+    save_file(tensors, here / "adapter" / ADAPTER, {"format": "pt"})
+    refused(VERBS["merge"], here, capsys, "model.norm.weight")  # its config does not ask for it
+    file = here / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"modules_to_save": ["model.norm"]}))
+    assert main(VERBS["merge"]) == 0
+    said = capsys.readouterr()[0]
+    assert "model.layers.*.self_attn.k_proj.weight: low-rank update, 3" in said
+    assert "model.norm.weight: replaced by the adapter's own, 1" in said
+    assert "model.layers.*.mlp.experts.*.down_proj.weight: low-rank update, 36" in said
+    assert load_file(here / "out" / SHARD)[NORM].eq(1).all()
