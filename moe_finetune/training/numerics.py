@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, and routers that collapse."""
+"""Losses and gradients that are not finite, models that stop learning, routers that collapse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import NumericsError
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.training import ranks
-from moe_finetune.training.checkpoint import newest_checkpoint
+from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint, step_of
 
 if TYPE_CHECKING:
     from moe_finetune.training.callback import SpecializationCallback
@@ -28,6 +28,12 @@ log = logging.getLogger(__name__)
 BAD_BATCHES = "bad_batches.jsonl"
 ROUTED_PER_EXPERT = 20
 """Selections per expert below which a router is not judged: an expert may just have had no turn."""
+
+
+STILL_STEPS = 5
+"""Steps in a row after which a model that learns nothing is given up."""
+STILL_NORM = 1e-5
+"""Share of the first step's gradient norm below which a step moves nothing."""
 
 
 def make_deterministic() -> None:
@@ -44,6 +50,10 @@ def make_deterministic() -> None:
 
 class NumericsGuard(TrainerCallback):
     """Looks at loss and gradient of every step; stops the run or leaves the step out.
+
+    A model that has run away gives the same answer to everything: its gradient vanishes while the
+    loss stays high, or the loss goes back to that of guessing. Either, five steps in a row, stops
+    the run.
 
     A step that is left out changes nothing: no weight, moment, running table or routing bias. What
     was seen goes to ``bad_batches.jsonl``: token ids, loss, gradient norm, and each term's value
@@ -67,6 +77,9 @@ class NumericsGuard(TrainerCallback):
         self._bad = False
         self._held: dict[str, Any] | None = None
         self._watched: Specialization | None = None
+        self._first: tuple[float, float] | None = None
+        self._learned = False
+        self._still = 0
 
     def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
         self._batches, self._terms, self._bad = [], [], False
@@ -93,7 +106,8 @@ class NumericsGuard(TrainerCallback):
         """Judge the whole window before its update, given the gradients' norm on this rank.
 
         Raises:
-            NumericsError: something is not finite and ``on_nan`` is "stop".
+            NumericsError: something is not finite and ``on_nan`` is "stop"; or the model has run
+                away.
         """
         bad = ranks.any_rank(self._bad or not math.isfinite(norm))
         if bad:
@@ -111,8 +125,40 @@ class NumericsGuard(TrainerCallback):
                 parameter.grad = None
             if self._watched is not None and self._held is not None:
                 self._watched.go_back(self._held)
+        elif ranks.any_rank(self._runs_away(norm)):
+            self._write(step, norm)
+            raise NumericsError(self._run_away(step, norm))
         self._batches, self._terms, self._held = [], [], None
         return bad
+
+    def _runs_away(self, norm: float) -> bool:
+        """Whether nothing was learned in :data:`STILL_STEPS` steps, this one the last."""
+        loss = self._loss()
+        if self._first is None:
+            self._first = loss, norm
+        first_loss, first_norm = self._first
+        facts = self._watched.objective.facts if self._watched is not None else None
+        guess = math.log(facts.vocab_size) if facts is not None else math.inf
+        still = norm <= STILL_NORM * first_norm and loss > 0.5 * first_loss
+        guesses = self._learned and loss > 0.999 * guess
+        self._learned |= loss < 0.9 * guess < math.inf
+        self._still = self._still + 1 if still or guesses else 0
+        return self._still >= STILL_STEPS
+
+    def _loss(self) -> float:
+        return sum(float(batch["loss"]) for batch in self._batches)
+
+    def _run_away(self, step: int, norm: float) -> str:
+        assert self._first is not None
+        root = self.output / "checkpoints"
+        good = [p for p in checkpoints(root) if (step_of(p) or 0) <= step - STILL_STEPS]
+        return (
+            f"step {step}: training has collapsed: for {STILL_STEPS} steps the loss is "
+            f"{self._loss():.4g} and nothing is learned (gradient norm {norm:.1e}; at the first "
+            f"step {self._first[1]:.1e}, loss {self._first[0]:.4g}). Lower trainer.learning_rate "
+            "or the weights under method.terms, or add trainer.warmup_steps; last checkpoint "
+            f"before it: {good[0] if good else 'none'}"
+        )
 
     def _message(self, step: int) -> str:
         last, _ = newest_checkpoint(self.output / "checkpoints")

@@ -67,12 +67,12 @@ def save_trained(
         if balancer is not None:
             save_beside(balancer, moe_layers(model), partial)
     else:
-        layers = moe_layers(model)
-        if balancer is not None and recipe.method.export_bias == "write":
-            weights = add_bias(balancer, layers, weights)
+        exported = balancer if recipe.method.export_bias == "write" else None
+        if exported is not None:
+            weights = add_bias(exported, moe_layers(model), weights)
         model.save_pretrained(partial, state_dict=weights)
-        if balancer is not None and recipe.method.export_bias == "write":
-            name_bias(layers, partial)
+        if exported is not None:
+            name_bias(moe_layers(model), partial)
         _name_dtype(partial, recipe.model.dtype)
         tokenizer.save_pretrained(partial)
     for path in partial.rglob("*"):

@@ -1,12 +1,23 @@
-"""A router that stays collapsed is named once, with what to change."""
+"""A collapse is named: a router's once, with what to change; a model's, which ends the run."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
+import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
-from moe_finetune.training.numerics import CollapseWatch
+from moe_finetune import SpecializationCallback
+from moe_finetune.errors import NumericsError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.sections import LoraSection
+from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
+from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.sft import GuardedTrainer
+from tests import tiny
+from tests.training.test_callback import collate, rows
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 2
 
@@ -48,3 +59,95 @@ def test_dead_experts_and_given_limits(caplog):
 def test_few_tokens_are_no_verdict(caplog):
     few = torch.full((EXPERTS,), 19)
     assert log(watch(few, patience=1), caplog, 5, 2.9, 11.0) == []
+
+
+class Guarded(GuardedTrainer, ResumableTrainer, Trainer):
+    pass
+
+
+def run(folder, learning_rate, lora, **options):
+    torch.manual_seed(1)
+    section = LoraSection(rank=4, alpha=8.0) if lora else None
+    callback = SpecializationCallback("none")
+    made = Guarded(
+        add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), section, "full"),
+        TrainingArguments(
+            str(folder / "checkpoints"),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            max_steps=14,
+            save_steps=2,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            logging_nan_inf_filter=False,
+            per_device_train_batch_size=2,
+            **options,
+        ),
+        data_collator=collate,
+        train_dataset=rows(),
+        callbacks=[callback],
+    )
+    callback.attach(made)
+    made.guard = NumericsGuard(folder, "stop", callback)
+    made.add_callback(made.guard)
+    try:
+        made.train()
+    finally:
+        callback.close()
+    return made.state
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_that_has_run_away_stops_the_run(tmp_path, lora):
+    with pytest.raises(NumericsError, match=r"training has collapsed.*learning_rate") as caught:
+        run(tmp_path, 1e3, lora)
+    found = str(caught.value)
+    step = int(found.partition(":")[0].removeprefix("step "))
+    assert step < 13 and f"loss is {math.log(tiny.VOCABULARY):.4g}" in found
+    assert (tmp_path / "bad_batches.jsonl").is_file()
+    good = int(found.rpartition("checkpoint-")[2]) if "checkpoint-" in found else 0
+    assert good <= step - 5
+
+
+def test_training_that_learns_is_left_alone(tmp_path):
+    state = run(tmp_path, 3e-3, True, logging_steps=1)
+    assert state.global_step == 14
+    assert state.log_history[-2]["loss"] < state.log_history[0]["loss"]
+
+
+def judged(tmp_path, steps):
+    """The guard's verdicts on steps of (loss, gradient norm), two micro-batches each."""
+    facts = SimpleNamespace(vocab_size=1000)
+    work = SimpleNamespace(
+        objective=SimpleNamespace(facts=facts), recorder=SimpleNamespace(observers=[])
+    )
+    guard = NumericsGuard(tmp_path, "stop", SimpleNamespace(specialization=work))
+    for number, (loss, norm) in enumerate(steps, start=1):
+        guard.on_step_begin(None, None, None)
+        for part in (0.25, 0.75):
+            guard.batch({}, torch.tensor(loss * part))
+        guard.leaves_out(torch.nn.Identity(), number, norm)
+
+
+GUESS = math.log(1000)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(2.1, 3.0)] + [(GUESS, 1e7)] * 4 + [(5.0, 1.0)] + [(GUESS, 1e7)] * 4,  # not in a row
+        [(GUESS, 3.0)] * 30,  # a fresh model has not learned yet
+        [(2.1, 3.0)] + [(0.001, 0.0)] * 30,  # nothing left to learn
+        [(2.1, 3.0)] + [(2.0, 1e-4)] * 30,  # small is not nothing
+        [(0.0, 2.0)] * 30,  # a trainer that gives the language model no weight
+    ],
+)
+def test_what_is_no_collapse(tmp_path, steps):
+    judged(tmp_path, steps)
+
+
+@pytest.mark.parametrize("end", [(GUESS, 1e7), (30.0, 2.0), (2.0, 0.0), (1.2, 1e-6)])
+def test_what_is_one(tmp_path, end):
+    with pytest.raises(NumericsError, match=r"^step 7: training has collapsed: for 5 steps"):
+        judged(tmp_path, [(2.1, 3.0), (1.9, 2.0)] + [end] * 5)
