@@ -1,6 +1,7 @@
 """Model families: exact ``model_type`` -> where the router and the experts are, and how they score.
 
-Add a family with one file that builds a :class:`Family` and one line in ``_ALL`` below.
+Add a family that follows the common interface with a row in ``table.py``; one that needs code with
+a file that builds a :class:`Family` and one line in ``_ALL`` below.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from moe_finetune.families import (
     moonlight,
     olmoe,
     qwen3_moe,
+    table,
 )
 from moe_finetune.families.base import FAMILIES, FUSED, DiskLayout, Family
 
 _ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral)
 for _module in _ALL:
     FAMILIES.register(_module.FAMILY.name, _module.FAMILY)
+for _family in table.FAMILIES:
+    FAMILIES.register(_family.name, _family)
 
 __all__ = ["FAMILIES", "FUSED", "DiskLayout", "Family", "family_of"]
 

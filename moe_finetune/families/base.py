@@ -42,7 +42,8 @@ class Family:
 
     ``score`` is the function from router logits to probabilities. ``renormalize`` and ``scaling``
     say what the family does to the selected scores before they weight the experts. Module paths
-    are relative to a decoder layer of the loaded transformers model.
+    are relative to a decoder layer of the loaded transformers model: ``attention_targets`` and
+    ``shared_targets`` too, which name linear layers, of which a layer may lack some.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Family:
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
+    top_k: Callable[[Any], int] = lambda config: int(config.num_experts_per_tok)
     moe_layers: Callable[[Any], list[int]] = lambda config: list(range(config.num_hidden_layers))
     expert_width: Callable[[Any], int] = lambda config: config.moe_intermediate_size
     check: Callable[[Any], None] = lambda config: None
@@ -74,10 +76,6 @@ class Family:
         """PEFT ``target_parameters`` entry of the router's weight."""
         return f"{self.block_path}.{self.router_name}.weight"
 
-    def top_k(self, config: Any) -> int:
-        """Experts selected per token."""
-        return int(config.num_experts_per_tok)
-
 
 FUSED = ("gate_up_proj", "down_proj")
 FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
@@ -86,6 +84,22 @@ FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 def after_dense_layers(config: Any) -> list[int]:
     """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
     return list(range(config.first_k_dense_replace, config.num_hidden_layers))
+
+
+def under(module: str, *names: str) -> tuple[str, ...]:
+    """Paths of ``names`` in ``module``."""
+    return tuple(f"{module}.{name}" for name in names)
+
+
+QKVO = under("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+MLA = under(
+    "self_attn", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+)
+"""DeepSeek's latent attention; ``q_proj`` where queries are not compressed."""
+
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+SHARED_EXPERTS = under("mlp.shared_experts", *GATED_MLP)
+SHARED_EXPERT = under("mlp.shared_expert", *GATED_MLP)
 
 
 def require(config: Any, **wanted: Any) -> None:

@@ -1,6 +1,12 @@
 """DeepSeek-V2-Lite: MLA attention, softmax router without renormalisation, shared experts."""
 
-from moe_finetune.families.base import Family, after_dense_layers, require
+from moe_finetune.families.base import (
+    MLA,
+    SHARED_EXPERTS,
+    Family,
+    after_dense_layers,
+    require,
+)
 
 
 def _check(config) -> None:
@@ -19,19 +25,8 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     title="DeepSeek-V2-Lite",
     score="softmax",
-    attention_targets=(
-        "q_proj",
-        "q_a_proj",
-        "q_b_proj",
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-        "o_proj",
-    ),
-    shared_targets=(
-        "shared_experts.gate_proj",
-        "shared_experts.up_proj",
-        "shared_experts.down_proj",
-    ),
+    attention_targets=MLA,
+    shared_targets=SHARED_EXPERTS,
     num_experts=lambda config: config.n_routed_experts,
     renormalize=lambda config: False,
     scaling=lambda config: float(config.routed_scaling_factor),

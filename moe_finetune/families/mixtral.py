@@ -1,6 +1,6 @@
 """Mixtral: softmax router, renormalised; on disk ``block_sparse_moe.experts.N.w1/w3/w2``."""
 
-from moe_finetune.families.base import DiskLayout, Family
+from moe_finetune.families.base import QKVO, DiskLayout, Family
 
 FAMILY = Family(
     name="mixtral",
@@ -8,7 +8,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     title="Mixtral-8x7B",
     score="softmax",
-    attention_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    attention_targets=QKVO,
     disk=DiskLayout(
         block="model.layers.{layer}.block_sparse_moe",
         gate="experts.{expert}.w1.weight",

@@ -1,7 +1,13 @@
 """Moonlight-16B-A3B: DeepSeek-V3's class, sigmoid router with a correction bias for selection."""
 
-from moe_finetune.families.base import DiskLayout, Family, after_dense_layers, require
-from moe_finetune.families.deepseek_v2 import FAMILY as DEEPSEEK_V2
+from moe_finetune.families.base import (
+    MLA,
+    SHARED_EXPERTS,
+    DiskLayout,
+    Family,
+    after_dense_layers,
+    require,
+)
 
 
 def _check(config) -> None:
@@ -14,8 +20,8 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     title="Moonlight-16B-A3B",
     score="sigmoid",
-    attention_targets=DEEPSEEK_V2.attention_targets,
-    shared_targets=DEEPSEEK_V2.shared_targets,
+    attention_targets=MLA,
+    shared_targets=SHARED_EXPERTS,
     disk=DiskLayout(router_bias="gate.e_score_correction_bias"),
     num_experts=lambda config: config.n_routed_experts,
     scaling=lambda config: float(config.routed_scaling_factor),

@@ -1,6 +1,6 @@
 """OLMoE: softmax router, 64 experts in every layer, no shared experts."""
 
-from moe_finetune.families.base import Family
+from moe_finetune.families.base import QKVO, Family
 
 FAMILY = Family(
     name="olmoe",
@@ -8,6 +8,6 @@ FAMILY = Family(
     architecture="OlmoeForCausalLM",
     title="OLMoE-1B-7B",
     score="softmax",
-    attention_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    attention_targets=QKVO,
     expert_width=lambda config: config.intermediate_size,
 )

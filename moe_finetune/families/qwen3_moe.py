@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B and its kin: softmax router, renormalised, no shared experts."""
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.families.base import Family
+from moe_finetune.families.base import QKVO, Family
 
 
 def _moe_layers(config) -> list[int]:
@@ -23,7 +23,7 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     title="Qwen3-30B-A3B",
     score="softmax",
-    attention_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    attention_targets=QKVO,
     moe_layers=_moe_layers,
     check=_check,
 )

@@ -129,8 +129,8 @@ def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
     if match is None:
         return "other"
     layer, rest = int(match[1]), match[2] + "."
-    if rest.startswith("self_attn."):
-        return "attention" if _is_projection(rest, family) else "other"
+    if rest.startswith(tuple(f"{target}." for target in family.attention_targets)):
+        return "attention"
     if layer not in moe_layers:
         return "other"
     block = family.block_path
@@ -138,13 +138,8 @@ def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
         return "routed experts"
     if rest.startswith(f"{block}.{family.router_name}."):
         return "router"
-    shared = {f"{block}.{target.split('.')[0]}." for target in family.shared_targets}
+    shared = {f"{target.rpartition('.')[0]}." for target in family.shared_targets}
     return "shared experts" if rest.startswith(tuple(shared)) else "other"
-
-
-def _is_projection(rest: str, family: Family) -> bool:
-    """Whether an attention parameter is one of the family's projections (norms are not)."""
-    return rest.split(".")[1] in family.attention_targets
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:

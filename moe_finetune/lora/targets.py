@@ -46,11 +46,11 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     parameters: list[str] = []
     for group in lora.targets:
         if group == "attention":
-            found = [t for t in family.attention_targets if _any_ends(names, f"self_attn.{t}")]
-            modules += [f"self_attn.{target}" for target in found]
+            found = [t for t in family.attention_targets if _any_ends(names, t)]
+            modules += found
         elif group == "shared_experts":
             found = [t for t in family.shared_targets if _any_ends(names, t)]
-            parameters += [f"{family.block_path}.{target}.weight" for target in found]
+            parameters += [f"{target}.weight" for target in found]
         else:
             found = list(family.expert_targets)
             parameters += found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.families.base import Family, require
+from moe_finetune.families.base import QKVO, SHARED_EXPERTS, Family, require
 
 
 def moe_layers(config: Any) -> list[int]:
@@ -66,12 +66,8 @@ FAMILY = Family(
     architecture="DeepseekForCausalLM",
     title="DeepSeek-MoE-16B",
     score="softmax",
-    attention_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    shared_targets=(
-        "shared_experts.gate_proj",
-        "shared_experts.up_proj",
-        "shared_experts.down_proj",
-    ),
+    attention_targets=QKVO,
+    shared_targets=SHARED_EXPERTS,
     num_experts=lambda config: config.n_routed_experts,
     moe_layers=moe_layers,
     check=check,

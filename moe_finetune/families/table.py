@@ -1,0 +1,175 @@
+"""Families that follow transformers' common experts interface: a few facts each.
+
+Read off each class in transformers 5.19. Where the experts are fused, which layers have them and
+what the files call them is asked from transformers (:mod:`moe_finetune.families.structure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from moe_finetune.families.base import (
+    MLA,
+    QKVO,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    DiskLayout,
+    Family,
+    require,
+    under,
+)
+from moe_finetune.families.structure import layers_with_experts
+
+INDEXER = under("self_attn", "indexer.wq_b", "indexer.wk", "indexer.weights_proj")
+"""Sparse attention's own selection of keys; frozen unless it is named here."""
+
+LINEAR_ATTENTION = under(
+    "linear_attn",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+)
+
+
+def _key(name: str) -> Callable[[Any], int]:
+    return lambda config: int(getattr(config, name))
+
+
+def _scaled(name: str = "routed_scaling_factor") -> Callable[[Any], float]:
+    return lambda config: float(getattr(config, name))
+
+
+def _yes(config: Any) -> bool:
+    return True
+
+
+# DeepSeek-V3's router: sigmoid, a correction bias on the selection, groups, scaled weights.
+_sigmoid = partial(
+    Family,
+    score="sigmoid",
+    attention_targets=QKVO,
+    shared_targets=SHARED_EXPERTS,
+    disk=DiskLayout(router_bias="gate.e_score_correction_bias"),
+    num_experts=_key("n_routed_experts"),
+    scaling=_scaled(),
+    moe_layers=layers_with_experts,
+    bias_export="tensor",
+)
+# Qwen's router: softmax, selected scores renormalised where the config says so.
+_softmax = partial(
+    Family, score="softmax", attention_targets=QKVO, moe_layers=layers_with_experts
+)
+
+
+def _check_cohere(config: Any) -> None:
+    require(config, expert_selection_fn=("softmax",))
+
+
+FAMILIES = (
+    _sigmoid("axk1", "axk1", "AXK1ForCausalLM", "A.X K1", attention_targets=MLA),
+    _sigmoid(
+        "axk2",
+        "axk2",
+        "AXK2ForCausalLM",
+        "A.X K2",
+        attention_targets=(*MLA, "self_attn.q_gate_proj"),
+    ),
+    _softmax(
+        "cohere2_moe",
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        "Cohere 2 MoE",
+        renormalize=_yes,
+        expert_width=_key("intermediate_size"),
+        check=_check_cohere,
+    ),
+    _sigmoid(
+        "deepseek_v32",
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        "DeepSeek-V3.2",
+        attention_targets=MLA,
+    ),
+    _sigmoid("dots1", "dots1", "Dots1ForCausalLM", "dots.llm1"),
+    _softmax(
+        "ernie4_5_moe",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "ERNIE 4.5",
+        shared_targets=SHARED_EXPERTS,
+        disk=DiskLayout(router_bias="moe_statics.e_score_correction_bias"),
+        num_experts=_key("moe_num_experts"),
+        top_k=_key("moe_k"),
+        renormalize=_yes,
+    ),
+    _sigmoid(
+        "exaone_moe",
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        "EXAONE MoE",
+        num_experts=_key("num_experts"),
+    ),
+    _softmax(
+        "flex_olmo",
+        "flex_olmo",
+        "FlexOlmoForCausalLM",
+        "FlexOlmo",
+        expert_width=_key("intermediate_size"),
+    ),
+    _sigmoid("glm4_moe", "glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5"),
+    _sigmoid(
+        "glm4_moe_lite",
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        "GLM-4.7-Flash",
+        attention_targets=MLA,
+    ),
+    _sigmoid(
+        "glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5", attention_targets=MLA
+    ),
+    _softmax(
+        "mellum",
+        "mellum",
+        "MellumForCausalLM",
+        "Mellum",
+        num_experts=_key("num_local_experts"),
+    ),
+    _sigmoid(
+        "mimo_v2_flash",
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        "MiMo-V2-Flash",
+        shared_targets=(),
+    ),
+    _softmax(
+        "qwen2_moe",
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        shared_targets=SHARED_EXPERT,
+    ),
+    _softmax(
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3.5-MoE",
+        attention_targets=(*QKVO, *LINEAR_ATTENTION),
+        shared_targets=SHARED_EXPERT,
+        renormalize=_yes,
+    ),
+    _softmax(
+        "qwen3_next",
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "Qwen3-Next-80B-A3B",
+        attention_targets=(*QKVO, *LINEAR_ATTENTION),
+        shared_targets=SHARED_EXPERT,
+    ),
+    _sigmoid("solar_open", "solar_open", "SolarOpenForCausalLM", "Solar Open"),
+)

@@ -1,0 +1,106 @@
+"""A tiny random model of every family of the table, from one set of sizes, no two of them equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_finetune.families import FAMILIES
+
+EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 400,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 72,
+    "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": 56,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+}
+_MLA = {
+    "q_lora_rank": 28,
+    "kv_lora_rank": 44,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 40,
+    "v_head_dim": 20,
+    "head_dim": 16,
+    "num_key_value_heads": 6,
+}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 512}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "axk1": _MLA,
+    "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
+    "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
+    "deepseek_v32": _MLA | _INDEXER,
+    "ernie4_5_moe": {
+        "moe_num_experts": EXPERTS,
+        "moe_k": TOP_K,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": LAYERS - 1,
+    },
+    "exaone_moe": {"num_experts": EXPERTS, "num_shared_experts": 2},
+    "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
+    "glm4_moe_lite": _MLA,
+    "glm_moe_dsa": _MLA | _INDEXER,
+    "mellum": {"num_local_experts": EXPERTS},
+    "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
+    "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
+    "qwen3_next": _LINEAR | {"num_experts": EXPERTS},
+}
+
+
+def config(family: str, **changes: Any) -> Any:
+    """The tiny config of a family of the table."""
+    kind = CONFIG_MAPPING[FAMILIES[family].model_type]
+    own = _CHANGES.get(family, {})
+    sizes = _SIZES | {"num_experts_per_tok": TOP_K}
+    if not {"num_experts", "num_local_experts", "moe_num_experts"} & own.keys():
+        sizes["n_routed_experts"] = EXPERTS
+    if "moe_k" in own:
+        del sizes["num_experts_per_tok"]
+    return kind(**(sizes | own | changes))
+
+
+def model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random model in eval mode; routers, biases and norms are random too."""
+    torch.manual_seed(seed)
+    built = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)
+    router = f".{FAMILIES[family].router_name}.weight"
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if name.endswith(router):
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+        for name, tensor in [*built.named_buffers(), *built.named_parameters()]:
+            if name.endswith("e_score_correction_bias"):
+                tensor.normal_(0, 0.1)
+    return built.eval()
