@@ -70,7 +70,25 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA | _INDEXER,
+    "hy_v3": {
+        "num_experts": EXPERTS,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 1.7,
+        "enable_moe_fp32_combine": False,
+    },
+    "laguna": {"num_experts": EXPERTS, "moe_routed_scaling_factor": 1.7},
     "mellum": {"num_local_experts": EXPERTS},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 3,  # twice as many where attention slides
+        "v_head_dim": 20,
+    },
+    "minimax": {
+        "num_local_experts": EXPERTS,
+        "intermediate_size": WIDTH,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "block_size": 8,
+    },
+    "minimax_m2": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
     "qwen3_next": _LINEAR | {"num_experts": EXPERTS},

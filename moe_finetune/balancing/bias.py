@@ -68,7 +68,7 @@ class BiasBalancer(Perturbation):
         if self._adapter is None or self._adapter.acts():
             rule = self._rules.get(layer.index)
             if rule is None:
-                rule = Rule(layer.family, layer.experts.config, layer.router)
+                rule = Rule(layer)
                 self._rules[layer.index] = rule
             bias_E = self.bias[layer.index] = self.bias[layer.index].to(logits_TE.device)
             weights_TK, index_TK = select_with_bias(logits_TE, bias_E, index_TK, weights_TK, rule)
@@ -99,7 +99,7 @@ class BiasBalancer(Perturbation):
         found = {}
         for layer in layers:
             learned = self.bias[layer.index].cpu()
-            own = Rule(layer.family, layer.experts.config, layer.router).own_bias(learned)
+            own = Rule(layer).own_bias(learned)
             found[f"bias.{layer.index}"] = own.detach().cpu() + learned
         return found
 

@@ -39,15 +39,16 @@ def select_with_bias(
 
 
 class Rule:
-    """How a family goes from logits to weights."""
+    """How the family of a :class:`moe_finetune.capture.model.MoeLayer` gets weights from logits."""
 
-    def __init__(self, family: Any, config: Any, router: Any):
+    def __init__(self, layer: Any):
+        family, config = layer.family, layer.experts.config
         self.score = family.score
         self.renormalize = family.renormalize(config)
         self.scaling = family.scaling(config)
         self.groups = int(getattr(config, "n_group", None) or 1)
         self.kept_groups = int(getattr(config, "topk_group", None) or 1)
-        self._router = router
+        self._block = layer.block
         if self.groups > 1 and family.score == "softmax":
             raise CaptureError(
                 f"loss-free bias with n_group {self.groups} is not supported for {family.title}"
@@ -59,11 +60,11 @@ class Rule:
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def own_bias(self, scores_TE: Tensor) -> Tensor:
-        """The checkpoint's own correction bias, 0 where it has none."""
-        for module in self._router.modules():
-            bias = getattr(module, "e_score_correction_bias", None)
-            if bias is not None:
-                return bias
+        """The checkpoint's own correction bias, in router or block; 0 where it has none."""
+        for module in self._block.modules():
+            for name in ("e_score_correction_bias", "expert_bias"):
+                if (bias := getattr(module, name, None)) is not None:
+                    return bias
         return scores_TE.new_zeros(())
 
 

@@ -81,6 +81,6 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
     for layer in moe_layers(model):
         effective = torch.tensor(stored[layer.index])
-        own = Rule(layer.family, layer.experts.config, layer.router).own_bias(effective)
+        own = Rule(layer).own_bias(effective)
         balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
     return balancer

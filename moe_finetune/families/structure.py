@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
@@ -11,21 +13,42 @@ _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
 def layers_with_experts(config: Any) -> list[int]:
     """Decoder layers of ``config`` that hold routed experts, in order; takes no memory."""
-    return list(_layers_with_experts(type(config), config.to_json_string(use_diff=False)))
-
-
-@functools.lru_cache(maxsize=64)
-def _layers_with_experts(kind: type, text: str) -> tuple[int, ...]:
-    import json
-
-    import torch
-    from transformers import AutoModel
-
-    with torch.device("meta"):
-        model = AutoModel.from_config(kind(**json.loads(text)))
+    model = _on_meta(config.model_type, _text(config.to_dict()))
     found = {
         int(match[1])
         for name, module in model.named_modules()
         if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
     }
-    return tuple(sorted(found))
+    return sorted(found)
+
+
+def name_on_disk(config: Mapping[str, Any], name: str) -> str:
+    """What the files of a checkpoint call the loaded model's tensor ``name``.
+
+    Args:
+        config: the content of ``config.json``.
+        name: a tensor that one tensor of the files becomes; any other comes back as it is.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config["model_type"], _text(config))
+    tensor = model.state_dict().get(name)
+    if tensor is None:
+        return name
+    names = list(revert_weight_conversion(model, {name: tensor}))
+    return names[0] if len(names) == 1 else name
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+@functools.lru_cache(maxsize=8)
+def _on_meta(model_type: str, text: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

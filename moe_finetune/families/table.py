@@ -7,6 +7,7 @@ what the files call them is asked from transformers (:mod:`moe_finetune.families
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,9 +46,21 @@ def _scaled(name: str = "routed_scaling_factor") -> Callable[[Any], float]:
     return lambda config: float(getattr(config, name))
 
 
+def _unscaled(config: Any) -> float:
+    return 1.0
+
+
 def _yes(config: Any) -> bool:
     return True
 
+
+W1_W3_W2 = DiskLayout(
+    block="model.layers.{layer}.block_sparse_moe",
+    gate="experts.{expert}.w1.weight",
+    up="experts.{expert}.w3.weight",
+    down="experts.{expert}.w2.weight",
+)
+"""Mixtral's names."""
 
 # DeepSeek-V3's router: sigmoid, a correction bias on the selection, groups, scaled weights.
 _sigmoid = partial(
@@ -62,9 +75,7 @@ _sigmoid = partial(
     bias_export="tensor",
 )
 # Qwen's router: softmax, selected scores renormalised where the config says so.
-_softmax = partial(
-    Family, score="softmax", attention_targets=QKVO, moe_layers=layers_with_experts
-)
+_softmax = partial(Family, score="softmax", attention_targets=QKVO, moe_layers=layers_with_experts)
 
 
 def _check_cohere(config: Any) -> None:
@@ -113,6 +124,7 @@ FAMILIES = (
         "exaone_moe",
         "ExaoneMoeForCausalLM",
         "EXAONE MoE",
+        disk=DiskLayout(router_bias="e_score_correction_bias"),
         num_experts=_key("num_experts"),
     ),
     _softmax(
@@ -130,8 +142,27 @@ FAMILIES = (
         "GLM-4.7-Flash",
         attention_targets=MLA,
     ),
+    _sigmoid("glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5", attention_targets=MLA),
     _sigmoid(
-        "glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5", attention_targets=MLA
+        "hy_v3",
+        "hy_v3",
+        "HYV3ForCausalLM",
+        "Hunyuan 3",
+        disk=DiskLayout(router="router.gate.weight", router_bias="expert_bias"),
+        num_experts=_key("num_experts"),
+        renormalize=_yes,
+        scaling=_scaled("router_scaling_factor"),
+    ),
+    _sigmoid(
+        "laguna",
+        "laguna",
+        "LagunaForCausalLM",
+        "Laguna",
+        attention_targets=(*QKVO, "self_attn.g_proj"),
+        disk=DiskLayout(router_bias="experts.e_score_correction_bias"),
+        num_experts=_key("num_experts"),
+        renormalize=_yes,
+        scaling=_unscaled,
     ),
     _softmax(
         "mellum",
@@ -146,6 +177,29 @@ FAMILIES = (
         "MiMoV2FlashForCausalLM",
         "MiMo-V2-Flash",
         shared_targets=(),
+    ),
+    _softmax(
+        "minimax",
+        "minimax",
+        "MiniMaxForCausalLM",
+        "MiniMax-01",
+        attention_targets=(*QKVO, *under("self_attn", "qkv_proj", "output_gate", "out_proj")),
+        disk=W1_W3_W2,
+        num_experts=_key("num_local_experts"),
+        renormalize=_yes,
+        expert_width=_key("intermediate_size"),
+    ),
+    _sigmoid(
+        "minimax_m2",
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        "MiniMax-M2",
+        shared_targets=(),
+        disk=replace(W1_W3_W2, router_bias="e_score_correction_bias"),
+        num_experts=_key("num_local_experts"),
+        renormalize=_yes,
+        scaling=_unscaled,
+        expert_width=_key("intermediate_size"),
     ),
     _softmax(
         "qwen2_moe",

@@ -33,6 +33,8 @@ class BiasValue:
 
 def bias_name(family: Family, layer: int) -> str:
     """Name of a layer's bias in the checkpoint, where there is a place for it."""
+    if family.disk.router_bias is not None:
+        return family.disk.name("router_bias", layer)
     return f"{family.disk.block.format(layer=layer)}.{_NAME}"
 
 

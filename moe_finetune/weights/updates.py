@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from moe_finetune.errors import AdapterError
 from moe_finetune.families.base import FUSED
+from moe_finetune.families.structure import name_on_disk
 from moe_finetune.weights.adapter import Adapter, unused
 from moe_finetune.weights.checkpoint import Checkpoint
 
@@ -113,17 +114,7 @@ class _Resolver:
 
     def _disk_name(self, name: str) -> str:
         """Name in the base's files of a tensor with the loaded model's ``name``."""
-        family, match = self.base.family, self.block.fullmatch(name)
-        if match is None or name in self.base.tensors:
-            return name
-        layer, rest = int(match["layer"]), match["rest"]
-        if rest == f"{family.router_name}.weight":
-            return family.disk.name("router", layer)
-        if rest.startswith(f"{family.router_name}.") and family.disk.router_bias:
-            bias = family.disk.router_bias
-            if rest.rpartition(".")[2] == bias.rpartition(".")[2]:
-                return family.disk.name("router_bias", layer)
-        return f"{family.disk.block.format(layer=layer)}.{rest}"
+        return name if name in self.base.tensors else name_on_disk(self.base.config, name)
 
     def _target(self, name: str, key: str) -> str:
         """The base tensor that ``key`` changes, checked to exist and to be its own."""
