@@ -46,8 +46,7 @@ class Rule:
         self.score = family.score
         self.renormalize = family.renormalize(config)
         self.scaling = family.scaling(config)
-        self.groups = int(getattr(config, "n_group", None) or 1)
-        self.kept_groups = int(getattr(config, "topk_group", None) or 1)
+        self.groups, self.kept_groups = family.groups(config)
         self._block = layer.block
         if self.groups > 1 and family.score == "softmax":
             raise CaptureError(

@@ -43,7 +43,8 @@ class Family:
     ``score`` is the function from router logits to probabilities. ``renormalize`` and ``scaling``
     say what the family does to the selected scores before they weight the experts. Module paths
     are relative to a decoder layer of the loaded transformers model: ``attention_targets`` and
-    ``shared_targets`` too, which name linear layers, of which a layer may lack some.
+    ``shared_targets`` too, which name linear layers, of which a layer may lack some. ``groups`` is
+    the number of groups of experts and how many of them a token may select from.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Family:
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
+    groups: Callable[[Any], tuple[int, int]] = lambda config: (1, 1)
     top_k: Callable[[Any], int] = lambda config: int(config.num_experts_per_tok)
     moe_layers: Callable[[Any], list[int]] = lambda config: list(range(config.num_hidden_layers))
     expert_width: Callable[[Any], int] = lambda config: config.moe_intermediate_size
@@ -84,6 +86,11 @@ FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 def after_dense_layers(config: Any) -> list[int]:
     """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
     return list(range(config.first_k_dense_replace, config.num_hidden_layers))
+
+
+def expert_groups(config: Any) -> tuple[int, int]:
+    """DeepSeek's groups: ``n_group`` and ``topk_group``."""
+    return int(config.n_group or 1), int(config.topk_group or 1)
 
 
 def under(module: str, *names: str) -> tuple[str, ...]:

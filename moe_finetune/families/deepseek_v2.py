@@ -5,6 +5,7 @@ from moe_finetune.families.base import (
     SHARED_EXPERTS,
     Family,
     after_dense_layers,
+    expert_groups,
     require,
 )
 
@@ -30,6 +31,7 @@ FAMILY = Family(
     num_experts=lambda config: config.n_routed_experts,
     renormalize=lambda config: False,
     scaling=lambda config: float(config.routed_scaling_factor),
+    groups=expert_groups,
     moe_layers=after_dense_layers,
     check=_check,
     bias_export="noaux_tc",

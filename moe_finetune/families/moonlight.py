@@ -6,6 +6,7 @@ from moe_finetune.families.base import (
     DiskLayout,
     Family,
     after_dense_layers,
+    expert_groups,
     require,
 )
 
@@ -25,6 +26,7 @@ FAMILY = Family(
     disk=DiskLayout(router_bias="gate.e_score_correction_bias"),
     num_experts=lambda config: config.n_routed_experts,
     scaling=lambda config: float(config.routed_scaling_factor),
+    groups=expert_groups,
     moe_layers=after_dense_layers,
     check=_check,
     bias_export="tensor",

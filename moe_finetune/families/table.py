@@ -18,6 +18,7 @@ from moe_finetune.families.base import (
     SHARED_EXPERTS,
     DiskLayout,
     Family,
+    expert_groups,
     require,
     under,
 )
@@ -50,6 +51,10 @@ def _unscaled(config: Any) -> float:
     return 1.0
 
 
+def _ungrouped(config: Any) -> tuple[int, int]:
+    return 1, 1
+
+
 def _yes(config: Any) -> bool:
     return True
 
@@ -71,6 +76,7 @@ _sigmoid = partial(
     disk=DiskLayout(router_bias="gate.e_score_correction_bias"),
     num_experts=_key("n_routed_experts"),
     scaling=_scaled(),
+    groups=expert_groups,
     moe_layers=layers_with_experts,
     bias_export="tensor",
 )
@@ -152,6 +158,7 @@ FAMILIES = (
         num_experts=_key("num_experts"),
         renormalize=_yes,
         scaling=_scaled("router_scaling_factor"),
+        groups=_ungrouped,
     ),
     _sigmoid(
         "laguna",
@@ -163,6 +170,7 @@ FAMILIES = (
         num_experts=_key("num_experts"),
         renormalize=_yes,
         scaling=_unscaled,
+        groups=_ungrouped,
     ),
     _softmax(
         "mellum",
@@ -199,6 +207,7 @@ FAMILIES = (
         num_experts=_key("num_local_experts"),
         renormalize=_yes,
         scaling=_unscaled,
+        groups=_ungrouped,
         expert_width=_key("intermediate_size"),
     ),
     _softmax(

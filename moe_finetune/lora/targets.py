@@ -64,13 +64,15 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             "choose from attention, shared_experts, experts"
         )
     assert lora.rank is not None and lora.alpha is not None
+    router_path = f"{family.block_path}.{family.router_name}"
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=modules or [],
         target_parameters=parameters or None,
-        modules_to_save=[family.router_name] if router == "full" else None,
+        # With the block's name: PEFT matches ends, and other modules are called *_gate too.
+        modules_to_save=[router_path] if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 

@@ -57,7 +57,7 @@ def test_selection_equals_a_slow_loop(name):
     logits, own_weights, own_index = seen[0]
     torch.manual_seed(3)
     bias = torch.randn(12) * 0.3
-    rule = Rule(layer.family, layer.experts.config, layer.router)
+    rule = Rule(layer)
     weights, index = select_with_bias(logits, bias, own_index, own_weights, rule)
     own_bias = getattr(layer.router, "e_score_correction_bias", torch.zeros(12))
     changed = 0
@@ -100,7 +100,7 @@ def test_steps_even_the_load():
     experts, tokens = 12, 600
     logits = torch.randn(tokens, experts) + torch.linspace(-0.7, 0.7, experts)
     layer = moe_layers(tiny.model("qwen3_moe"))[1]
-    rule = Rule(layer.family, layer.experts.config, layer.router)
+    rule = Rule(layer)
     balancer = BiasBalancer((1,), experts, update=2e-3)
     own = logits.softmax(-1).topk(3)
     violation = []
