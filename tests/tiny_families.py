@@ -115,7 +115,7 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if name.endswith(router):
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.1)
             elif parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
         for name, tensor in [*built.named_buffers(), *built.named_parameters()]:
