@@ -103,13 +103,20 @@ def score_code(
     programs: list[Program] = []
     owners: list[int] = []
     for number, row in enumerate(rows):
-        for reply in row["replies"][0]:
+        where = f"{path}, row {number + 1}"
+        try:
+            replies = row["replies"][0]
+        except (IndexError, KeyError, TypeError):
+            replies = None
+        if not replies or not all(isinstance(reply, str) for reply in replies):
+            raise DataError(f"{where}: replies hold no text")
+        for reply in replies:
             try:
                 programs.append(FORMS[form](row["doc"], reply))
             except KeyError as error:
-                raise DataError(
-                    f"{path}, row {number + 1}: the item has no {error} for form '{form}'"
-                ) from None
+                raise DataError(f"{where}: the item has no {error} for form '{form}'") from None
+            except (TypeError, AttributeError, DataError) as error:
+                raise DataError(f"{where}: not an item of form '{form}': {error}") from None
             owners.append(number)
     active = sandbox or Sandbox(limits, allow_unsafe_local)
     try:

@@ -292,8 +292,11 @@ def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     last: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
         name = (row["task"], row["doc_id"])
-        if not isinstance(name[0], str) or type(name[1]) is not int:
-            raise DataError(f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60} name no item")
+        if [type(part) for part in (*name, row["item"])] != [str, int, str]:
+            raise DataError(
+                f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60}, item {row['item']!r:.60} "
+                "do not name an item"
+            )
         last.setdefault(name, row)
     return list(last.values())
 

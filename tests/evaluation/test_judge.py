@@ -387,8 +387,9 @@ def test_samples_are_read_and_judged_in_their_folder_only(tmp_path, samples, ser
     [
         ({"replies": []}, "each row has replies"),
         ({"replies": [["a"], 3], "doc": []}, "doc is not an object"),
-        ({"doc_id": "x"}, "name no item"),
-        ({"task": ["t"]}, "name no item"),
+        ({"doc_id": "x"}, "do not name an item"),
+        ({"task": ["t"]}, "do not name an item"),
+        ({"item": ["i"]}, "do not name an item"),
         ({"metrics": {}}, "has no metric 'exact_match'"),
     ],
 )

@@ -448,6 +448,27 @@ def test_scoring_is_a_step_of_its_own(sandbox, problems, tmp_path):
         score_code(file, "humanevil", sandbox=sandbox)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"replies": []}, "replies hold no text"),
+        ({"replies": [[]]}, "replies hold no text"),
+        ({"replies": [[None]]}, "replies hold no text"),
+        ({"doc": {}}, "the item has no 'test_list'"),
+        ({"doc": {"test_list": [1]}}, "not an item of form 'mbpp'"),
+        ({"doc": {"test_list": ["assert ("]}}, "tests that are not Python"),
+        ({"doc": {"test_list": ["assert f()"], "code": "def ("}}, "reference solution"),
+    ],
+)
+def test_samples_that_are_no_programs_are_named(tmp_path, change, said):
+    row = _sample({"test_list": ["assert f()"]}, "def f(): return 1") | change
+    file = tmp_path / "samples.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=f"samples.jsonl, row 1: .*{said}"):
+        score_code(file, "mbpp")
+    assert os.listdir(tmp_path) == ["samples.jsonl"]
+
+
 def test_runner_needs_only_the_standard_library():
     folder = Path(shutil.__file__).parent
     code = "import sys; sys.path.insert(0, sys.argv[1]); import runner; print(runner.__file__)"

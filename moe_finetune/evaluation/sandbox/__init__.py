@@ -298,7 +298,10 @@ class Sandbox:
         checker.send(json.dumps(job).encode(), deadline)
         while True:
             line = checker.receive(deadline)
-            message: dict[str, Any] = json.loads(line)
+            try:
+                message: dict[str, Any] = json.loads(line)
+            except ValueError:  # killed in the middle of a line
+                raise _Stopped("the tests were stopped") from None
             if "done" in message:
                 return "" if secrets.compare_digest(message["done"], nonce) else "forged"
             if "failed" in message:

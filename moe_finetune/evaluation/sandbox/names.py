@@ -45,7 +45,10 @@ def wanted(tests: str, setup: str = "", reference: str = "") -> tuple[str, ...]:
     """
     own = set()
     if reference:
-        symbols = symtable.symtable(reference, "<reference>", "exec").get_symbols()
+        try:
+            symbols = symtable.symtable(reference, "<reference>", "exec").get_symbols()
+        except (SyntaxError, ValueError) as error:
+            raise DataError(f"a reference solution that is not Python ({error})") from None
         own = {s.get_name() for s in symbols if s.is_assigned() and not s.is_imported()}
     taken = set(dir(builtins)) | sys.stdlib_module_names
     return tuple(sorted(free_names(f"{setup}\n{tests}") - (taken - own)))

@@ -123,6 +123,16 @@ def _options(executable: str) -> frozenset[str]:
 
 
 @functools.cache
+def _disables_user_namespaces(executable: str) -> bool:
+    """Whether ``--disable-userns`` works here: not before 0.8, nor set-user-id, nor in containers.
+
+    Nothing hangs on it; the filter of system calls forbids new user namespaces in any case.
+    """
+    tried = [executable, "--unshare-user", "--disable-userns", "--ro-bind", "/", "/", executable]
+    return subprocess.run([*tried, "--version"], capture_output=True).returncode == 0
+
+
+@functools.cache
 def _root_filesystem() -> list[str]:
     """Arguments that mount Python and the system's libraries read-only, and nothing else."""
     arguments: list[str] = []
@@ -196,8 +206,8 @@ def _bubblewrap(role: str, limits: Limits, filter: int) -> list[str]:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        if "--disable-userns" in _options(executable):
-            arguments += ["--disable-userns"]  # the filter forbids them too
+        if _disables_user_namespaces(executable):
+            arguments += ["--disable-userns"]
     arguments += _root_filesystem()
     arguments += ["--setenv", "HOME", "/home", "--remount-ro", "/", "--chdir", "/"]
     python = _python(str(_interpreter()), "/runner")
