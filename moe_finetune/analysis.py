@@ -19,6 +19,7 @@ from moe_finetune.io import check_output, one_writer, output_folder, write_atomi
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.metrics.summary import summarize_trace
+from moe_finetune.run_folder import checkpoint_in
 
 if TYPE_CHECKING:
     from moe_finetune.capture.trace import RoutingTrace
@@ -93,7 +94,9 @@ def analyze(
     if found is None and not data:
         raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
     check_output(output)
-    if found is not None:
+    if found is None:
+        source = checkpoint_in(source)
+    else:
         with output_folder(output, 0) as folder:
             write_analysis(found, folder, output)
         return output / PAGE

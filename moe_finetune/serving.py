@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.errors import AdapterError, RecipeError
+from moe_finetune.run_folder import checkpoint_in
+from moe_finetune.supervisor import supervised
 
 TAIL_LINES = 30
 STOP_SECONDS = 30.0
@@ -61,15 +63,7 @@ def merged_folder(source: str | Path) -> Path:
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.checkpoint import open_checkpoint
 
-    path = Path(source)
-    if (path / "merged" / "config.json").is_file():
-        path = path / "merged"
-    elif (path / "adapter").is_dir() or (path / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{path} holds an adapter and no merged checkpoint; write one with 'moe-finetune merge "
-            f"{path} --output DIR' and serve that, or serve the base with --adapter"
-        )
-    folder = local_folder(path if path.exists() else source)
+    folder = local_folder(checkpoint_in(source))
     open_checkpoint(folder, values=True)
     return folder
 
@@ -220,7 +214,7 @@ def watch(
     """Start ``command``, call ``ready`` once ``/health`` answers, and stay until it ends.
 
     Its output goes to stderr. An interrupt or SIGTERM stops its whole process group and raises
-    KeyboardInterrupt.
+    KeyboardInterrupt; when this process is killed, all of it is.
 
     Returns 0 after a server that ended by itself with 0; 1, after its last lines, when it failed or
     was not ready within ``timeout`` seconds.
@@ -229,7 +223,7 @@ def watch(
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     before = signal.signal(signal.SIGTERM, _interrupt)
     process = subprocess.Popen(
-        command,
+        supervised(command),
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -186,8 +186,8 @@ def test_a_used_port_is_refused_before_anything_starts(capsys):
             watch(["false"], ServeOptions(port=port), os.environ, pytest.fail, timeout=1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_the_whole_group(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_the_whole_group_ends(tmp_path, number):
     port = free_port()
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
     child += "time.sleep(600)']); print('child', p.pid, flush=True); time.sleep(600)"
@@ -210,12 +210,93 @@ def test_an_interrupt_stops_the_whole_group(tmp_path, number):
     time.sleep(1)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
     grandchild = int(err.partition("child ")[2].split()[0])
     end = time.monotonic() + 20
     while time.monotonic() < end and alive(grandchild):
         time.sleep(0.1)
     assert not alive(grandchild)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port))  # nor the server
+
+
+ENGINE = """
+import multiprocessing, os, sys, threading, time
+from moe_finetune.families.vllm_plugin import die_with_parent
+
+def worker(deeper):
+    die_with_parent()
+    die_with_parent()
+    if deeper:
+        context.Process(target=worker, args=(deeper - 1,)).start()
+    print("process", os.getpid(), threading.active_count(), flush=True)
+    time.sleep(600)
+
+context = multiprocessing.get_context(sys.argv[1])
+if __name__ == "__main__":
+    die_with_parent()
+    # The thread that starts an engine may end before it does.
+    thread = threading.Thread(target=lambda: context.Process(target=worker, args=(1,)).start())
+    thread.start()
+    thread.join()
+    print("started", threading.active_count(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_engines_end_with_a_killed_parent(tmp_path, method):
+    (tmp_path / "engine.py").write_text(ENGINE)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "engine.py"), method],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    said = [process.stdout.readline().split() for _ in range(3)]
+    assert ["started", "1"] in said  # no watcher in who has no such parent
+    engines = [int(words[1]) for words in said if words[0] == "process"]
+    assert len(engines) == 2 and all(words[2] == "2" for words in said if words[0] == "process")
+    time.sleep(0.5)
+    assert all(alive(pid) for pid in engines)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(alive, engines)):
+        time.sleep(0.05)
+    assert not any(map(alive, engines))
+
+
+@pytest.mark.parametrize("streams", ["out", "both"])
+def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
+    """``train ... | head -1``, and with ``2>&1``: the work goes on, and says so where it can."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from moe_finetune.cli.pipes import closed_pipes_ignored\n"
+        "with closed_pipes_ignored():\n"
+        "    for step in range(20000):\n"
+        "        print('step', step)\n"
+        "        print('log', step, file=sys.stderr) if 'both' in sys.argv else None\n"
+        "    Path(sys.argv[1]).write_text('whole')\n"
+    )
+    file = tmp_path / "result"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file), streams],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if streams == "both" else subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout.readline() in ("step 0\n", "log 0\n")
+    process.stdout.close()
+    said = process.stderr.read() if streams == "out" else ""
+    assert process.wait(60) == 0 and file.read_text() == "whole"
+    assert said == (
+        "standard output was closed by its reader; the command goes on without it\n"
+        if streams == "out"
+        else ""
+    )
 
 
 def alive(pid: int) -> bool:

@@ -11,6 +11,7 @@ import typer
 # Importing them registers their verbs.
 from moe_finetune.cli import checkpoints, evaluation, experts, runs  # noqa: F401
 from moe_finetune.cli.app import app
+from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError
 
 
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
-        return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
+        with closed_pipes_ignored():
+            return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

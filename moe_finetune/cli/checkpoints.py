@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moe_finetune.cli.app import Output, app
+from moe_finetune.run_folder import checkpoint_in
 
 
 @app.command()
@@ -194,7 +195,7 @@ def permute(
     from moe_finetune.families.loading import local_folder
     from moe_finetune.weights.permute import permute_experts
 
-    folder = local_folder(checkpoint)
+    folder = local_folder(checkpoint_in(checkpoint))
     permute_experts(folder, read_order(permutation, folder), output)
     print(f"checkpoint: {output}")
 

@@ -11,6 +11,7 @@ import typer
 
 from moe_finetune.cli.app import app, write_json
 from moe_finetune.io import write_new
+from moe_finetune.run_folder import results_in
 
 
 class Backend(enum.StrEnum):
@@ -34,7 +35,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="CHECKPOINT|RESULTS...",
-            help="Checkpoint folder or hub id; or finished results, for judge and people.",
+            help="Run, checkpoint folder or hub id; or finished results, for judge and people.",
             show_default=False,
         ),
     ],
@@ -159,7 +160,7 @@ def evaluate(
 @app.command()
 def compare(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="eval folders, or two traces.")
+        list[Path], typer.Argument(metavar="RESULTS...", help="eval or run folders, or two traces.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write .html or .json here.")
@@ -197,7 +198,7 @@ def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
     """Print, and write where asked, the comparison of evaluations."""
     from moe_finetune.evaluation.compare import compare as compare_results
 
-    comparison = compare_results(results)
+    comparison = compare_results([results_in(path) for path in results])
     print(comparison.to_text())
     if output is not None:
         page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()

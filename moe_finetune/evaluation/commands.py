@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.suites import Suite, load_suite, select
+from moe_finetune.io import output_lock
+from moe_finetune.run_folder import checkpoint_in, results_in
 
 _PARITY_ITEMS = 200
 
@@ -58,6 +61,9 @@ def run(request: Request) -> int:
             the steps raise.
     """
     _refuse_contradictions(request)
+    if request.suite is None and _validates(request):
+        found = [str(results_in(source)) for source in request.sources]
+        request = replace(request, sources=found)
     folders = [Path(source) for source in request.sources if is_results(source)]
     if folders:
         if len(folders) < len(request.sources):
@@ -67,21 +73,27 @@ def run(request: Request) -> int:
                 f"{folders[0]} holds finished results; ask for --judge, --sheets or --annotations, "
                 "or give a checkpoint to evaluate"
             )
-        _validate(request, folders)
+        with ExitStack() as held:
+            for folder in folders:
+                held.enter_context(output_lock(folder))
+            _validate(request, folders)
         return 0
     if len(request.sources) > 1:
         raise EvaluationError(f"{request.sources[1]} holds no results.json; evaluate one at a time")
     if request.suite is None:
         raise EvaluationError("no suite; name one with --suite")
+    request = replace(request, sources=[str(checkpoint_in(request.sources[0]))])
     if request.check:
         return _check(request)
     if request.output is None:
         raise EvaluationError("no folder for the results; name one with --output")
     if request.parity:
-        return _parity(request, request.output)
-    _evaluate(request, request.output)
-    if _validates(request):
-        _validate(request, [request.output])
+        with output_lock(request.output):
+            return _parity(request, request.output)
+    with output_lock(request.output):
+        _evaluate(request, request.output)
+        if _validates(request):
+            _validate(request, [request.output])
     return 0
 
 

@@ -1,13 +1,25 @@
-"""vLLM's general plugin: what vLLM 0.32 lacks to serve every family here.
+"""vLLM's general plugin: what vLLM 0.32 lacks to serve every family here, and to end with us.
 
 It loads plugins in every process that it starts, sometimes twice in one.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+
+_WATCHER = "moe-finetune: ends with the parent"
+
 
 def register() -> None:
-    """Register the config of DeepSeek-MoE and mend rotary positions on the CPU; repeatable."""
+    """Register the config of DeepSeek-MoE and mend rotary positions on the CPU; repeatable.
+
+    A process that vLLM has started (an engine, a worker) is also made to end with its parent.
+    """
+    die_with_parent()
     from vllm.platforms import current_platform
 
     from moe_finetune.families.deepseek_moe import register_config
@@ -15,6 +27,23 @@ def register() -> None:
     register_config()  # vLLM has the architecture DeepseekForCausalLM, but no config class for it
     if current_platform.is_cpu():
         _mend_cpu_rotary()
+
+
+def die_with_parent() -> None:
+    """Let a process of ``multiprocessing`` end at once when its parent is gone; repeatable.
+
+    A parent that is killed cannot stop its engines, which would go on serving nobody. The kernel's
+    own signal of a parent's death will not do: it comes when the thread ends that started us.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _WATCHER for thread in threading.enumerate()):
+        return
+    threading.Thread(target=_watch, args=(parent.sentinel,), name=_WATCHER, daemon=True).start()
+
+
+def _watch(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _mend_cpu_rotary() -> None:

@@ -1,0 +1,68 @@
+"""Output into a pipe whose reader has gone, as in ``train | head -1``, must not end the work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+_NOTE = "{name} was closed by its reader; the command goes on without it\n"
+
+
+class _Pipe:
+    """A stream that goes on as ``/dev/null`` once its reader has gone."""
+
+    def __init__(self, stream: TextIO, name: str, other: TextIO):
+        self._stream, self._name, self._other = stream, name, other
+
+    def write(self, text: str) -> int:
+        """As of any text stream."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._give_up()
+            return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """As of any text stream."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """As of any text stream."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        with suppress(OSError, ValueError):  # its reader may be the same
+            self._other.write(_NOTE.format(name=self._name))
+            self._other.flush()
+
+
+@contextmanager
+def closed_pipes_ignored() -> Iterator[None]:
+    """Let the work go on when standard output or standard error is a pipe that nobody reads."""
+    out, err = sys.stdout, sys.stderr
+    if out is None or err is None:
+        yield
+        return
+    sys.stdout, sys.stderr = (  # type: ignore[assignment]
+        _Pipe(out, "standard output", err),
+        _Pipe(err, "standard error", out),
+    )
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        sys.stdout, sys.stderr = out, err

@@ -1,0 +1,50 @@
+"""Run a command so that it and all its processes end with whoever started it, even by SIGKILL.
+
+``python -ISP supervisor.py PARENT COMMAND...`` is started as the leader of a session of its own.
+The kernel tells it when PARENT has died, and it kills its process group: the command, and whatever
+that has started, however deep. Signals that the group gets are the command's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+_DIED = signal.SIGUSR1
+
+
+def supervised(command: Sequence[str]) -> list[str]:
+    """Arguments that run ``command`` under this process; start them in a new session."""
+    return [sys.executable, "-ISP", __file__, str(os.getpid()), *command]
+
+
+def main(parent: int, command: list[str]) -> int:
+    """Run ``command`` and return its exit code."""
+    signal.signal(_DIED, _end_all)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_to_the_command)  # SIG_IGN would be the command's as well
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _DIED, 0, 0, 0)
+    if os.getppid() != parent:
+        return 1  # it has died before the kernel was asked to tell
+    code = subprocess.Popen(command).wait()
+    if code < 0:  # end as the command did
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _end_all(*_: object) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def _leave_to_the_command(*_: object) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
