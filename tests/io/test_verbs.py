@@ -1,0 +1,154 @@
+"""Each verb that writes takes the lock of its output before it looks at anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from moe_finetune import cli, run
+from moe_finetune.errors import OutputBusyError
+from moe_finetune.families.convert import convert_checkpoint
+from moe_finetune.io import output_lock
+from moe_finetune.layered_yaml import Tree
+from moe_finetune.recipe import recipe_from_tree
+from moe_finetune.studies import runner
+from moe_finetune.upcycle.merge import merge_experts
+from moe_finetune.weights import merge_adapter
+from moe_finetune.weights.permute import permute_experts
+
+NOWHERE = "nowhere-at-all"
+COMMANDS = {
+    "train": ["train", "{recipe}"],
+    "train --resume": ["train", "{recipe}", "--resume"],
+    "analyze": ["analyze", NOWHERE, "--data", NOWHERE],
+    "eval": ["eval", NOWHERE, "--suite", "demo", "--backend", "hf"],
+    "eval --parity": ["eval", NOWHERE, "-s", "demo", "--parity", "hf", "--parity", "vllm"],
+    "select": ["select", NOWHERE],
+    "place": ["place", NOWHERE, "--ranks", "2"],
+    "place --bench": ["place", NOWHERE, "--ranks", "2", "--bench", NOWHERE],
+    "demo": ["demo", "--resume"],
+    "study": ["study", "{root}/recipes/studies/paper4.yaml", "--resume"],
+    "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
+    "upcycle --expert": [
+        *("upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"),
+        *("--stage", "experts", "--expert", "0"),
+    ],
+}
+FUNCTIONS = {
+    "merge": lambda output: merge_adapter(NOWHERE, NOWHERE, output),
+    "permute": lambda output: permute_experts(NOWHERE, {}, output),
+    "convert": lambda output: convert_checkpoint(NOWHERE, output),
+    "upcycle's merge": lambda output: merge_experts([NOWHERE], output),
+}
+
+
+@pytest.fixture
+def held(tmp_path):
+    """An output whose lock another thread holds."""
+    taken, done = threading.Event(), threading.Event()
+    output = tmp_path / "outputs" / "one"
+
+    def hold():
+        with output_lock(output):
+            taken.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    yield output
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_a_command_is_refused_beside_a_live_one(held, tmp_path, verb, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"model": {"path": NOWHERE}, "data": {"train": NOWHERE}}))
+    root = Path(__file__).parents[2]
+    command = [part.format(recipe=recipe, root=root) for part in COMMANDS[verb]]
+    assert cli.main([*command, "--output", str(held)]) == 2
+    assert f"{held} is being written by process {os.getpid()}, since" in capsys.readouterr().err
+    assert not held.exists()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_refused_beside_a_live_one(held, name):
+    with pytest.raises(OutputBusyError, match=f"process {os.getpid()}"):
+        FUNCTIONS[name](held)
+
+
+def test_shards_of_a_study_work_side_by_side(tmp_path):
+    """They share the study's lock; a whole study does not join them."""
+    with output_lock(tmp_path / "study", shared=True):
+        assert _refused(lambda: output_lock(tmp_path / "study").__enter__())
+        assert not _refused(lambda: _taken(tmp_path / "study"))
+    assert runner.output_lock is output_lock
+
+
+def _taken(target):
+    with output_lock(target, shared=True):
+        pass
+
+
+def _refused(function) -> bool:
+    raised = []
+
+    def call():
+        try:
+            function()
+        except OutputBusyError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return bool(raised)
+
+
+def _recipe():
+    return recipe_from_tree(
+        Tree({"model": {"path": NOWHERE}, "data": {"train": NOWHERE}, "method": {"preset": "none"}})
+    )
+
+
+def test_an_empty_folder_is_resumed_from_the_beginning(tmp_path, caplog):
+    """A run that was killed before its recipe was written."""
+    run.check_output(_recipe(), tmp_path, resume=True)
+    assert "is empty" in caplog.text
+    (tmp_path / ".recipe.yaml.partial-0123abcd").write_text("half")
+    run.check_output(_recipe(), tmp_path, resume=True)
+    run.check_output(_recipe(), tmp_path, resume=False)
+
+
+def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
+    """A kill between ``merged/`` and ``summary.json``: the note is there in the end, once."""
+    done = []
+
+    class Result:
+        expert_norms, seconds, changed, copied, bytes_written = {0: [1.5]}, 2.0, 3, 4, 5
+
+    def merging(base, adapter, output, **options):
+        assert options["overwrite"]
+        done.append(output)
+        output.mkdir(exist_ok=True)
+        return Result()
+
+    monkeypatch.setattr("moe_finetune.weights.merge_adapter", merging)
+    monkeypatch.setattr(run, "base_folder", lambda recipe: tmp_path)
+    monkeypatch.setattr("moe_finetune.balancing.export.load_bias", lambda adapter: None)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "merged").mkdir()
+    for _ in range(2):
+        run.merge(_recipe(), tmp_path)
+    assert done == [tmp_path / "merged"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["merge"] == {"expert_delta_norms": {"0": [1.5]}, "seconds": 2.0}
+    (tmp_path / "adapter").rmdir()
+    (tmp_path / "summary.json").unlink()
+    run.merge(_recipe(), tmp_path)  # the whole model was trained: nothing to merge
+    assert len(done) == 1
