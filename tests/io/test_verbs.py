@@ -132,6 +132,9 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
     class Result:
         expert_norms, seconds, changed, copied, bytes_written = {0: [1.5]}, 2.0, 3, 4, 5
 
+        class plan:
+            kinds = staticmethod(list)
+
     def merging(base, adapter, output, **options):
         assert options["overwrite"]
         done.append(output)
@@ -140,7 +143,7 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("moe_finetune.weights.merge_adapter", merging)
     monkeypatch.setattr(run, "base_folder", lambda recipe: tmp_path)
-    monkeypatch.setattr("moe_finetune.balancing.export.load_bias", lambda adapter: None)
+    monkeypatch.setattr(run, "exported_bias", lambda recipe, output: None)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "merged").mkdir()
     for _ in range(2):
