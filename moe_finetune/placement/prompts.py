@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.io import write_atomic
 
 
-def write_prompts(rows: Path, checkpoint: Path, count: int, output: Path) -> None:
-    """Write ``{"prompt": ...}`` lines: what the model is asked in the first ``count`` rows.
+def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> None:
+    """Write ``{"prompt": ...}`` lines: what the model is asked, other rows in each of ``files``.
+
+    No prompt is written twice, so that no file finds in a server's cache what another one left.
+
+    Args:
+        rows: rows of data as training takes them.
+        checkpoint: whose chat template renders them.
+        files: file -> number of its prompts.
 
     Raises:
-        DataError: fewer rows, or one that cannot be used.
+        DataError: too few rows, or one that cannot be used.
     """
     from moe_finetune.families.loading import load_tokenizer
     from moe_finetune.training.rows import Former
     from moe_finetune.training.sources import read_rows
 
     tokenizer, former = load_tokenizer(checkpoint), Former()
-    prompts: list[str] = []
+    count = sum(files.values())
+    prompts: dict[str, None] = {}
     for place, row in read_rows(str(rows)):
         if len(prompts) == count:
             break
-        prompts.append(prompt_of(former(place, row), tokenizer))
+        prompts[prompt_of(former(place, row), tokenizer)] = None
     if len(prompts) < count:
-        raise DataError(f"{rows}: {len(prompts)} rows, fewer than --samples {count}; lower it")
-    write_atomic(output, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        raise DataError(
+            f"{rows}: {len(prompts)} different prompts, and --bench needs {count}: others for the "
+            "warm-up and for each repetition, as a prompt that was seen is served from the cache; "
+            "lower --samples or --repeat"
+        )
+    drawn = iter(prompts)
+    for file, number in files.items():
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in islice(drawn, number))
+        write_atomic(file, "".join(lines))
 
 
 def prompt_of(row: dict[str, Any], tokenizer: Any) -> str:

@@ -4,7 +4,9 @@ Arms: a checkpoint with its experts in round robin (the baseline), the same chec
 the plan of its trace, and another checkpoint placed by its own. Every placement is baked into the
 checkpoint's order of experts, because vLLM falls back to index order without an error where it
 cannot place in round robin. Each arm is served with the ranks in data and expert parallelism (with
-tensor parallelism alone there is no all-to-all to save) and measured by ``vllm bench serve``.
+tensor parallelism alone there is no all-to-all to save) and measured by ``vllm bench serve``. The
+warm-up and every repetition ask other prompts, and prefix caching is off: what was asked before
+would skip its prefill, and the all-to-all in it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,11 @@ class Bench:
     port: int = PORT
     extra: tuple[str, ...] = ()
 
+    def prompts(self) -> dict[Path, int]:
+        """The files of prompts, the warm-up's first and then one a repetition, with their sizes."""
+        sizes = [min(self.samples, 2 * self.ranks), *[self.samples] * self.repeat]
+        return {self.output / "prompts" / f"{turn}.jsonl": n for turn, n in enumerate(sizes)}
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -65,14 +72,14 @@ class Arm:
     trace: RoutingTrace
 
     def result(self, output: Path, turn: int) -> Path:
-        """Where the client writes what it measures the ``turn``-th time."""
+        """Where the client writes what it measures the ``turn``-th time; 0 is the warm-up."""
         return output / "results" / f"arm-{self.number}-{turn}.json"
 
 
 def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = False) -> str:
     """Measure the arms and return the table; with ``dry_run`` what would be started.
 
-    Writes into ``bench.output``: ``prompts.jsonl``, ``plans/`` and ``checkpoints/`` (a copy of a
+    Writes into ``bench.output``: ``prompts/``, ``plans/`` and ``checkpoints/`` (a copy of a
     checkpoint for each arm), the client's own ``results/`` and ``bench.json``.
 
     Raises:
@@ -87,7 +94,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
     if dry_run:
         return describe(bench, arms)
     require_gpus(bench.ranks)
-    write_prompts(bench.rows, arms[0].base, bench.samples, bench.output / "prompts.jsonl")
+    write_prompts(bench.rows, arms[0].base, bench.prompts())
     placed = [place_arm(bench, arm) for arm in arms]
     found = []
     for arm, metrics in zip(arms, placed, strict=True):
@@ -115,28 +122,34 @@ def server_command(bench: Bench, arm: Arm, cpu: bool) -> tuple[Any, list[str]]:
     """Options of the server, and its arguments."""
     from moe_finetune.serving import ServeOptions, serve_command
 
+    chosen = any(word.endswith("enable-prefix-caching") for word in bench.extra)
     options = ServeOptions(
         port=bench.port,
         name="arm",
         data_parallel=bench.ranks,
         expert_parallel=True,
-        extra=bench.extra,
+        extra=bench.extra if chosen else ("--no-enable-prefix-caching", *bench.extra),
     )
     return options, serve_command(arm.folder, options, cpu)
 
 
-def client_command(bench: Bench, arm: Arm, result: Path) -> list[str]:
-    """Arguments of ``vllm bench serve``: all samples at once, answers of equal length."""
+def client_command(bench: Bench, arm: Arm, turn: int) -> list[str]:
+    """Arguments of ``vllm bench serve``: all samples at once, answers of equal length.
+
+    Its own warm-up repeats the first prompt that is measured, so it has none.
+    """
+    file, count = list(bench.prompts().items())[turn]
+    result = arm.result(bench.output, turn)
     options = {
         "--backend": "openai",
         "--base-url": f"http://127.0.0.1:{bench.port}",
         "--model": "arm",
         "--tokenizer": str(arm.folder),
         "--dataset-name": "custom",
-        "--dataset-path": str(bench.output / "prompts.jsonl"),
-        "--num-prompts": str(bench.samples),
+        "--dataset-path": str(file),
+        "--num-prompts": str(count),
         "--custom-output-len": str(bench.output_tokens),
-        "--num-warmups": str(min(bench.samples, 2 * bench.ranks)),
+        "--num-warmups": "0",
         "--temperature": "0",
         "--result-dir": str(result.parent),
         "--result-filename": result.name,
@@ -154,7 +167,7 @@ def describe(bench: Bench, arms: Sequence[Arm]) -> str:
     ]
     for arm in arms:
         _, server = server_command(bench, arm, cpu=False)
-        client = client_command(bench, arm, arm.result(bench.output, 0))
+        client = client_command(bench, arm, 1)
         lines += [
             "",
             f"arm {arm.number}: {arm.name}, {arm.placement}",
@@ -218,14 +231,16 @@ def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
     options, command = server_command(bench, arm, cpu)
 
     def ready() -> None:
-        for turn in range(bench.repeat):
+        for turn, count in enumerate(bench.prompts().values()):
             result = arm.result(bench.output, turn)
             result.parent.mkdir(parents=True, exist_ok=True)
-            client = client_command(bench, arm, result)
+            client = client_command(bench, arm, turn)
             code = subprocess.run(client, stdout=sys.stderr, stdin=subprocess.DEVNULL).returncode
             if code or not result.is_file():
                 raise EvaluationError(f"{shlex.join(client)}: ended with {code}")
-            speeds.append(read_speed(result, bench.samples))
+            speed = read_speed(result, count)
+            if turn:
+                speeds.append(speed)
         raise _Measured
 
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if cpu else dict(os.environ)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from moe_finetune.placement.prompts import prompt_of, write_prompts
 from moe_finetune.placement.simulate import baseline_placements
 from moe_finetune.placement.throughput import (
     Bench,
+    client_command,
     make_arms,
     measure,
     place_arm,
     read_speed,
+    server_command,
     table,
 )
 from tests.placement.traces import topical
@@ -31,7 +34,7 @@ from tests.vllm_server import needs_vllm
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": "?"}]}
-    for n in range(7)
+    for n in range(21)
 ]
 
 
@@ -125,13 +128,36 @@ def test_prompts_end_where_the_answer_begins(inputs, tmp_path, tiny_checkpoint):
     tokenizer = load_tokenizer(base)
     assert prompt_of({"prompt": "a", "completion": "b"}, tokenizer) == "a"
     assert prompt_of({"text": "all of it"}, tokenizer) == "all of it"
-    write_prompts(inputs[2], base, 5, tmp_path / "p.jsonl")
-    found = [json.loads(line)["prompt"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    assert found == [
-        f"<|im_start|>user\n{n} + 1<|im_end|><|im_start|>assistant\n" for n in range(5)
+    bench = Bench(ranks=3, rows=inputs[2], output=tmp_path / "b", samples=7, repeat=2)
+    write_prompts(bench.rows, base, bench.prompts())
+    sets = [
+        [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+        for file in sorted((tmp_path / "b" / "prompts").iterdir())
     ]
-    with pytest.raises(DataError, match="7 rows, fewer than --samples 8"):
-        write_prompts(inputs[2], base, 8, tmp_path / "q.jsonl")
+    assert [len(prompts) for prompts in sets] == [6, 7, 7]
+    assert [prompt for prompts in sets for prompt in prompts] == [
+        f"<|im_start|>user\n{n} + 1<|im_end|><|im_start|>assistant\n" for n in range(20)
+    ]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(inputs[2].read_text() * 2)
+    for rows, held in ((inputs[2], 21), (twice, 21)):
+        bench = Bench(ranks=3, rows=rows, output=tmp_path / "c", samples=6, repeat=3)
+        with pytest.raises(DataError, match=f"{held} different prompts, and --bench needs 24"):
+            write_prompts(bench.rows, base, bench.prompts())
+    assert not (tmp_path / "c").exists()
+
+
+def test_no_turn_finds_its_prompts_in_the_cache(inputs, tmp_path):
+    bench = Bench(ranks=3, rows=inputs[2], output=tmp_path / "b", samples=7, repeat=2)
+    (arm, *_) = make_arms(bench, [RoutingTrace.open(inputs[0])])
+    clients = [client_command(bench, arm, turn) for turn in range(3)]
+    asked = [words[words.index("--dataset-path") + 1] for words in clients]
+    assert asked == [str(file) for file in bench.prompts()] and len(set(asked)) == 3
+    assert [words[words.index("--num-prompts") + 1] for words in clients] == ["6", "7", "7"]
+    assert all(words[words.index("--num-warmups") + 1] == "0" for words in clients)
+    assert "--no-enable-prefix-caching" in server_command(bench, arm, cpu=False)[1]
+    kept = replace(bench, extra=("--enable-prefix-caching",))
+    assert "--no-enable-prefix-caching" not in server_command(kept, arm, cpu=False)[1]
 
 
 def test_an_arm_computes_what_its_base_does(inputs, tmp_path):
@@ -189,11 +215,11 @@ def test_an_arm_is_served_and_measured(inputs, tmp_path, monkeypatch):
         extra=("--max-model-len", "256"),
     )
     arm = make_arms(bench, [RoutingTrace.open(inputs[0])])[1]
-    write_prompts(bench.rows, arm.base, bench.samples, bench.output / "prompts.jsonl")
+    write_prompts(bench.rows, arm.base, bench.prompts())
     place_arm(bench, arm)
     speeds = measure(bench, arm, cpu=True)
     assert len(speeds) == 2 and min(speeds) > 0
-    answered = json.loads(arm.result(bench.output, 1).read_text())
+    answered = json.loads(arm.result(bench.output, 2).read_text())
     assert answered["completed"] == 6 and answered["total_output_tokens"] == 6 * 9
     with socket.socket() as probe:  # the server is gone
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
