@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.io import write_atomic
 
 
 def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> None:
