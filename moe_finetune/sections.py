@@ -36,6 +36,9 @@ class ModelSection(Section):
     revision: str | None = None
     tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
     attn_implementation: Attention | None = None
+    experts_kernel: Literal["auto", "grouped", "loop"] = Field(
+        default="auto", description="one product for all experts, as on GPUs, or one for each"
+    )
     init: Literal["checkpoint", "random"] = "checkpoint"
     config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
 

@@ -41,8 +41,8 @@ from moe_finetune.capture.grouped import (
     add_rows_times_transposed,
     rows_times,
     rows_times_transposed,
-    usable_on_device,
 )
+from moe_finetune.losses.tensors import without_autocast
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class _Call:
     dropout_up: float
     dropout_down: float
     dropout_expert: float
+    grouped: bool
     activations_gram: bool
     outputs_gram: bool
     activations: bool
@@ -104,6 +105,7 @@ def run_experts(
     lora_down: LoraFactors | None = None,
     needs: frozenset[str] = frozenset(),
     expert_dropout: float = 0.0,
+    grouped: bool = False,
 ) -> ExpertsResult:
     """Run the experts on ``hidden_TH`` and return the combined output and what ``needs`` names.
 
@@ -119,6 +121,8 @@ def run_experts(
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
         expert_dropout: dropout on z before the down projection (ST-MoE); what is handed over as
             activations is z without it.
+        grouped: one product for all experts instead of one for each, see ``grouped_products``;
+            the factors' rank must be aligned too.
     """
     call = _Call(
         index_TK=index_TK,
@@ -129,6 +133,7 @@ def run_experts(
         dropout_up=lora_up.dropout if lora_up else 0.0,
         dropout_down=lora_down.dropout if lora_down else 0.0,
         dropout_expert=expert_dropout,
+        grouped=grouped,
         activations_gram="activations_gram" in needs,
         outputs_gram="outputs_gram" in needs,
         activations="activations" in needs,
@@ -158,11 +163,8 @@ class _Experts(torch.autograd.Function):
     ):
         tokens, selected = call.index_TK.shape
         (_, hidden, width), pairs = down.shape, call.index_TK.numel()
-        with torch.autocast(hidden_TH.device.type, enabled=False):
-            factors = [m for m in (a_up, b_up, a_down, b_down) if m is not None]
-            groups = Groups.of(
-                call.index_TK, call.num_experts, usable_on_device(gate_up, down, *factors)
-            )
+        with without_autocast(hidden_TH.device):
+            groups = Groups.of(call.index_TK, call.num_experts, call.grouped)
             mask_TH = keep_mask(hidden_TH.shape, call.dropout_up, hidden_TH)
             expert_mask_SD = keep_mask((pairs, width), call.dropout_expert, hidden_TH)
             mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
@@ -232,7 +234,7 @@ class _Experts(torch.autograd.Function):
         call, groups = ctx.call, ctx.groups
         _, needs_h, needs_w, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         hidden = down.shape[1]
-        with torch.autocast(hidden_TH.device.type, enabled=False):
+        with without_autocast(hidden_TH.device):
             grad_weights = None
             if needs_w and grad_out is not None:
                 grad_weights = torch.bmm(y_TKH, grad_out.to(y_TKH.dtype).unsqueeze(2)).squeeze(2)

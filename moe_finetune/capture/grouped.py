@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from moe_finetune.errors import CaptureError
+
+Kernel = Literal["auto", "grouped", "loop"]
 ALIGNMENT_BYTES = 16
 PART_BYTES = 2**22
 
@@ -118,14 +122,29 @@ class Groups:
         return like.new_empty(self.slots_S.numel(), width)
 
 
-def usable_on_device(*matrices: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these: on a GPU, bfloat16/float16/float32, rows of 16 bytes."""
-    return all(
-        m.device.type == "cuda"
-        and m.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and (m.shape[-1] * m.element_size()) % ALIGNMENT_BYTES == 0
-        and (m.shape[-2] * m.element_size()) % ALIGNMENT_BYTES == 0
-        for m in matrices
+def grouped_products(kernel: Kernel, *matrices: Tensor) -> bool:
+    """Whether products with these are one call for all experts: ``auto`` does so on GPUs.
+
+    Raises:
+        CaptureError: an unknown kernel, or ``grouped`` for matrices that ``grouped_mm`` refuses.
+    """
+    if kernel not in get_args(Kernel):
+        raise CaptureError(f"kernel is '{kernel}', wanted one of {', '.join(get_args(Kernel))}")
+    if kernel == "loop" or (kernel == "auto" and matrices[0].device.type != "cuda"):
+        return False
+    refused = next((m for m in matrices if not _aligned(m)), None)
+    if refused is not None and kernel == "grouped":
+        raise CaptureError(
+            f"experts of shape {tuple(refused.shape)} and dtype {refused.dtype} cannot use the "
+            "grouped kernel, which needs bfloat16, float16 or float32 and widths that are "
+            f"multiples of {ALIGNMENT_BYTES} bytes; use kernel 'auto' or 'loop'"
+        )
+    return refused is None
+
+
+def _aligned(matrix: Tensor) -> bool:
+    return matrix.dtype in (torch.bfloat16, torch.float16, torch.float32) and all(
+        width * matrix.element_size() % ALIGNMENT_BYTES == 0 for width in matrix.shape[-2:]
     )
 
 

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_finetune.capture.context import ForwardContext
 from moe_finetune.capture.experts import ExpertsResult
+from moe_finetune.capture.records import Projection, ProjectionFactors
 from moe_finetune.errors import CaptureError
 from moe_finetune.families import Family, family_of
-from moe_finetune.lora.factors import parameter_wrappers
+from moe_finetune.lora.factors import parameter_wrappers, variants
 from moe_finetune.losses.base import ModelFacts
 
 
 @dataclass(eq=False)
 class MoeLayer:
-    """One MoE layer of the model and what it holds while it runs."""
+    """One MoE layer of the model and what it holds while it runs.
+
+    Attributes:
+        outer_experts: the experts under PEFT's wrappers; ``experts`` are the module inside.
+        every_experts: all that may run as such, with copies that PEFT trains in full.
+    """
 
     index: int
     decoder_layer: Any
     block: Any
     router: Any
     experts: Any
+    every_experts: list[Any]
     outer_experts: Any
     family: Family
     context: ForwardContext | None = None
     router_output: tuple[Tensor, Tensor, Tensor] | None = None
     router_input: Tensor | None = None
     result: ExpertsResult | None = None
-    factors: dict[str, Any] = field(default_factory=dict)
+    projection: Callable[[Projection], ProjectionFactors] | None = None
 
     def clear(self) -> None:
         """Drop references to tensors of a finished forward."""
         self.context = self.router_output = self.router_input = self.result = None
-        self.factors = {}
+        self.projection = None
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The language model itself, under PEFT and wrappers too."""
+    inner: Any = getattr(model, "module", model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def backbone_of(model: nn.Module) -> Any:
     """The decoder stack below the language-model head, under PEFT and wrappers too."""
-    inner: Any = getattr(model, "module", model)
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner = causal_lm(model)
     if hasattr(inner, "get_decoder"):
         inner = inner.get_decoder()
     if not hasattr(inner, "layers"):
@@ -65,8 +78,10 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
                 f"'{family.block_path}.{family.router_name}' and "
                 f"'{family.block_path}.{family.experts_name}'"
             )
-        experts, _ = parameter_wrappers(outer)
-        found.append(MoeLayer(index, decoder_layer, block, router, experts, outer, family))
+        inner, _ = parameter_wrappers(outer)
+        every = variants(inner)
+        layer = MoeLayer(index, decoder_layer, block, router, every[0], every, outer, family)
+        found.append(layer)
     return found
 
 

@@ -13,6 +13,8 @@ Nothing global is replaced, and :meth:`Recorder.restore` leaves the model as it 
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +24,18 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
-from moe_finetune.capture.experts import run_experts
+from moe_finetune.capture.experts import LoraFactors, run_experts
+from moe_finetune.capture.grouped import Kernel, grouped_products
 from moe_finetune.capture.inject import inject
-from moe_finetune.capture.model import MoeLayer, backbone_of, check_experts, moe_layers
+from moe_finetune.capture.model import (
+    MoeLayer,
+    backbone_of,
+    causal_lm,
+    check_experts,
+    moe_layers,
+)
 from moe_finetune.capture.perturbation import Perturbation
-from moe_finetune.capture.records import ProjectionFactors, RoutingRecord
+from moe_finetune.capture.records import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.capture.tokens import read_tokens
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.factors import (
@@ -38,7 +47,9 @@ from moe_finetune.lora.factors import (
 from moe_finetune.lora.linear import run_linear, wrapped_linears
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
+from moe_finetune.losses.tensors import without_autocast
 
+log = logging.getLogger(__name__)
 IMPLEMENTATION = "moe_finetune"
 
 Observer = Callable[[RoutingRecord, LayerLoss], None]
@@ -56,6 +67,8 @@ class Recorder:
         perturbation: changes to routing.
         token_mask: which tokens count: "attention", or "labels" (those that are trained on).
         dropout: LoRA dropout inside the experts.
+        kernel: the experts' products: "grouped" is one call for all experts, as on GPUs, "loop"
+            one product an expert; "auto" takes the first on GPUs and the second elsewhere.
 
     Attributes:
         scale: returns the injected loss's factor for the coming forward; 1 by default.
@@ -71,6 +84,7 @@ class Recorder:
         perturbation: Perturbation | None = None,
         token_mask: Literal["attention", "labels"] = "attention",
         dropout: float = 0.0,
+        kernel: Kernel = "auto",
     ):
         self.model = model
         self.backbone = backbone_of(model)
@@ -81,6 +95,7 @@ class Recorder:
         self.perturbation = perturbation
         self.token_mask = token_mask
         self.dropout = dropout
+        self.kernel: Kernel = kernel
         self.scale: Callable[[], float] = lambda: 1.0
         self.layers = moe_layers(model)
         self._last = self.layers[-1].index
@@ -125,12 +140,13 @@ class Recorder:
             check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError("this model is being recorded already; restore it first")
+        self._check_kernel()
         if self.perturbation is not None:
             self.perturbation.install(self.model)
         self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
         if self.token_mask == "labels":
-            top = getattr(self.model, "module", self.model)
-            self._hook(top.register_forward_pre_hook(self._note_labels, with_kwargs=True))
+            below_peft = causal_lm(self.model)  # which gets the labels of soft prompts, too
+            self._hook(below_peft.register_forward_pre_hook(self._note_labels, with_kwargs=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
         for module in self.backbone.layers:
             found = by_module.get(id(module))
@@ -145,17 +161,37 @@ class Recorder:
             self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
             self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
             self._hook(layer.block.register_forward_hook(partial(self._after_block, layer)))
-            self._attach(layer.experts, "_moe_finetune", partial(self._run_experts, layer))
-            if layer.outer_experts is not layer.experts:
+            for experts in layer.every_experts:
+                self._attach(experts, "_moe_finetune", partial(self._run_experts, layer, experts))
+                self._take_over(experts)
+            inner, wrappers = parameter_wrappers(layer.outer_experts)
+            if wrappers:
                 # PEFT's wrapper would build W + s B A; call the experts themselves instead.
-                self._attach(layer.outer_experts, "forward", layer.experts)
+                self._attach(layer.outer_experts, "forward", inner)
         for wrapper in wrapped_linears(self.model):
             self._attach(wrapper, "forward", partial(run_linear, wrapper, self.dropout))
-        configs = {id(layer.experts.config): layer.experts.config for layer in self.layers}
-        for config in configs.values():
-            before = config._experts_implementation
-            config._experts_implementation = IMPLEMENTATION
-            self._undo.append(partial(setattr, config, "_experts_implementation", before))
+
+    def _take_over(self, experts: Any) -> None:
+        """Let the experts run by our function: on a config of their own, which others may share."""
+        shared = experts.config
+        experts.config = copy.copy(shared)
+        experts.config._experts_implementation = IMPLEMENTATION
+        self._undo.append(partial(setattr, experts, "config", shared))
+
+    def _check_kernel(self) -> None:
+        """Refuse a kernel that cannot run here, and say when a GPU has to do without its own."""
+        experts = self.layers[0].experts
+        up, down = experts.gate_up_proj, experts.down_proj
+        if up.dim() != 3 or grouped_products(self.kernel, up, down):
+            return  # partitioned weights have their shape in the forward alone
+        if self.kernel == "auto" and up.device.type == "cuda":
+            log.warning(
+                "experts of shapes %s and %s in %s cannot use the grouped kernel (widths must be "
+                "multiples of 16 bytes): they run one by one, which is slow",
+                tuple(up.shape),
+                tuple(down.shape),
+                up.dtype,
+            )
 
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
@@ -241,13 +277,19 @@ class Recorder:
         return logits, weights, index
 
     def _run_experts(
-        self, layer: MoeLayer, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+        self,
+        layer: MoeLayer,
+        experts: Any,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
     ) -> Tensor:
-        experts, context = layer.experts, layer.context
+        context = layer.context
         _, wrappers = parameter_wrappers(layer.outer_experts)
         dtype = experts.gate_up_proj.dtype
-        up = expert_factors(wrappers.get("gate_up_proj"), dtype, self.dropout)
-        down = expert_factors(wrappers.get("down_proj"), dtype, self.dropout)
+        grouped = grouped_products(self.kernel, experts.gate_up_proj, experts.down_proj)
+        up = expert_factors(wrappers.get("gate_up_proj"), dtype, self.dropout, grouped)
+        down = expert_factors(wrappers.get("down_proj"), dtype, self.dropout, grouped)
         needs: frozenset[str] = frozenset()
         expert_dropout = 0.0
         if context is not None:
@@ -268,10 +310,11 @@ class Recorder:
             down,
             needs,
             expert_dropout,
+            grouped,
         )
         if context is not None and context.wanted:
             layer.result = result
-            layer.factors = {"gate_up_proj": up, "down_proj": down}
+            layer.projection = partial(_projection, experts, up, down)
         return result.out_TH
 
     def _after_block(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -293,7 +336,7 @@ class Recorder:
             )
         loss = LayerLoss()
         if context.train and self.objective is not None:
-            with torch.autocast(record.logits_TE.device.type, enabled=False):
+            with without_autocast(record.logits_TE.device):
                 loss = self.objective(
                     record,
                     LayerContext(
@@ -310,8 +353,7 @@ class Recorder:
                 with torch.no_grad():
                     for observer in self.observers:
                         observer(record, loss)
-        layer.router_output = layer.router_input = layer.result = None
-        layer.factors = {}
+        layer.router_output = layer.router_input = layer.result = layer.projection = None
         if loss.total is None:
             return output
         return inject(output, loss.total, context.scale)
@@ -341,7 +383,7 @@ class Recorder:
             outputs_TKH=result.outputs_TKH,
             activations_gram_TKK=result.activations_gram_TKK,
             outputs_gram_TKK=result.outputs_gram_TKK,
-            expert_factors=partial(_projection, layer.experts, dict(layer.factors)),
+            expert_factors=layer.projection,
         )
 
     def _for_next(
@@ -395,12 +437,14 @@ def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Non
     layer.clear()
 
 
-def _projection(experts: Any, factors: dict[str, Any], name: str) -> ProjectionFactors:
+def _projection(
+    experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
+) -> ProjectionFactors:
     """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
     if name == "down":
-        weight, lora, rows = experts.down_proj, factors["down_proj"], slice(None)
+        weight, lora, rows = experts.down_proj, down, slice(None)
     else:
-        weight, lora = experts.gate_up_proj, factors["gate_up_proj"]
+        weight, lora = experts.gate_up_proj, up
         width = weight.shape[1] // 2
         rows = slice(0, width) if name == "gate" else slice(width, None)
     if lora is None:

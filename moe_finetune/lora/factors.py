@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -17,16 +18,29 @@ from moe_finetune.capture.experts import LoraFactors
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.selected import SelectedExpertsLora
 
-RANK_MULTIPLE_ON_GPU = 8
+RANK_MULTIPLE = 8
 
 
 def parameter_wrappers(module: nn.Module) -> tuple[nn.Module, dict[str, ParamWrapper]]:
-    """Unwrap PEFT's nested parameter wrappers: the base module, and each wrapper by parameter."""
+    """Unwrap PEFT's nested parameter wrappers: the module inside, and each wrapper by parameter."""
     wrappers: dict[str, ParamWrapper] = {}
     while isinstance(module, ParamWrapper):
         wrappers[module.parameter_name] = module
         module = module.base_layer
     return module, wrappers
+
+
+def variants(module: Any) -> list[Any]:
+    """The modules that may run as ``module``: itself, or those behind PEFT's ``modules_to_save``.
+
+    The one that runs now is the first.
+    """
+    if not isinstance(module, ModulesToSaveWrapper):
+        return [module]
+    own, saved = module.original_module, dict(module.modules_to_save)
+    active = [] if module.disable_adapters else [n for n in module.active_adapters if n in saved]
+    found = [saved.pop(name) for name in active[:1]]
+    return [*found, own, *saved.values()]
 
 
 def active_adapter(wrapper: ParamWrapper) -> str | None:
@@ -47,9 +61,13 @@ def active_adapter(wrapper: ParamWrapper) -> str | None:
 
 
 def expert_factors(
-    wrapper: ParamWrapper | None, dtype: torch.dtype, dropout: float = 0.0
+    wrapper: ParamWrapper | None, dtype: torch.dtype, dropout: float = 0.0, grouped: bool = False
 ) -> LoraFactors | None:
-    """Factors of the wrapper's active adapter in ``dtype``, with their graph, or None."""
+    """Factors of the wrapper's active adapter in ``dtype``, with their graph, or None.
+
+    For grouped products the rank is filled up with zeros to a multiple of ``RANK_MULTIPLE``: their
+    rows must be aligned.
+    """
     name = active_adapter(wrapper) if wrapper is not None else None
     if wrapper is None or name is None:
         return None
@@ -66,8 +84,8 @@ def expert_factors(
     b_EOr = b_EOr.view(experts, packed_b.shape[0], -1)
     if isinstance(wrapper, SelectedExpertsLora):
         a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
-    missing = -a_ErI.shape[1] % RANK_MULTIPLE_ON_GPU if a_ErI.device.type == "cuda" else 0
-    if missing:  # rows of grouped products must be aligned; zeros change nothing
+    missing = -a_ErI.shape[1] % RANK_MULTIPLE if grouped else 0
+    if missing:
         a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
     return LoraFactors(
         a_ErI.to(dtype).contiguous(),
@@ -81,12 +99,7 @@ def stored_router_weight(router: Any) -> Tensor:
     """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
     if isinstance(router, ParamWrapper):
         return router.get_base_layer().weight  # type: ignore[return-value]
-    if hasattr(router, "modules_to_save"):
-        names = [name for name in router.active_adapters if name in router.modules_to_save]
-        if names and not router.disable_adapters:
-            return router.modules_to_save[names[0]].weight
-        return router.original_module.weight
-    return router.weight
+    return variants(router)[0].weight
 
 
 def router_weight(router: Any) -> Tensor:

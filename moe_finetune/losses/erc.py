@@ -19,7 +19,12 @@ from moe_finetune.capture.records import Projection, ProjectionFactors, RoutingR
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
 from moe_finetune.losses.gram import off_diagonal
-from moe_finetune.losses.tensors import at_least_float32, check_shapes, full_precision
+from moe_finetune.losses.tensors import (
+    at_least_float32,
+    check_shapes,
+    full_precision,
+    without_autocast,
+)
 
 Activation = Literal["gate", "up", "silu_gate", "swiglu", "output"]
 WIDENED_BYTES = 2**23
@@ -246,7 +251,7 @@ class Erc(Term):
         options = self.options
         assert record.expert_factors is not None
         weight_EH = record.router_weight_EH
-        with torch.autocast(weight_EH.device.type, enabled=False):
+        with without_autocast(weight_EH.device):
             proxies_PH = at_least_float32(weight_EH if options.router_grad else weight_EH.detach())
             if options.noise:
                 if self.name not in context.draws:

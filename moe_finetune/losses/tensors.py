@@ -6,6 +6,7 @@ X any width.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Literal, ParamSpec, TypeVar
@@ -61,13 +62,18 @@ def full_precision(function: Callable[Inputs, Result]) -> Callable[Inputs, Resul
     @functools.wraps(function)
     def wrapped(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        device = next((tensor.device.type for tensor in tensors), "cpu")
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        with without_autocast(next((tensor.device for tensor in tensors), torch.device("cpu"))):
+            return function(*args, **kwargs)
 
     return wrapped
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Switch autocast off on ``device``, where there is one and it is on."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
 
 
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:

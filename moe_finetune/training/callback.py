@@ -22,6 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from moe_finetune.capture.grouped import Kernel
 from moe_finetune.capture.model import backbone_of
 from moe_finetune.errors import CheckpointError, ObjectiveError
 from moe_finetune.json_file import read_object
@@ -58,6 +59,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     Args:
         method: a preset's name, or the same mapping as ``method:`` in a recipe.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
+        kernel: the experts' products: "auto", "grouped" or "loop".
         **overrides: keys of ``method:`` laid over the preset.
 
     Attributes:
@@ -70,10 +72,16 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self, method: str | dict[str, Any] | Method, *, dropout: float = 0.0, **overrides: Any
+        self,
+        method: str | dict[str, Any] | Method,
+        *,
+        dropout: float = 0.0,
+        kernel: Kernel = "auto",
+        **overrides: Any,
     ):
         self.method = resolve_method(method, **overrides)
         self.dropout = dropout
+        self.kernel: Kernel = kernel
         self.specialization: Specialization | None = None
         self._window = AccumulationWindow()
 
@@ -109,7 +117,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                     "bias_update"
                 )
             before.restore()  # a training that raised never said that it ended
-        self.specialization = work = Specialization(model, self.method, dropout=self.dropout)
+        self.specialization = work = Specialization(
+            model, self.method, dropout=self.dropout, kernel=self.kernel
+        )
         work.recorder.scale = self._window.scale
         if state.global_step:
             work.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))

@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from moe_finetune.capture.grouped import Kernel
 from moe_finetune.capture.model import backbone_of
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
@@ -21,7 +22,9 @@ PROBE_TOKENS = (2, 24)
 log = logging.getLogger(__name__)
 
 
-def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
+def check_reach(
+    model: nn.Module, objective: Objective, kernel: Kernel = "auto"
+) -> dict[str, list[str]]:
     """Trace each term's gradient on a few random tokens; return the parameters it reaches.
 
     Parameters that are still at an exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are
@@ -40,8 +43,8 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         if any(hasattr(p, "device_mesh") for _, p in parameters):
-            return _reach_of_sharded(model, objective, parameters)
-        values = _term_values(model, objective, device)
+            return _reach_of_sharded(model, objective, parameters, kernel)
+        values = _term_values(model, objective, device, kernel)
     for term in objective.terms:
         total = values.get(term.name)
         found: list[str] = []
@@ -65,7 +68,10 @@ def check_reach(model: nn.Module, objective: Objective) -> dict[str, list[str]]:
 
 
 def _reach_of_sharded(
-    model: nn.Module, objective: Objective, parameters: list[tuple[str, nn.Parameter]]
+    model: nn.Module,
+    objective: Objective,
+    parameters: list[tuple[str, nn.Parameter]],
+    kernel: Kernel,
 ) -> dict[str, list[str]]:
     """The same under FSDP2, whose parameters get gradients in a whole backward alone.
 
@@ -84,7 +90,8 @@ def _reach_of_sharded(
             def note(_: RoutingRecord, layer: LayerLoss, into: list[Tensor] = values) -> None:
                 into.extend(layer.values.values())
 
-            recorder = Recorder(model, Objective([term], objective.facts), observers=[note])
+            alone = Objective([term], objective.facts)
+            recorder = Recorder(model, alone, observers=[note], kernel=kernel)
             with recorder, torch.enable_grad():
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
                 (logits.float().sum() * 0.0).backward()
@@ -125,7 +132,9 @@ def _unreached(name: str, reads: str, trains: list[str]) -> str:
     )
 
 
-def _term_values(model: nn.Module, objective: Objective, device: torch.device) -> dict[str, Tensor]:
+def _term_values(
+    model: nn.Module, objective: Objective, device: torch.device, kernel: Kernel
+) -> dict[str, Tensor]:
     """Each term's sum over layers on random tokens, with its graph."""
     totals: dict[str, Tensor] = {}
     below: list[PreviousLayer] = []
@@ -154,10 +163,14 @@ def _term_values(model: nn.Module, objective: Objective, device: torch.device) -
             layer.gradient_checkpointing = False
         model.train()
         with (
-            Recorder(model, observers=[observer], needs=objective.needs),
+            Recorder(model, observers=[observer], needs=objective.needs, kernel=kernel),
             torch.enable_grad(),
         ):
-            backbone_of(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            # Under DDP's wrapper, which waits for a backward of its own, but with PEFT's, which
+            # puts soft prompts before the tokens.
+            whole = getattr(model, "module", model)
+            mask = torch.ones_like(ids)
+            whole(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     finally:
         model.train(was_training)
         for layer, before in zip(layers, checkpointed, strict=True):

@@ -163,7 +163,9 @@ def build_trainer(
 ) -> tuple[RunTrainer, SpecializationCallback]:
     """TRL's trainer with the method's callback attached, the run's log and its guards."""
     callback = SpecializationCallback(
-        recipe.method, dropout=recipe.lora.dropout if recipe.lora else 0.0
+        recipe.method,
+        dropout=recipe.lora.dropout if recipe.lora else 0.0,
+        kernel=recipe.model.experts_kernel,
     )
     trainer = RunTrainer(
         model=model,

@@ -26,6 +26,7 @@ from torch import nn
 from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.keep import KeptBias
 from moe_finetune.balancing.perturb import TrainingNoise
+from moe_finetune.capture.grouped import Kernel
 from moe_finetune.capture.model import backbone_of, model_facts
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.recorder import Observer, Recorder
@@ -56,6 +57,7 @@ class Specialization:
         model: a supported causal language model, with or without PEFT.
         method: a preset's name, a ``method:`` mapping, or a resolved method.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
+        kernel: the experts' products, see :class:`~moe_finetune.capture.recorder.Recorder`.
         accumulation: micro-batches of an optimizer step; assign to ``accumulation`` when a window
             is shorter.
         total_steps: optimizer steps of the run, for schedules.
@@ -78,6 +80,7 @@ class Specialization:
         method: str | dict[str, Any] | Method,
         *,
         dropout: float = 0.0,
+        kernel: Kernel = "auto",
         accumulation: int = 1,
         total_steps: int = 1,
     ):
@@ -110,6 +113,7 @@ class Specialization:
             perturbation=self.perturbation,
             token_mask=self.method.token_mask,
             dropout=dropout,
+            kernel=kernel,
         )
         self.recorder.scale = self._scale
         self.reached: dict[str, list[str]] = {}
@@ -142,7 +146,7 @@ class Specialization:
                 "another method is at work on this model, or has left its routing bias there; "
                 "restore() it first"
             )
-        self.reached = check_reach(self.model, self.objective)
+        self.reached = check_reach(self.model, self.objective, self.recorder.kernel)
         self.recorder.install()
         backbone = self.recorder.backbone
         hook = backbone.register_forward_pre_hook(self._before_forward, with_kwargs=True)

@@ -141,7 +141,9 @@ def build(
         processing_class=tokenizer,
     )
     callback = SpecializationCallback(
-        recipe.method, dropout=job.lora.dropout if job.lora is not None else 0.0
+        recipe.method,
+        dropout=job.lora.dropout if job.lora is not None else 0.0,
+        kernel=recipe.model.experts_kernel,
     )
     if job.method is not None:
         callback.attach(trainer)

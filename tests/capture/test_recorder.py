@@ -267,6 +267,47 @@ def test_full_router_through_modules_to_save():
     assert all(p.grad.abs().max() > 0 for p in trained)
 
 
+@pytest.mark.parametrize("saved", [["experts"], ["gate", "experts"], ["mlp"]])
+def test_experts_that_peft_trains_in_full(saved):
+    """``modules_to_save`` keeps the frozen experts beside a copy that trains."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
+    model, batch = get_peft_model(tiny.model("qwen3_moe"), config).train(), tiny.batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.3)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with model.disable_adapter(), torch.no_grad():
+        off = model(**batch).logits
+    model.zero_grad()
+    with Recorder(model):
+        model(**batch).loss.backward()
+        with model.disable_adapter(), torch.no_grad():
+            assert torch.allclose(model(**batch).logits, off, atol=1e-4)
+    assert_close(gradients(model), expected)
+    assert any("down_proj" in name for name in expected)
+    terms = {"erc": {"weight": 0.4, "noise": False}, **TERMS}
+    model.zero_grad()
+    wanted = explicit(model, batch, terms)
+    model.zero_grad()
+    with Recorder(model, Objective.from_options(terms, model_facts(model))):
+        model(**batch).loss.backward()
+    assert_close(gradients(model), wanted, 2e-5)
+
+
+def test_a_model_beside_the_recorded_one_may_share_its_config():
+    recorded, batch = tiny.model("olmoe"), tiny.batch()
+    other = type(recorded)(recorded.config)
+    other.load_state_dict(recorded.state_dict())
+    implementation = recorded.config._experts_implementation
+    with torch.no_grad(), Recorder(recorded):
+        assert recorded.config is other.config
+        assert recorded.config._experts_implementation == implementation
+        assert torch.allclose(other(**batch).logits, recorded(**batch).logits, atol=1e-4)
+    assert recorded.model.layers[0].mlp.experts.config is recorded.config
+
+
 def test_bfloat16_is_no_further_from_float32_than_stock():
     def run(model, recorded):
         model.zero_grad()

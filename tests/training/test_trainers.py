@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from moe_finetune import SpecializationCallback
@@ -212,3 +213,30 @@ def test_tensors_that_do_not_move_are_named(caplog):
             method.step()
     assert method.unmoved and all("layers.2" in name for name in method.unmoved)
     assert "did not move" in caplog.text
+
+
+@pytest.mark.parametrize("token_mask", ["attention", "labels"])
+@pytest.mark.parametrize(
+    ("config", "tokens"), [(PromptTuningConfig, 4 + 19), (PrefixTuningConfig, 19)]
+)
+def test_soft_prompts(config, tokens, token_mask):
+    """What the terms push is the prompt, through the frozen model."""
+    torch.manual_seed(4)
+    soft = config(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model, batch = get_peft_model(tiny.model("qwen3_moe"), soft).train(), tiny.batch()
+    lengths = []
+    with Specialization(model, {"terms": TERMS, "token_mask": token_mask}) as method:
+        method.recorder.observers.append(lambda record, _: lengths.append(record.mask_T))
+        model(**batch).loss.backward()
+        assert all(len(names) == 1 for names in method.reached.values())
+        got = gradients(model)
+    assert {mask.numel() for mask in lengths} == {3 * tokens}
+    real = int(batch["attention_mask"].sum()) + 3 * (tokens - 19)
+    # A token counts for its label where the next one has a label.
+    learned = real if token_mask == "attention" else int((batch["labels"][:, 1:] != -100).sum())
+    if token_mask == "labels" and tokens > 19:
+        learned += 3  # the last virtual token predicts the first real one
+    assert {int(mask.sum()) for mask in lengths} == {learned}
+    model(**batch).loss.backward()
+    plain = gradients(model)
+    assert all((got[name] - plain[name]).norm() > 0.05 * plain[name].norm() for name in plain)
