@@ -27,6 +27,16 @@ class Perturbations(Section):
     random_second_choice: bool = False
 
 
+class StrengthSection(Section):
+    """When the losses' gradients are measured against the language loss's.
+
+    ``first``: in the first optimizer step; ``every``: again each time that so many steps are done.
+    """
+
+    first: bool = True
+    every: int | None = Field(default=None, ge=1)
+
+
 class Method(Section):
     """Which losses are added, and what else a method does to routing.
 
@@ -40,6 +50,7 @@ class Method(Section):
     terms: dict[str, SerializeAsAny[BaseModel]] = Field(default={})
     token_mask: Literal["attention", "labels"] = "attention"
     perturbations: Perturbations = Perturbations()
+    strength: StrengthSection = StrengthSection()
     bias_update: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     export_bias: Literal["write", "drop"] = "write"
 

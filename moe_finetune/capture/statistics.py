@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.training import ranks
+
+if TYPE_CHECKING:
+    from moe_finetune.training.strength import TermStrength
 
 
 class TrainingStatistics:
@@ -37,6 +40,16 @@ class TrainingStatistics:
         self.names = list(names)
         self._losses: dict[str, Tensor] = {}
         self._forwards = 0
+        self._strength: dict[str, float] = {}
+
+    def note_strength(self, step: int, rows: Sequence[TermStrength]) -> None:
+        """Keep the losses' measured strength for the next :meth:`read`."""
+        self._strength = {
+            f"strength/{row.term}/{name}": value
+            for row in rows
+            for name, value in row.row().items()
+            if isinstance(value, float)
+        }
 
     def __call__(self, record: RoutingRecord, loss: LayerLoss) -> None:
         """Add one layer of one forward."""
@@ -67,7 +80,12 @@ class TrainingStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """Sums of this rank since the last read, as tensors and numbers."""
-        return {"sums": self._sums, "losses": dict(self._losses), "forwards": self._forwards}
+        return {
+            "sums": self._sums,
+            "losses": dict(self._losses),
+            "forwards": self._forwards,
+            "strength": dict(self._strength),
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """:meth:`state_dict` as a copy that later forwards do not change."""
@@ -78,11 +96,13 @@ class TrainingStatistics:
         self._sums = state["sums"]
         self._losses = dict(state["losses"])
         self._forwards = state["forwards"]
+        self._strength = dict(state["strength"])
 
     def read(self) -> dict[str, float]:
         """Values since the last read, over all ranks, and start again.
 
-        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``routing/load`` has
+        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``strength/<term>/*``:
+        once for each measurement. ``routing/load`` has
         no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
         counts of all tokens since the last read.
         """
@@ -106,6 +126,7 @@ class TrainingStatistics:
         numbers = (values[:-1] / values[-1]).tolist()
         load, score, rest = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
         self._sums, self._losses, self._forwards = None, {}, 0
+        strength, self._strength = self._strength, {}
         self.last_load_LE = load.to(torch.int64)
         tokens = rest[:, 0].clamp_min(1.0)
         mean_load = load.mean(1).clamp_min(1e-12)
@@ -114,6 +135,7 @@ class TrainingStatistics:
         violation = (load.max(1).values - load.mean(1)) / mean_load
         return {
             **{f"losses/{name}": number for name, number in zip(names, numbers, strict=True)},
+            **strength,
             "routing/max_violation": violation.mean().item(),
             "routing/max_violation_worst_layer": violation.max().item(),
             "routing/entropy": (rest[:, 2] / tokens).mean().item(),

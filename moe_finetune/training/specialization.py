@@ -37,6 +37,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.method import Method, resolve_method
 from moe_finetune.training.preconditions import check_forward
 from moe_finetune.training.reach import check_reach
+from moe_finetune.training.strength import StrengthMeter
 
 log = logging.getLogger(__name__)
 STEPS_BEFORE_STILL_IS_SUSPICIOUS = 10
@@ -63,7 +64,7 @@ class Specialization:
         total_steps: optimizer steps of the run, for schedules.
 
     Attributes:
-        objective, recorder, statistics, balancer: the parts.
+        objective, recorder, statistics, balancer, strength: the parts.
         reached: trainable parameters that each term's gradient reaches.
         unmoved: trainable tensors that had not changed after ten steps.
         run: whatever stands for the training that this belongs to; a trainer's state.
@@ -116,6 +117,10 @@ class Specialization:
             kernel=kernel,
         )
         self.recorder.scale = self._scale
+        self.strength = StrengthMeter(
+            self.recorder, self.objective, self.method.strength.every, self.method.strength.first
+        )
+        self.strength.on_measured.append(self.statistics.note_strength)
         self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] = []
         self.run: object = None
@@ -154,6 +159,7 @@ class Specialization:
         if self._kept is not None:
             self._kept.in_saves()
         _ON_MODEL[backbone] = ref(self)
+        self.strength.begin(self.steps)
         self._start = {
             name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -181,6 +187,7 @@ class Specialization:
         return 1.0 / self.accumulation
 
     def _stop(self) -> None:
+        self.strength.close()
         self.recorder.restore()
         self.recorder.scale = self._scale  # another may hold a trainer
         self.run = None
@@ -206,13 +213,14 @@ class Specialization:
         """Set schedules to optimizer step ``step``."""
         self.steps, self.total_steps = step, total_steps
         self.objective.set_progress(step, max(total_steps, 1))
+        self.strength.begin(step)
 
     def step(self) -> None:
         """To be called after every optimizer step, on all ranks.
 
         Raises:
             ObjectiveError: no forward in training mode with gradients since the last step: the
-                method had no effect.
+                method had no effect; or the weight of a share could not be found.
         """
         if not self._trained_on:
             raise ObjectiveError(
@@ -221,6 +229,7 @@ class Specialization:
                 "forward, and leave torch.no_grad() out"
             )
         self._trained_on = False
+        self.strength.end()
         if self.balancer is not None:
             self.balancer.step()
         for term in self.objective.terms:
@@ -247,11 +256,16 @@ class Specialization:
         Raises:
             ObjectiveError: a table or bias is missing, of another model, or of another method.
         """
+        found = self.objective.found_weights()
         prefixes = [f"{term.name}." for term in self.objective.terms if term.keeps_tables]
         biases = self.balancer.state_dict() if self.balancer is not None else {}
         missing = [p for p in prefixes if not any(key.startswith(p) for key in state)]
-        missing += [name for name in biases if name not in state]
-        strange = [key for key in state if key not in biases and not key.startswith((*prefixes,))]
+        missing += [name for name in (*found, *biases) if name not in state]
+        strange = [
+            key
+            for key in state
+            if key not in found and key not in biases and not key.startswith((*prefixes,))
+        ]
         if missing:
             raise ObjectiveError(
                 f"the saved state lacks '{missing[0].rstrip('.')}', which this method needs to go "
@@ -264,6 +278,8 @@ class Specialization:
             )
         experts = self.objective.facts.num_experts
         for key, table in state.items():
+            if key in found:
+                continue
             if table.shape[0] != experts or table.shape[-1] != experts:
                 raise ObjectiveError(
                     f"the saved state's '{key}' has shape {tuple(table.shape)}, and this model has "
