@@ -214,8 +214,10 @@ def begin(recipe: Recipe, output: Path) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
     from moe_finetune.environment import describe_environment
 
-    # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
-    write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+    # The recipe makes the folder a run that can be resumed, so it comes first, and whole. A resumed
+    # run's is equal, and has the weights found for shares in it.
+    if not (output / RECIPE_FILE).exists():
+        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
     environment = json.dumps(describe_environment(), indent=2) + "\n"
     write_atomic(output / "environment.json", environment)
 

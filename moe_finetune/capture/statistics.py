@@ -101,10 +101,9 @@ class TrainingStatistics:
     def read(self) -> dict[str, float]:
         """Values since the last read, over all ranks, and start again.
 
-        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``strength/<term>/*``:
-        once for each measurement. ``routing/load`` has
+        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``routing/load`` has
         no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
-        counts of all tokens since the last read.
+        counts of all tokens since the last read. ``strength/<term>/*``: after a measurement.
         """
         together = ranks.world_size() > 1
         if not together and not self._forwards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,13 @@ from moe_finetune.cli.app import Output, app
 from moe_finetune.run_folder import checkpoint_in
 
 
+class Format(StrEnum):
+    """How a verb prints what it found."""
+
+    text = "text"
+    json = "json"
+
+
 @app.command()
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
@@ -18,16 +26,36 @@ def inspect(
         list[str] | None, typer.Option("--recipe", "-r", help="Recipe file; may be repeated.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strength: Annotated[
+        bool,
+        typer.Option(
+            "--strength", help="Measure the recipe's losses against the language loss (loads it)."
+        ),
+    ] = False,
+    format: Annotated[
+        Format, typer.Option("--format", help="How to print; json as --json.")
+    ] = Format.text,
 ) -> None:
     """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
 
-    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml
+    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --strength
     """
     from json import dumps
 
     from moe_finetune.inspection import inspect_checkpoint
     from moe_finetune.recipe import load_recipe
 
+    json = json or format is Format.json
+    if strength:
+        from moe_finetune.errors import RecipeError
+        from moe_finetune.training.first_window import strength_of
+        from moe_finetune.training.strength import strength_table
+
+        if not recipe:
+            raise RecipeError("--strength: measures a recipe's losses; name one with --recipe")
+        rows = strength_of(checkpoint, load_recipe(recipe))
+        print(dumps(rows, indent=2, allow_nan=False) if json else strength_table(rows))
+        return
     inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
 

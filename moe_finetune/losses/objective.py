@@ -132,17 +132,20 @@ class Objective:
 
     def state_dict(self) -> dict[str, Tensor]:
         """State of all terms, keys prefixed by the term's name, and weights found for shares."""
-        found = {
+        return self.found_weights() | {
+            f"{term.name}.{key}": tensor
+            for term in self.terms
+            for key, tensor in term.state_dict().items()
+        }
+
+    def found_weights(self) -> dict[str, Tensor]:
+        """The part of the state that shares have: ``strength.<term>``, 0 until it is found."""
+        return {
             f"{_FOUND}{term.name}": torch.tensor(
                 self.full_weights[term.name] or 0.0, dtype=torch.float64
             )
             for term in self.terms
             if term.options.share is not None
-        }
-        return found | {
-            f"{term.name}.{key}": tensor
-            for term in self.terms
-            for key, tensor in term.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -142,8 +142,7 @@ class Replay:
                 self.objective.load_state_dict(forward.tables)
                 self._run(forward, trainers_loss=not names)
         return {
-            part: [_averaged(parameter) for parameter in own]
-            for part, own in self.parts().items()
+            part: [_averaged(parameter) for parameter in own] for part, own in self.parts().items()
         }
 
     def _run(self, forward: _Forward, trainers_loss: bool) -> None:
@@ -168,7 +167,7 @@ class Replay:
         return [p for p in self.recorder.model.parameters() if p.requires_grad]
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
-        """What trains in the routers and in the routed experts; a part that is frozen is left out."""
+        """What trains in the routers and in the routed experts; without a part that is frozen."""
         layers = self.recorder.layers
         modules = {
             "router": [layer.router for layer in layers],

@@ -14,12 +14,14 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.first_window import FoundWeights
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.zero3 import set_leaf_blocks
 
 _Trainer: Any = object
 METRICS_FILE = "metrics.jsonl"
+RECIPE_FILE = "recipe.yaml"
 
 
 def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
@@ -179,6 +181,7 @@ def build_trainer(
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback)
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
-    for place, own in enumerate((RunLog(output), trainer.guard, watch), start=1):
+    found = FoundWeights(recipe, output / RECIPE_FILE, callback)
+    for place, own in enumerate((RunLog(output), trainer.guard, watch, found), start=1):
         trainer.callback_handler.callbacks.insert(place, own)
     return trainer, callback

@@ -191,7 +191,9 @@ class StrengthMeter:
         self.close()
         rows = _same_on_ranks(rows)
         if not all(_finite(row) for row in rows):
-            log.warning("step %d: a gradient is not finite; its strength is not measured", self._step)
+            log.warning(
+                "step %d: a gradient is not finite; its strength is not measured", self._step
+            )
             return []
         self.rows = [self._with_found(row) for row in rows]
         if ranks.rank() == 0:
@@ -349,9 +351,7 @@ def _say(row: TermStrength) -> None:
     what = f"method.terms.{row.term}: at weight {row.weight:.3g} its gradient is"
     where = f"of the language loss's on {' and '.join(sorted(row.trains))}"
     if row.share < WHISPER:
-        log.warning(
-            "%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice
-        )
+        log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
     elif row.share > DROWNS:
         log.warning("%s %.0f %% %s and drowns it: %s", what, 100 * row.share, where, advice)
     else:

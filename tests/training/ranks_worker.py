@@ -32,6 +32,7 @@ NEEDS_A_FILE = {"supervised_routing", "supervised_routing_baseline"}
 COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE)
 WRONG = "aux_loss, each rank for itself"
 TRANSITION = "coupling, transition"
+SHARE = "shares"
 
 
 def model():
@@ -57,6 +58,14 @@ def method(preset):
         return {"terms": {"load_balance": {"weight": 0.3, "scope": "micro_batch"}}}
     if preset == TRANSITION:
         return {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}}
+    if preset == SHARE:
+        return {
+            "terms": {
+                "load_balance": {"share": 0.5, "scope": "global_batch"},
+                "orthogonality": {"share": 0.3},
+            },
+            "strength": {"every": 3},
+        }
     chosen = {"preset": preset}
     if "load_balance" in PRESETS[preset].terms:
         chosen["terms"] = {"load_balance": {"scope": "global_batch", "weight": 0.3}}
@@ -94,7 +103,11 @@ def train(preset, folder):
     trainer, callback = build_trainer(recipe, folder, model(), tiny.tokenizer(), rows(), None)
     trainer.train()
     logged = [
-        {k: v for k, v in row.items() if k == "loss" or k.startswith(("losses/", "routing/"))}
+        {
+            k: v
+            for k, v in row.items()
+            if k == "loss" or k.startswith(("losses/", "routing/", "strength/"))
+        }
         for row in trainer.state.log_history
         if "loss" in row
     ]
@@ -103,7 +116,7 @@ def train(preset, folder):
         b"".join(tables[name].cpu().numpy().tobytes() for name in sorted(tables))
     )
     assert all(blob == blobs[0] for blob in blobs), f"{preset}: tables differ between ranks"
-    assert (len(blobs[0]) > 0) == (preset in ("loss_free", TRANSITION)), preset
+    assert (len(blobs[0]) > 0) == (preset in ("loss_free", TRANSITION, SHARE)), preset
     return logged, {**trained_weights(trainer.model), **tables}
 
 
@@ -162,17 +175,20 @@ def sharded(how, stop=None, resume=None):
     first = 0
     terms = {
         "orthogonality": {"weight": 0.3},
-        "load_balance": {"weight": 0.3},
+        "load_balance": {"share": 0.3},
         "erc": {"weight": 0.1},
     }
     terms["load_balance"]["scope"] = "global_batch"
     terms["erc"]["noise"] = False
+    measured = []
     with Specialization(built, {"terms": terms}) as work:
+        work.strength.on_measured.append(lambda _, rows: measured.extend(r.row() for r in rows))
         if resume is not None:
             first, weights, state, tables = resume
             set_weights(built, weights, "memory")
             load_optimizer_state(optimizer, built, state, "memory")
             work.load_state_dict(tables)
+            work.begin_step(first, STEPS)
         for step in range(first, STEPS if stop is None else stop):
             ids = batch()[step]
             built(input_ids=ids, labels=ids).loss.backward()
@@ -180,7 +196,7 @@ def sharded(how, stop=None, resume=None):
             optimizer.zero_grad()
             work.step()
         tables = work.state_dict()
-    return built, optimizer_state(optimizer, built), tables
+    return built, optimizer_state(optimizer, built), tables, measured
 
 
 def main(out: Path) -> None:
@@ -189,18 +205,18 @@ def main(out: Path) -> None:
     ranks.join_group()
     results, tensors = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, preset in enumerate([*COMPARED, WRONG, TRANSITION]):
+        for number, preset in enumerate([*COMPARED, SHARE, WRONG, TRANSITION]):
             results[preset], weights = train(preset, Path(folder) / str(number))
             tensors |= {f"{preset}/{name}": value for name, value in weights.items()}
     for how in ("fully_shard", "fsdp2_prepare_model"):
-        built, state, _ = sharded(how)
+        built, state, _, results[f"{how}, strength"] = sharded(how)
         weights = trained_weights(built)
         tensors |= {f"{how}/{name}": value for name, value in weights.items()}
         moments = {
             k: v for name in state["state"] for k, v in [(name, state["state"][name]["exp_avg"])]
         }
         tensors |= {f"{how}/moment/{name}": value for name, value in moments.items()}
-        built, state, tables = sharded(how, stop=2)
+        built, state, tables, _ = sharded(how, stop=2)
         # Every rank reads the files that rank 0 wrote; here it is told what they hold.
         half = [(2, trained_weights(built), state, tables)]
         kept = [len(half[0][1]), len(state["state"]), len(whole_model(built, torch.bfloat16))]

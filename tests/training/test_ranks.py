@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.ranks_worker import COMPARED, STEPS, TRANSITION, WRONG
+from tests.training.ranks_worker import COMPARED, SHARE, STEPS, TRANSITION, WRONG
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def furthest(one, two):
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("preset", COMPARED)
+@pytest.mark.parametrize("preset", [*COMPARED, SHARE])
 def test_two_ranks_equal_one(both, preset):
     (logged_1, tensors_1), (logged_2, tensors_2) = both
     assert len(logged_1[preset]) == STEPS
@@ -114,3 +114,15 @@ def test_rank_0_alone_keeps_what_was_gathered(both, how):
     assert kept == one[f"{how}, kept by rank"][0]
     trained, moments, all_tensors = kept
     assert 20 <= trained == moments < all_tensors
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "fsdp2_prepare_model"])
+def test_strength_of_a_sharded_model_is_that_of_a_whole_one(both, how):
+    (one, _), (two, _) = both
+    found = two[f"{how}, strength"]
+    assert [row["term"] for row in found] == ["orthogonality", "load_balance", "erc"]
+    for row, wanted in zip(found, one[f"{how}, strength"], strict=True):
+        assert row.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-7), (row["term"], name)
+    assert found[1]["share_router"] == pytest.approx(0.3)
