@@ -225,7 +225,7 @@ def main(out: Path) -> None:
         results[f"{how}, kept by rank"] = [
             json.loads(blob) for blob in ranks.gather_bytes(json.dumps(kept).encode())
         ]
-        built, _, _ = sharded(how, resume=half[0])
+        built, *_ = sharded(how, resume=half[0])
         again = trained_weights(built)
         results[f"{how}, resumed"] = all(torch.equal(weights[n], again[n]) for n in weights)
     if ranks.rank() == 0:
