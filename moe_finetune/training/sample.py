@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.metrics import (
     coherence_barrier,
+    coupling_mass,
     gram_cosine,
     max_violation,
     noise_level,
@@ -148,6 +150,18 @@ class Sample:
             found["output_cosine"] = gram_cosine(self.rows("outputs_gram", layer))
         return found
 
+    def coupling(self) -> list[float]:
+        """Coupling mass of each pair of adjacent MoE layers."""
+        return [
+            coupling_mass(
+                self.rows("probabilities", below),
+                self.rows("index", below),
+                self.rows("probabilities", above),
+                self.top_k,
+            )
+            for below, above in pairwise(self.layers)
+        ]
+
     def coherence(self) -> dict[str, Any] | None:
         """Mutual coherence of the selected experts' outputs per layer; None for one expert."""
         if self.top_k == 1:
@@ -200,6 +214,7 @@ def evaluation_metrics(
     finally:
         model.train(was_training)
     found = sample.metrics()
+    found["coupling_mass"] = list(sample.coupling())
     coherence = sample.coherence()
     if coherence is not None:
         found["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]

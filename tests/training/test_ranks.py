@@ -122,7 +122,7 @@ def test_strength_of_a_sharded_model_is_that_of_a_whole_one(both, how):
     found = two[f"{how}, strength"]
     assert [row["term"] for row in found] == ["orthogonality", "load_balance", "erc"]
     for row, wanted in zip(found, one[f"{how}, strength"], strict=True):
-        assert row.keys() == wanted.keys()
+        assert row.keys() == wanted.keys() and row["term"] == wanted.pop("term")
         for name, value in wanted.items():
             assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-7), (row["term"], name)
     assert found[1]["share_router"] == pytest.approx(0.3)

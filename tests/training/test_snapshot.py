@@ -215,7 +215,7 @@ def test_evaluations_measure_what_needs_vectors(tmp_path, attached):
     for name, value in again.items():
         assert found[1][name] == pytest.approx(value, rel=1e-5), name
     assert {"eval_routing/silhouette", "eval_routing/mutual_coherence",
-            "eval_routing/output_cosine"} <= set(again)  # fmt: skip
+            "eval_routing/output_cosine", "eval_routing/coupling_mass"} <= set(again)  # fmt: skip
 
 
 def test_measuring_draws_nothing_that_training_would(model):
