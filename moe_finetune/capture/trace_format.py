@@ -22,6 +22,7 @@ from moe_finetune.io import write_atomic
 from moe_finetune.json_file import parse_json
 
 MANIFEST = "trace.json"
+MAX_EXPERTS, MAX_LAYERS = 1 << 15, 1_000  # ids are int16
 FORMAT = "moe-finetune routing trace"
 VERSION = 1
 
@@ -139,7 +140,7 @@ def read_manifest(folder: Path) -> TraceInfo:
         )
     except TraceError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise TraceError(
             f"{path}: damaged ({type(error).__name__}: {error}); record again"
         ) from error
@@ -174,6 +175,16 @@ def _check_manifest(path: Path, info: TraceInfo) -> None:
         if not (info.layers and ascending)
         else f"top_k {info.top_k} of {info.num_experts} experts"
         if not 1 <= info.top_k <= info.num_experts
+        else f"{info.num_experts} experts or {len(info.layers)} layers, more than any model has"
+        if info.num_experts > MAX_EXPERTS or len(info.layers) > MAX_LAYERS
+        else "a negative number of tokens, embeddings or layers"
+        if any(chunk.tokens < 0 or chunk.embeddings < 0 for chunk in info.chunks)
+        or info.layers[0] < 0
+        else "a domain, field or chunk is named twice"
+        if any(
+            len(set(names)) < len(names)
+            for names in (info.domains, info.fields, [chunk.file for chunk in info.chunks])
+        )
         else "a chunk lies outside the folder"
         if not inside
         else "it holds no tokens"
@@ -249,5 +260,15 @@ def _check_values(path: Path, name: str, array: np.ndarray, info: TraceInfo) -> 
             f"{path}: {name}: got values from {array.min()} to {array.max()}, wanted 0 to "
             f"{below - 1}; the trace is damaged or of another model"
         )
+    if name == "ids" and array.shape[-1] > 1:
+        ordered = np.sort(array, axis=-1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            token, layer = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1))[0][:2]
+            raise TraceError(
+                f"{path}: ids: token {token} has one expert twice in layer "
+                f"{info.layers[layer]}; the trace is damaged, record again"
+            )
+    if name in ("weights", "probs") and array.min() < 0:
+        raise TraceError(f"{path}: {name}: holds negative values; record again")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise TraceError(f"{path}: {name}: holds NaN or infinite values; record again")

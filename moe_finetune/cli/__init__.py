@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    for argument in arguments:
+        shown = argument.encode("utf-8", "backslashreplace").decode()
+        if shown != argument:  # bytes of a file's name that are no text reach Python as surrogates
+            print(f"error: {shown}: is not UTF-8; rename the file", file=sys.stderr)
+            return 2
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
@@ -41,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
     except Exception as error:
         if not hasattr(error, "exit_code") or not hasattr(error, "show"):
             raise

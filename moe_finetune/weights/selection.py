@@ -64,6 +64,10 @@ def read_metadata(folder: str | Path) -> AdapterMetadata:
     content = read_object(file, AdapterError, COPY_AGAIN)
     experts = content.pop("experts", None)
     dropout = content.pop("experts_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise AdapterError(
+            f"{file}: experts_dropout is {dropout!r:.60}; wanted a number from 0 to below 1"
+        )
     return AdapterMetadata(_experts(file, experts), float(dropout), content)
 
 
@@ -78,7 +82,8 @@ def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
     chosen: dict[int, tuple[int, ...]] = {}
     for layer, ids in value.items():
         valid = isinstance(ids, list) and all(type(e) is int and e >= 0 for e in ids)
-        if not layer.isdigit() or not valid or not ids or len(set(ids)) != len(ids):
+        known = layer.isascii() and layer.isdigit() and str(int(layer[:9])) == layer
+        if not known or not valid or not ids or len(set(ids)) != len(ids):
             raise wrong
         chosen[int(layer)] = tuple(ids)
     return chosen

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_finetune.capture.trace import RoutingTrace, TraceWriter
-from moe_finetune.capture.trace_format import write_chunk
+from moe_finetune.capture.trace_format import load_arrays, write_chunk
 from moe_finetune.errors import OutputExistsError, TraceError
 
 LAYERS, E, K, H = (1, 2, 5, 6), 11, 3, 7
@@ -312,3 +312,59 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
     short, long = peak(20), peak(400)
     written = 400 * (ids.astype(np.int16).nbytes * 2)
     assert long < short + written / 20
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "said"),
+    [
+        ("ids", lambda a: np.concatenate([a[..., :1]] * a.shape[-1], -1), "one expert twice"),
+        ("weights", lambda a: -a, "negative"),
+        ("weights", lambda a: a.astype(np.float32).view(np.int32), "wanted float16 or float32"),
+        ("ids", lambda a: a.astype(np.float32), "wanted int16"),
+        ("ids", lambda a: a + 100, "wanted 0 to"),
+    ],
+)
+def test_arrays_that_no_router_gives(tmp_path, field, change, said):
+    record(tmp_path / "trace", chunk_bytes=10**9)
+    trace = RoutingTrace.open(tmp_path / "trace")
+    (chunk,) = trace.info.chunks
+    arrays = load_arrays(tmp_path / "trace" / chunk.file, trace.info.fields)
+    write_chunk(tmp_path / "trace" / chunk.file, arrays | {field: change(arrays[field])})
+    manifest = json.loads((tmp_path / "trace" / "trace.json").read_text())
+    manifest["chunks"][0]["bytes"] = (tmp_path / "trace" / chunk.file).stat().st_size
+    (tmp_path / "trace" / "trace.json").write_text(json.dumps(manifest))
+    with pytest.raises(TraceError, match=said) as caught:
+        RoutingTrace.open(tmp_path / "trace").load(field)
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 10**9),
+        ("num_experts", 10**400),
+        ("top_k", 0),
+        ("top_k", 99),
+        ("layers", [-3, 1, 2]),
+        ("layers", [1, 1, 2]),
+        ("layers", list(range(5000))),
+        ("domains", ["a", "a"]),
+        ("fields", ["ids", "ids"]),
+        ("chunks", [{"file": "x", "tokens": -5, "embeddings": 0, "bytes": 1}]),
+        ("hidden_size", "1e999"),
+    ],
+)
+def test_manifests_that_nobody_wrote(tmp_path, key, value):
+    record(tmp_path / "trace")
+    file = tmp_path / "trace" / "trace.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(TraceError, match=r"trace\.json"):
+        RoutingTrace.open(tmp_path / "trace")
+
+
+def test_a_manifest_with_a_key_twice(tmp_path):
+    record(tmp_path / "trace")
+    file = tmp_path / "trace" / "trace.json"
+    file.write_text(file.read_text().replace('"top_k"', '"top_k": 1, "top_k"'))
+    with pytest.raises(TraceError, match="'top_k' occurs twice"):
+        RoutingTrace.open(tmp_path / "trace")

@@ -96,6 +96,8 @@ def test_file_round_trip(tmp_path):
         ('{"experts": {"one": [1]}}', "'one' is not the number"),
         ('{"experts": {"1": []}}', "experts of layer 1"),
         ('{"experts": {"1": [true]}}', "experts of layer 1"),
+        ('{"experts": {"1": [0], "1": [1]}}', "occurs twice"),
+        ('{"experts": {"1": [0], "01": [1]}}', "not the number"),
         ('{"experts": {"1": [2, 2]}}', "listed twice"),
         ('{"experts": {"1": [7]}, "num_experts": 7}', "id 7 does not exist"),
         ('{"experts": {"1": [1]}, "num_experts": "7"}', "num_experts: got '7'"),
