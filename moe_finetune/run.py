@@ -167,6 +167,7 @@ class Inputs:
 def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.capture.model import config_facts
+    from moe_finetune.evaluation.catalog import prepare
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.families import family_of
     from moe_finetune.families.fresh import check_vocabulary, fresh_config
@@ -201,7 +202,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     if recipe.evaluation is not None:
         suite = load_suite(recipe.evaluation.suite)
         if recipe.evaluation.only is not None:
-            select(suite, recipe.evaluation.only)
+            suite = select(suite, recipe.evaluation.only)
+        prepare(suite, recipe.evaluation.data_dir)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     examples = load_dataset_for(recipe.data, tokenizer, recipe.seed)
     plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory)

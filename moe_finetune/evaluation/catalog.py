@@ -97,6 +97,7 @@ class Catalog:
             ) from None
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.suite = suite
+        self._found: set[tuple[Any, Any]] = set()
         self.data_dir = Path(data_dir) if data_dir is not None else None
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise DataError(f"data folder {self.data_dir} does not exist")
@@ -159,11 +160,12 @@ class Catalog:
         return scores
 
     def check(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
-        """Find what is wrong with a line's metric, examples and local rows; asks no model.
+        """Find what is wrong with a line's metric, examples and rows; asks no model.
 
         Raises:
             EvaluationError: a metric or filter that the task does not report.
-            DataError: a local file or row that cannot be used.
+            DataError: a local file or row that cannot be used, or a data set that the hub does not
+                give.
         """
         if all("class" not in leaf.config for leaf in leaves):
             headline, reported = f"{entry.metric},{entry.filter}", self.reports(entry, leaves)
@@ -180,6 +182,8 @@ class Catalog:
                 )
         require_files(leaves)
         for leaf in leaves:
+            if not leaf.files:
+                self._require_hub(leaf)
             data = leaf.load()
             shots = _shots(entry, leaf.config)
             if leaf.examples is not None and leaf.examples in data:
@@ -189,6 +193,28 @@ class Catalog:
                         f"{leaf.files[leaf.examples]}: {held} rows, too few for shots: {shots} of "
                         f"task '{leaf.name}'"
                     )
+
+    def _require_hub(self, leaf: Leaf) -> None:
+        """Find a task's data set on the hub, or in its cache, without fetching the rows."""
+        from datasets import load_dataset_builder
+        from huggingface_hub import constants
+
+        path, name = leaf.config.get("dataset_path"), leaf.config.get("dataset_name")
+        # Offline each configuration is there or not; the hub has all of them or none.
+        key = (path, name if constants.HF_HUB_OFFLINE else None)
+        if path is None or key in self._found:
+            return
+        options = dict(leaf.config.get("dataset_kwargs") or {})
+        options.pop("trust_remote_code", None)
+        try:
+            load_dataset_builder(path, name, **options)
+        except (OSError, ValueError) as error:  # what the hub's client and datasets raise
+            raise DataError(
+                f"task {leaf.name}: the hub does not give data set '{path}' ({error}); download it "
+                "where there is a network, or put its rows into a folder for --data-dir "
+                f"({path}/{name + '/' if name else ''}SPLIT.jsonl)"
+            ) from None
+        self._found.add(key)
 
     def _names(self, name: str) -> Iterator[str]:
         from lm_eval.tasks._index import Kind
@@ -298,6 +324,23 @@ class Catalog:
     def manager(self) -> Any:
         """lm-eval's TaskManager with the registered tasks."""
         return self._manager
+
+
+def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[str, list[Leaf]]]:
+    """Find the tasks of ``suite`` and whatever is wrong with them; asks no model.
+
+    Returns:
+        the catalog, and label -> tasks of each line that is evaluated here.
+
+    Raises:
+        EvaluationError, DataError: see :meth:`Catalog.leaves` and :meth:`Catalog.check`.
+    """
+    catalog = Catalog(suite, data_dir)
+    here = [entry for entry in suite.tasks if not entry.external]
+    leaves = {entry.label: catalog.leaves(entry) for entry in here}
+    for entry in here:
+        catalog.check(entry, leaves[entry.label])
+    return catalog, leaves
 
 
 def require_files(leaves: list[Leaf]) -> None:

@@ -15,7 +15,7 @@ from moe_finetune.environment import describe_environment
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.catalog import Catalog, Leaf
+from moe_finetune.evaluation.catalog import Catalog, Leaf, prepare
 from moe_finetune.evaluation.files import sha256_json, sha256_text, to_json, write_jsonl
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
 from moe_finetune.evaluation.sandbox_install import no_sandbox
@@ -91,11 +91,7 @@ def evaluate(
     output = Path(output)
     if data_dir is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    catalog = Catalog(loaded, data_dir)
-    leaves = {t.label: catalog.leaves(t) for t in loaded.tasks if not t.external}
-    for entry in loaded.tasks:
-        if not entry.external:
-            catalog.check(entry, leaves[entry.label])
+    catalog, leaves = prepare(loaded, data_dir)
     programs = [t.label for t in loaded.tasks if t.code]
     if programs and not allow_unsafe_local and (trouble := no_sandbox()):
         print(f"{', '.join(programs)}: generated and not scored; {trouble}", file=sys.stderr)

@@ -139,3 +139,38 @@ def test_from_the_command_line(tmp_path, checkpoint, capsys):
     assert "rows.jsonl, line 2: 'answer' must be" in err and "Traceback" not in err
     assert cli.main([*arguments, "--check"]) == 2
     assert "rows.jsonl, line 2: 'answer' must be" in capsys.readouterr().out
+
+
+def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
+    """Before training, too: a benchmark that is not there is found at the start."""
+    from moe_finetune.evaluation.catalog import prepare
+
+    asked = []
+
+    def builder(path, name, **_):
+        asked.append((path, name))
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", builder)
+    task = {"task": "math500_boxed", "metric": "exact_match"}
+    said = "the hub does not give data set 'HuggingFaceH4/MATH-500' (Couldn't reach"
+    refused(tmp_path, task, DataError, said)
+    assert set(asked) == {("HuggingFaceH4/MATH-500", "default")}
+    with pytest.raises(DataError, match=r"HuggingFaceH4/MATH-500/default/SPLIT\.jsonl"):
+        prepare(Suite(name="s", tasks=[task]), None)
+
+
+def test_an_offline_benchmark_stops_a_run_before_it_trains(tmp_path, checkpoint, capsys):
+    rows = [{"text": f"{n} and {n + 1}"} for n in range(9)]
+    write(tmp_path, rows, "train.jsonl")
+    recipe = {
+        "model": {"path": str(checkpoint)}, "data": {"train": str(tmp_path / "train.jsonl")},
+        "trainer": {"max_steps": 1, "use_cpu": True}, "lora": {"rank": 4},
+        "evaluation": {"suite": "gsm8k", "backend": "hf"},
+    }  # fmt: skip
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = ["train", str(tmp_path / "r.yaml"), "--output", str(tmp_path / "run")]
+    assert cli.main(arguments) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "task gsm8k_local: the hub does not give data set 'openai/gsm8k'" in err
+    assert not (tmp_path / "run").exists()
