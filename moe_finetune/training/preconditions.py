@@ -52,7 +52,8 @@ def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> 
         ObjectiveError: fp16 autocast, or router logits for a balance loss.
     """
     if (
-        torch.is_autocast_enabled(device.type)
+        torch.amp.is_autocast_available(device.type)
+        and torch.is_autocast_enabled(device.type)
         and torch.get_autocast_dtype(device.type) == torch.float16
     ):
         raise ObjectiveError(_FP16)

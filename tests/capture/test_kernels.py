@@ -112,8 +112,10 @@ def test_grouped_equals_loop(family, table, calls, no_reach):
 
 @pytest.fixture
 def no_reach(monkeypatch):
-    """Leave out the check before the first step: it reads values, and costs more than the step."""
-    monkeypatch.setattr("moe_finetune.training.specialization.check_reach", lambda *_: {})
+    """Leave out the checks before the first step: they read values, and cost more than the step."""
+    place = "moe_finetune.training.specialization"
+    monkeypatch.setattr(f"{place}.check_reach", lambda *_: {})
+    monkeypatch.setattr(f"{place}._fingerprint", lambda _: torch.zeros(3))
 
 
 class NothingReadBack(TorchDispatchMode):
