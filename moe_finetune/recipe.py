@@ -23,7 +23,6 @@ from moe_finetune.sections import (
     DataSection,
     EvaluationSection,
     ExportSection,
-    LoggingSection,
     LoraSection,
     ModelSection,
     NumericsSection,
@@ -45,7 +44,6 @@ class Recipe(Section):
     trainer: dict[str, Any] = Field(default={})
     export: ExportSection = ExportSection()
     evaluation: EvaluationSection | None = None
-    logging: LoggingSection = LoggingSection()
     numerics: NumericsSection = NumericsSection()
 
     @field_validator("method", mode="before")

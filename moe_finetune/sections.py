@@ -155,13 +155,6 @@ class EvaluationSection(Section):
     vllm: dict[str, Any] = {}
 
 
-class LoggingSection(Section):
-    """What the callback logs beside the trainer's own values."""
-
-    routing: bool = True
-    every: int | None = Field(default=None, ge=1, description="steps; default: trainer's")
-
-
 class NumericsSection(Section):
     """What happens when numbers go wrong, and whether every operation must repeat exactly.
 

@@ -126,6 +126,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("lora.rank=null", "lora.rank: is missing"),
         ("data.columns={prompt: q}", "cannot be combined"),
         ("export.merge=false", "evaluation: needs export.merge"),
+        ("logging.every=5", "logging: unknown key"),
         ("evaluation.suite=''", "evaluation.suite"),
     ],
 )

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -342,18 +341,3 @@ def relative_gain(cells: Iterable[tuple[float, float]]) -> float:
     if not pairs or any(b == 0 for _, b in pairs):
         raise ValueError("relative gain needs cells with a baseline other than 0")
     return sum(m / b - 1 for m, b in pairs) / len(pairs)
-
-
-def save_comparison(comparison: Comparison, folder: str | Path) -> dict[str, Any]:
-    """Write comparison.txt, .json and .html into ``folder`` and return their paths."""
-    from moe_finetune.io import write_atomic
-
-    folder = Path(folder)
-    content = {
-        "comparison.txt": comparison.to_text(),
-        "comparison.json": comparison.to_json(),
-        "comparison.html": comparison.to_html(),
-    }
-    for name, text in content.items():
-        write_atomic(folder / name, text)
-    return {name: folder / name for name in content}

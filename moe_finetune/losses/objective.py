@@ -157,12 +157,3 @@ class Objective:
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             if own or term.state_dict():
                 term.load_state_dict(own)
-
-
-def reaches(total: Tensor, parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether ``total`` sends any gradient other than exact zero into ``parameters``."""
-    trainable = [p for p in parameters if p.requires_grad]
-    if not trainable or not total.requires_grad:
-        return False
-    grads = torch.autograd.grad(total, trainable, retain_graph=True, allow_unused=True)
-    return any(grad is not None and bool((grad != 0).any()) for grad in grads)

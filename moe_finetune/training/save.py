@@ -20,6 +20,7 @@ from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.whole import trained_weights, whole_model
+from moe_finetune.weights.card import public_name, write_card
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -63,6 +64,7 @@ def save_trained(
             recipe=recipe.hash,
             **base_of(recipe),
             **({"router_bias": True} if balancer is not None else {}),
+            data=_data_names(recipe),
         )
         if balancer is not None:
             save_beside(balancer, moe_layers(model), partial)
@@ -75,6 +77,14 @@ def save_trained(
             name_bias(moe_layers(model), partial)
         _name_dtype(partial, recipe.model.dtype)
         tokenizer.save_pretrained(partial)
+        method = recipe.method.preset
+        write_card(
+            partial,
+            recipe.model.path,
+            f"{public_name(recipe.model.path)}, trained" + (f" with {method}" if method else ""),
+            method=method,
+            data=_data_names(recipe),
+        )
     for path in partial.rglob("*"):
         sync(path)
     sync(partial)
@@ -82,6 +92,12 @@ def save_trained(
     sync(output)
     ranks.barrier()
     return target
+
+
+def _data_names(recipe: Recipe) -> list[str]:
+    """What was trained on: hub ids, and names of files and folders without their paths."""
+    sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
+    return [public_name(s if isinstance(s, str) else s.path) for s in sources]
 
 
 def name_base(model: Any, recipe: Recipe) -> None:

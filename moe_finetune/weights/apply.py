@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
+from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.bias import BiasExport
+from moe_finetune.weights.card import CARD_FILE, is_hub_id, model_card, public_name
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
 from moe_finetune.weights.plan import MergePlan, plan_merge
+from moe_finetune.weights.selection import read_metadata
 
 if TYPE_CHECKING:
     from moe_finetune.weights.writer import Content
@@ -94,6 +97,7 @@ def merge_adapter(
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
     adapters = [(check_adapter(path, opened), float(weight)) for path, weight in pairs]
     plan = plan_merge(opened, adapters, dtype, bias, bias_export)
+    plan.small_files[CARD_FILE] = _card(opened, adapters).encode()
     norms: dict[str, float] = {}
     if not dry_run:
         norms = apply_plan(plan, output, overwrite, progress, workers)
@@ -107,6 +111,22 @@ def merge_adapter(
         seconds=time.perf_counter() - started,
         delta_norms=norms,
         expert_norms=_expert_norms(opened, norms),
+    )
+
+
+def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
+    """The export's model card, from what the adapters say of their training."""
+    told = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
+    methods = dict.fromkeys(str(extra["method"]) for extra in told if extra.get("method"))
+    named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
+    hub = named if named and is_hub_id(named) else None
+    method = ", ".join(methods) or None
+    return model_card(
+        hub or base.folder,
+        f"{public_name(hub or base.folder)}, fine-tuned" + (f" with {method}" if method else ""),
+        method=method,
+        data=list(dict.fromkeys(str(name) for extra in told for name in extra.get("data") or ())),
+        folder=base.folder,
     )
 
 

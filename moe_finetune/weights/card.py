@@ -12,42 +12,52 @@ import yaml
 
 from moe_finetune.yaml_file import YamlError, parse_yaml
 
-_CARD = "README.md"
+CARD_FILE = "README.md"
 
 
-def write_card(
-    folder: str | Path,
+def write_card(folder: str | Path, base: str | Path, title: str = "", **facts: Any) -> Path:
+    """Write :func:`model_card` into an exported checkpoint and return its path.
+
+    ``title`` defaults to the folder's name; ``facts`` are the other arguments.
+    """
+    file = Path(folder) / CARD_FILE
+    file.write_text(model_card(base, title or Path(folder).name, **facts), encoding="utf-8")
+    return file
+
+
+def model_card(
     base: str | Path,
+    title: str,
     method: str | None = None,
     data: Sequence[str | Path] = (),
     metrics: Mapping[str, float] | None = None,
-    title: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write ``README.md`` into an exported checkpoint and return its path.
+    folder: str | Path | None = None,
+) -> str:
+    """The text of an export's ``README.md``.
 
     Folders of this machine are named by their last part only.
 
     Args:
-        folder: the exported checkpoint.
-        base: folder or hub id of the base; a folder's own card or licence file gives the licence.
+        base: folder or hub id of the base.
+        title: heading.
         method: preset or short description of the training objective.
         data: files, folders or hub ids trained on.
         metrics: score by task name.
-        title: heading; the folder's name by default.
         options: further settings worth stating (rank, steps, learning rate).
+        folder: where the base lies, when ``base`` is a hub id; its card or licence file gives the
+            licence.
     """
-    folder = Path(folder)
-    name, licence = _public(base), licence_of(base)
+    name, licence = public_name(base), licence_of(base if folder is None else folder)
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["moe", "moe-finetune"]}
-    if _is_hub_id(base):
+    if is_hub_id(base):
         front["base_model"] = str(base)
     if licence:
         front["license"] = licence
     lines = ["---", yaml.safe_dump(front, sort_keys=True).strip(), "---", ""]
-    lines += [f"# {title or folder.name}", ""]
-    lines += [f"Fine-tuned from `{name}` with moe-finetune and merged into one checkpoint.", ""]
-    sources = ", ".join(f"`{_public(each)}`" for each in data)
+    lines += [f"# {title}", ""]
+    lines += [f"Fine-tuned from `{name}` with moe-finetune; an ordinary checkpoint.", ""]
+    sources = ", ".join(f"`{public_name(each)}`" for each in data)
     facts: dict[str, Any] = {"Base": f"`{name}`", "Method": method, "Data": sources}
     facts |= {key: _public_value(value) for key, value in (options or {}).items()}
     facts["Licence of the base"] = licence or "not stated by the base; ask its authors before use"
@@ -57,15 +67,13 @@ def write_card(
         lines += ["", "## Evaluation", "", "| task | score |", "| --- | --- |"]
         lines += [f"| {_cell(task)} | {score:.4f} |" for task, score in metrics.items()]
     lines += ["", "The folder holds no code and loads without `trust_remote_code`.", ""]
-    file = folder / _CARD
-    file.write_text("\n".join(lines), encoding="utf-8")
-    return file
+    return "\n".join(lines)
 
 
 def licence_of(base: str | Path) -> str | None:
     """Licence that a checkpoint folder states: its card's front matter, or its LICENSE's title."""
     folder = Path(base)
-    card = folder / _CARD
+    card = folder / CARD_FILE
     if card.is_file():
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card.read_text("utf-8", "replace"), re.S)
         try:
@@ -81,18 +89,19 @@ def licence_of(base: str | Path) -> str | None:
     return None
 
 
-def _is_hub_id(value: str | Path) -> bool:
+def is_hub_id(value: str | Path) -> bool:
+    """Whether ``value`` looks like ``owner/name`` and is nothing on this disk."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(value))) and not Path(value).exists()
 
 
-def _public(value: str | Path) -> str:
+def public_name(value: str | Path) -> str:
     """A hub id as it is, the last part of a path."""
-    return str(value) if _is_hub_id(value) else Path(value).name
+    return str(value) if is_hub_id(value) else Path(value).name
 
 
 def _public_value(value: Any) -> str:
     if isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "~", "."))):
-        return _public(value)
+        return public_name(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

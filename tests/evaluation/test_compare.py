@@ -14,7 +14,6 @@ from moe_finetune.evaluation.compare import (
     mcnemar,
     paired_bootstrap,
     relative_gain,
-    save_comparison,
 )
 from moe_finetune.evaluation.files import to_json, write_jsonl
 from moe_finetune.io import write_atomic
@@ -108,10 +107,9 @@ def test_wins_ties_and_losses(tmp_path):
     assert result.gains["b"] == pytest.approx((0.75 / 0.25 + 0.5 / 0.5 + 0.6 / 1.0) / 3 - 1)
     again = compare([a, b])
     assert again.to_json() == result.to_json()
-    files = save_comparison(result, tmp_path / "out")
-    assert json.loads(files["comparison.json"].read_text())["rows"][0]["task"] == "up"
-    assert "1 wins, 1 ties, 1 losses" in files["comparison.txt"].read_text()
-    assert "<td>up</td>" in files["comparison.html"].read_text()
+    assert json.loads(result.to_json())["rows"][0]["task"] == "up"
+    assert "1 wins, 1 ties, 1 losses" in result.to_text()
+    assert "<td>up</td>" in result.to_html()
 
 
 def test_the_headline_filter_is_the_one_that_is_compared(tmp_path):

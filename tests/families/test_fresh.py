@@ -169,6 +169,7 @@ def test_a_run_from_scratch_ends_with_an_ordinary_checkpoint(dtype, without_weig
     assert train[-1]["loss"] < train[0]["loss"] - 0.3, "it learns"
     assert {"losses/load_balance", "losses/specialization"} <= train[0].keys()
     assert not (run / "adapter").exists()
+    assert "moe-finetune" in (run / "merged" / "README.md").read_text()
     saved = json.loads((run / "merged" / "config.json").read_text())
     assert (saved["n_routed_experts"], saved["n_shared_experts"]) == (10, None)
     assert saved["dtype"] == dtype and saved["num_hidden_layers"] == 4

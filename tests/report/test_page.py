@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_finetune.errors import DataError, OutputExistsError
+from moe_finetune.errors import OutputError, OutputExistsError
 from moe_finetune.report import report_numbers, write_report
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import VOID, Markup, tag
@@ -265,7 +265,7 @@ def test_output(runs: list[Path], tmp_path: Path):
     with pytest.raises(OutputExistsError, match=r"notes\.html: exists and is no report"):
         write_report(runs[:1], other)
     assert other.read_text() == "<p>mine</p>"
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(OutputError, match=r"notes\.html: is not a folder"):
         write_report(runs[:1], other / "below" / "a.html")
     assert sorted(p.name for p in folder.iterdir()) == ["index.html"]
 

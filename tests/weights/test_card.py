@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import yaml
 
+from moe_finetune.weights import merge_adapter, write_metadata
 from moe_finetune.weights.card import licence_of, write_card
+from tests.weights import helpers
+
+
+def test_a_merge_writes_it(tiny_checkpoint, tmp_path):
+    """The base's own card gives the licence and is not taken for the export's."""
+    base = shutil.copytree(tiny_checkpoint("olmoe"), tmp_path / "the-base")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# The base's own card\n")
+    adapter = helpers.adapter(tiny_checkpoint("olmoe"), tmp_path / "adapter")
+    write_metadata(adapter, method="erc", data=["law.jsonl", "openai/gsm8k"])
+    merge_adapter(base, adapter, tmp_path / "merged")
+    text = (tmp_path / "merged" / "README.md").read_text()
+    assert "# the-base, fine-tuned with erc" in text and "own card" not in text
+    assert "`law.jsonl`, `openai/gsm8k`" in text and front(text)["license"] == "mit"
+    assert str(tmp_path) not in text
 
 
 def front(text):
