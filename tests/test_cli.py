@@ -59,6 +59,7 @@ def test_help_lists_the_verbs_and_imports_nothing_heavy():
         (["train", "nowhere.yaml", "--output", "o"], "error: there is no recipe file nowhere.yaml"),
         (["inspect", "./nowhere"], "nowhere"),
         (["select", "nowhere", "--output", "o.json"], "nowhere: no trace there"),
+        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: wanted a"),
         (["report", "nowhere"], "nowhere"),
         (["merge", "nowhere", "--output", "o"], "nowhere"),
         (["convert", "./nowhere", "--output", "o"], "nowhere"),

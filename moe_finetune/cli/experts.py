@@ -186,6 +186,8 @@ def select(
     from moe_finetune.analysis import open_trace
     from moe_finetune.lora.select import ExpertSelection, select_experts
 
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"--top-p {top_p:g}: wanted a share above 0 and at most 1")
     with output_lock(output):
         refuse_existing(output)
         opened = open_trace(trace)
