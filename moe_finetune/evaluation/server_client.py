@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ PATIENCE_SECONDS = 900
 _TRIES = 4
 # float32's rounding of a log-softmax may leave a certain token a little above 0.
 _ROUNDING = 1e-3
+_LOWEST = 1e30
 
 
 class BadReply(EvaluationError):
@@ -157,6 +157,6 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
 def _log_probability(value: Any, place: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadReply(f"log-probability {place} is {value!r:.40}")
-    if not math.isfinite(value) or value > _ROUNDING:
+    if not -_LOWEST <= value <= _ROUNDING:  # not so with NaN either
         raise BadReply(f"log-probability {place} is {value}, which is no logarithm of a share")
     return float(value)

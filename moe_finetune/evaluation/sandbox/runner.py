@@ -68,7 +68,8 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0)
 def parse(line: bytes) -> Any:
     """Read one message of the worker; numbers stand in strings, so JSON's own do not occur."""
     try:
-        return json.loads(line, parse_int=_refuse, parse_float=_refuse, parse_constant=_refuse)
+        text = line.decode("ascii")
+        return json.loads(text, parse_int=_refuse, parse_float=_refuse, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)[:100]) from None
 
