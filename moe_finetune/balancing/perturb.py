@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_finetune.capture.model import MoeLayer
 from moe_finetune.capture.perturbation import Perturbation
+from moe_finetune.capture.records import log_scores
 from moe_finetune.method import Perturbations
 
 
@@ -45,15 +46,19 @@ class TrainingNoise(Perturbation):
         training = layer.context is not None and layer.context.train
         if not (self.random_second_choice and training) or index_TK.shape[1] < 2:
             return weights_TK, index_TK
-        return drop_second_choice(logits_TE, weights_TK, index_TK), index_TK
+        dropped_TK = drop_second_choice(logits_TE, weights_TK, index_TK, layer.family.score)
+        return dropped_TK, index_TK
 
 
-def drop_second_choice(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Tensor:
+def drop_second_choice(
+    logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor, score: str
+) -> Tensor:
     """Weights with the second-best expert's set to 0 with probability 1 - min(1, 2 g2).
 
-    The order of ``index_TK`` means nothing; ranks are taken from the logits.
+    The order of ``index_TK`` means nothing; ranks and g are taken from the family's scores of the
+    logits, ``score`` "softmax" or "sigmoid".
     """
-    chosen_TK = logits_TE.float().gather(1, index_TK)
+    chosen_TK = log_scores(logits_TE.float(), score).gather(1, index_TK)
     best_T2 = chosen_TK.topk(2, dim=1)
     second_T = best_T2.indices[:, 1]
     g2_T = torch.softmax(best_T2.values, dim=1)[:, 1]

@@ -16,6 +16,15 @@ from torch import Tensor
 Projection = Literal["gate", "up", "down"]
 
 
+def log_scores(logits_TE: Tensor, score: str) -> Tensor:
+    """Logarithms of the scores, up to a constant of the token: a softmax of them has sum 1.
+
+    In place of dividing by sums, which are below the smallest float where all logits of a sigmoid
+    router are.
+    """
+    return logits_TE if score == "softmax" else torch.nn.functional.logsigmoid(logits_TE)
+
+
 @dataclass(frozen=True)
 class RoutingRecord:
     """What a MoE layer computed for the tokens of one forward.
@@ -68,13 +77,12 @@ class RoutingRecord:
         """``probs_TE`` normalised over experts: rows sum to 1 for sigmoid routers too."""
         if self.score == "softmax":
             return self.probs_TE
-        return self.probs_TE / self.probs_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+        return log_scores(self.logits_TE, self.score).softmax(-1)
 
     @cached_property
     def scores_TK(self) -> Tensor:
         """Probabilities of the selected experts, renormalised to sum 1, unscaled."""
-        picked = self.probs_TE.gather(-1, self.index_TK)
-        return picked / picked.sum(-1, keepdim=True).clamp_min(1e-20)
+        return log_scores(self.logits_TE, self.score).gather(-1, self.index_TK).softmax(-1)
 
     @cached_property
     def scores_TE(self) -> Tensor:

@@ -182,6 +182,10 @@ class Term(ABC):
         A loss over tokens is their mean; ``reduction`` is the objective's to apply.
         """
 
+    def layers(self, facts: ModelFacts) -> tuple[int, ...]:
+        """Layers in which the term has a value: what ``layers_reduction: mean`` divides by."""
+        return facts.moe_layers
+
     def check(self, facts: ModelFacts) -> None:
         """Raise ObjectiveError when the model cannot carry this term."""
         if self.options.layers != "all":

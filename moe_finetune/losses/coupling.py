@@ -127,6 +127,10 @@ class Coupling(Term):
         """With ``pairing: transition``."""
         return self.options.pairing == "transition"
 
+    def layers(self, facts: ModelFacts) -> tuple[int, ...]:
+        """The upper layers of the pairs: all MoE layers but the first."""
+        return facts.moe_layers[1:]
+
     def check(self, facts: ModelFacts) -> None:
         """Refuse a model, or a choice of layers, without a pair of MoE layers."""
         super().check(facts)

@@ -18,6 +18,8 @@ from moe_finetune.losses.tensors import (
     reduce_tokens,
 )
 
+SMALLEST_EPS = 1e-5
+
 
 @full_precision
 def dpp_loss(
@@ -35,11 +37,12 @@ def dpp_loss(
     Args:
         outputs_TKH: expert outputs before the routing weight.
         mask_T: True where a token counts; None counts all.
-        eps: added to the diagonal; below about 1e-6 float32 can no longer factorise Ĝ.
+        eps: added to the diagonal; at least ``SMALLEST_EPS`` unless the outputs are float64:
+            float32 can no longer factorise Ĝ of parallel outputs below that.
         reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
-        ValueError: for wrong shapes or ``eps`` that is not positive.
+        ValueError: for wrong shapes or ``eps`` that is not positive, or too small.
 
     Source: P4, algorithm 2.
     """
@@ -60,6 +63,8 @@ def dpp_from_gram(
     if not eps > 0:
         raise ValueError(f"eps is {eps}, wanted a positive number")
     gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    if eps < SMALLEST_EPS and gram_TKK.dtype != torch.float64:
+        raise ValueError(f"eps is {eps}, wanted at least {SMALLEST_EPS} (any with float64)")
     # The diagonal of Ĝ is 1 whatever the vector, so it is set, not divided.
     nonzero_TK = (squared_lengths(gram_TKK) > ZERO_SQUARED).to(gram_TKK.dtype)
     kernel_TKK = cosines(gram_TKK) + torch.diag_embed(nonzero_TK + eps)
@@ -72,7 +77,7 @@ def dpp_from_gram(
 class DppOptions(TermOptions):
     """Options of :func:`dpp_loss`."""
 
-    eps: float = Field(default=1e-4, ge=1e-6)
+    eps: float = Field(default=1e-4, ge=SMALLEST_EPS)
 
 
 class Dpp(Term):

@@ -52,7 +52,7 @@ class Objective:
         for term in self.terms:
             term.check(facts)
         self._layers = {
-            term.name: sum(term.options.selects(layer) for layer in facts.moe_layers)
+            term.name: sum(term.options.selects(layer) for layer in term.layers(facts))
             for term in self.terms
         }
         self.full_weights: dict[str, float | None] = {

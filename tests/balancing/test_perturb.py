@@ -22,7 +22,7 @@ def test_only_the_second_best_is_dropped_and_as_often_as_it_should_be():
     weights = torch.rand(5, 3) + 0.1
     repeats = 4000
     many = [tensor.repeat(repeats, 1) for tensor in (logits, weights, index)]
-    kept = (drop_second_choice(*many) == many[1]).view(repeats, 5, 3).sum(0)
+    kept = (drop_second_choice(*many, "softmax") == many[1]).view(repeats, 5, 3).sum(0)
     for t in range(5):
         ranked = sorted(range(3), key=lambda k: -logits[t, index[t, k]].item())
         best, second, third = ranked
@@ -30,6 +30,16 @@ def test_only_the_second_best_is_dropped_and_as_often_as_it_should_be():
         g1, g2 = (logits[t, index[t, k]].exp().item() for k in (best, second))
         chance = min(1.0, 2 * g2 / (g1 + g2))
         assert kept[t, second].item() / repeats == pytest.approx(chance, abs=0.04)
+
+
+def test_a_sigmoid_router_drops_by_its_own_scores():
+    """Logits 6 and 4: scores 0.9975 and 0.9820, so that the second is nearly always kept."""
+    torch.manual_seed(0)
+    logits, index = torch.tensor([[4.0, 6.0, -9.0]]).repeat(4000, 1), torch.tensor([[0, 1]])
+    weights = torch.ones(4000, 2)
+    for score, chance in (("sigmoid", 0.992), ("softmax", 0.238)):
+        kept = drop_second_choice(logits, weights, index.repeat(4000, 1), score)[:, 0].mean()
+        assert kept.item() == pytest.approx(chance, abs=0.02)
 
 
 def test_noise_acts_in_training_alone():

@@ -11,6 +11,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
 from moe_finetune.losses.functional import coupling_loss, transition_table
+from moe_finetune.losses.objective import Objective
 from tests.losses import reference
 from tests.losses.cases import make, mask, record
 
@@ -227,3 +228,36 @@ def test_one_process_has_nothing_to_average():
     before = coupling.state_dict()
     coupling.reduce_over_ranks()
     assert torch.equal(coupling.state_dict()["transitions.2"], before["transitions.2"])
+
+
+def test_the_mean_over_layers_is_the_mean_over_pairs():
+    """Four MoE layers make three pairs."""
+    facts = ModelFacts(moe_layers=(1, 2, 3, 4), num_experts=7, top_k=3, vocab_size=13)
+    values = make()
+    lower = PreviousLayer(3, values["next_probs_TE"], values["index_TK"])
+    totals = []
+    for reduction in ("sum", "mean"):
+        options = {"coupling": {"weight": 0.6, "layers_reduction": reduction}}
+        objective = Objective.from_options(options, facts)
+        totals.append(objective(record(values, layer=4), LayerContext(previous=lower)).total)
+    torch.testing.assert_close(totals[1], totals[0] / 3)
+    options["coupling"]["layers"] = [1, 2, 4]
+    objective = Objective.from_options(options, facts)
+    two = objective(record(values, layer=4), LayerContext(previous=lower)).total
+    torch.testing.assert_close(two, totals[0] / 2)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("shift", [0.0, -60.0, -200.0])
+def test_distributions_sum_to_one_however_small_the_scores(score, shift):
+    values = make()
+    held = record({**values, "logits_TE": values["logits_TE"].float() + shift}, score=score)
+    ones = torch.ones(17)
+    torch.testing.assert_close(held.distribution_TE.sum(-1), ones)
+    torch.testing.assert_close(held.scores_TK.sum(-1), ones)
+    torch.testing.assert_close(held.scores_TE.sum(-1), ones)
+    if shift == 0.0:
+        scores = values["logits_TE"].float().sigmoid()
+        wanted = scores if score == "sigmoid" else values["logits_TE"].float().exp()
+        wanted = wanted / wanted.sum(-1, keepdim=True)
+        torch.testing.assert_close(held.distribution_TE, wanted)

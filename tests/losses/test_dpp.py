@@ -80,4 +80,18 @@ def test_bad_eps():
     with pytest.raises(ValueError, match=r"eps is 0\.0, wanted a positive number"):
         dpp_loss(make()["outputs_TKH"], eps=0.0)
     with pytest.raises(ValidationError, match="eps"):
-        TERM.Options(weight=1.0, eps=1e-9)
+        TERM.Options(weight=1.0, eps=9e-6)
+    parallel = torch.randn(3, 1, 7) * torch.rand(3, 4, 1)
+    with pytest.raises(ValueError, match=r"eps is 1e-06, wanted at least 1e-05"):
+        dpp_loss(parallel, eps=1e-6)
+    loss = dpp_loss(parallel.double(), eps=1e-6).item()
+    # One direction: eigenvalues 4 + eps and three times eps.
+    assert loss == pytest.approx(-math.log(4.0) - 3 * math.log(1e-6), rel=1e-4)
+
+
+def test_parallel_outputs_of_a_large_model_at_the_smallest_eps():
+    torch.manual_seed(0)
+    outputs = torch.randn(257, 1, 7168) * torch.rand(257, 6, 1).mul(5).exp()
+    loss = dpp_loss(outputs, eps=1e-5).item()
+    # An entry that is off by 1e-6 moves an eigenvalue of 1e-5 by a tenth.
+    assert loss == pytest.approx(-math.log(6.0) - 5 * math.log(1e-5), abs=2.0)
