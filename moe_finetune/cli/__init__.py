@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except MemoryError:
+        if debug:
+            raise
+        print("error: out of memory; free some, or use a larger machine", file=sys.stderr)
+        return 1
     except OSError as error:
         if debug:
             raise

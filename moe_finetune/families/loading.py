@@ -16,6 +16,7 @@ from moe_finetune.errors import (
     did_you_mean,
 )
 from moe_finetune.families import deepseek_moe, family_of
+from moe_finetune.families.chat_template import check_template
 from moe_finetune.families.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 from moe_finetune.json_file import read_object
 
@@ -227,6 +228,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
             raise CheckpointError(
                 f"{folder}: its tokenizer files cannot be read ({error}); copy them again"
             ) from error
+        templates = tokenizer.chat_template or {}
+        named = templates if isinstance(templates, dict) else {"default": templates}
+        for template in named.values():
+            check_template(template, folder)
         settings = folder / "tokenizer_config.json"
         held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
         if held.get("add_bos_token"):
