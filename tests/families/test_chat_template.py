@@ -15,7 +15,7 @@ BOMBS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
     "{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
     "{% for a in 'x' * 2000000000 %}{% endfor %}",
-    "{% for a in range(9999)|list %}{% if a %}{% for b in range(999) %}{% endfor %}{% endif %}{% endfor %}",
+    "{% for a in range(9999)|list %}{% for b in range(999) %}{% endfor %}{% endfor %}",
     "".join(f"{{% for a{i} in 'abcdefghij' %}}" for i in range(9)) + "{% endfor %}" * 9,
     "{{ 2 ** 100000 }}",
 ]
