@@ -249,11 +249,11 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from transformers import set_seed
 
     from moe_finetune.lora.coverage import lora_coverage
-    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.lora.targets import adapts, add_lora
     from moe_finetune.training import ranks
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
-    from moe_finetune.training.save import save_trained
+    from moe_finetune.training.save import name_base, run_metadata, save_trained
     from moe_finetune.training.sft import build_trainer, describe_steps
     from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.snapshot import sample_examples, take_snapshot
@@ -267,6 +267,9 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     trainer, callback = build_trainer(
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
+    if adapts(recipe.lora, recipe.router.train):
+        name_base(model, recipe)  # checkpoints name it, too
+        callback.run_metadata = run_metadata(recipe)
     log.info("%s", describe_steps(trainer, inputs.train))
     held_out = inputs.validation is not None
     examples = inputs.validation if held_out else inputs.train

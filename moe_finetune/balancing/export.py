@@ -13,11 +13,18 @@ from moe_finetune.capture.model import MoeLayer
 from moe_finetune.training.state import save_state
 from moe_finetune.weights.adapter import BIAS_FILE
 from moe_finetune.weights.bias import bias_config, bias_name
+from moe_finetune.weights.selection import read_metadata, write_metadata
 
 
 def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
-    """Write the bias into an adapter's folder; the merge puts it where the family keeps one."""
+    """Write the bias into an adapter's folder; the merge puts it where the family keeps one.
+
+    The metadata note it, so that an adapter that lost the file is refused.
+    """
     save_state(adapter / BIAS_FILE, balancer.effective(layers))
+    held = read_metadata(adapter)
+    extra = {**held.extra, "router_bias": True}
+    write_metadata(adapter, held.experts, held.experts_dropout, **extra)
 
 
 def add_bias(

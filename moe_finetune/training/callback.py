@@ -30,6 +30,7 @@ from moe_finetune.method import Method, resolve_method
 from moe_finetune.training import ranks
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics
+from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
 from moe_finetune.training.window import AccumulationWindow
@@ -64,6 +65,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     Attributes:
         specialization: the method at work, from the beginning of training on.
+        run_metadata: what adapters in checkpoints say of the run, beside what the method knows.
 
     Raises:
         RecipeError: an unknown preset, term or option.
@@ -83,6 +85,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self.dropout = dropout
         self.kernel: Kernel = kernel
         self.specialization: Specialization | None = None
+        self.run_metadata: dict[str, Any] = {}
         self._window = AccumulationWindow()
 
     def attach(self, trainer: Trainer) -> SpecializationCallback:
@@ -188,6 +191,11 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     def table_state(self) -> dict[str, torch.Tensor]:
         """Tables and biases, equal on all ranks."""
         return self._at_work().state_dict()
+
+    def describe_adapter(self, folder: Path) -> None:
+        """Write into a checkpoint's adapter what belongs to it; a ResumableTrainer calls this."""
+        work = self._at_work()
+        describe_adapter(work.model, folder, self.dropout, work.balancer, self.run_metadata)
 
     def rank_state(self) -> dict[str, Any]:
         """What this rank has counted since the last log; a ResumableTrainer saves it."""

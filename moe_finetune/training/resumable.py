@@ -3,10 +3,10 @@
     class MyTrainer(ResumableTrainer, Trainer): ...
 
 It replaces how a checkpoint is written and read: weights (an ordinary PEFT adapter where there is
-one), optimizer, scheduler, random numbers of every rank, callbacks' tables, and what was counted
-since the last log. The stock ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` and
-``training_args.bin`` are neither written nor read. See :mod:`moe_finetune.training.checkpoint` for
-the folder.
+one, else an ordinary checkpoint), optimizer, scheduler, random numbers of every rank, callbacks'
+tables, and what was counted since the last log. The stock ``optimizer.pt``, ``scheduler.pt``,
+``rng_state.pth`` and ``training_args.bin`` are neither written nor read. See
+:mod:`moe_finetune.training.checkpoint` for the folder.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moe_finetune.training.checkpoint import (
     write_checkpoint,
 )
 from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
+from moe_finetune.training.ordinary import StoredWeights, write_model
 from moe_finetune.training.packing import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
 from moe_finetune.training.save import ADAPTER_FILE, write_adapter
 from moe_finetune.training.state import TRAINER_FILE, load_state
-from moe_finetune.training.whole import set_weights, trained_weights
+from moe_finetune.training.whole import set_weights, trained_weights, whole_model
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_FILE = "trained_weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
@@ -72,7 +72,8 @@ class ResumableTrainer(_Trainer):
 
     def _parts(self) -> dict[str, Any]:
         """Functions that write the checkpoint's files, by what they write."""
-        weights = trained_weights(self.model)
+        adapted = getattr(self.model, "peft_config", None) is not None
+        weights = trained_weights(self.model) if adapted else whole_model(self.model)
         tensors: dict[str, Tensor] = {}
         optimizer = {"optimizer": {}, "scheduler": self.lr_scheduler.state_dict()}
         if not self.is_deepspeed_enabled:
@@ -81,10 +82,12 @@ class ResumableTrainer(_Trainer):
         blobs = ranks.gather_bytes(self._rank_blob())
 
         def write_weights(folder: Path) -> None:
-            if getattr(self.model, "peft_config", None) is None:
-                save_file(weights, folder / WEIGHTS_FILE)
-            else:
-                write_adapter(self.model, weights, folder)
+            if not adapted:
+                write_model(self.model, weights, self.processing_class, folder)
+                return
+            write_adapter(self.model, weights, folder)
+            for callback in self._ours():
+                callback.describe_adapter(folder)
 
         def write_optimizer(folder: Path) -> None:
             meta = {"state": json.dumps(packed), "resumable": str(not self.is_deepspeed_enabled)}
@@ -115,13 +118,13 @@ class ResumableTrainer(_Trainer):
             "last_logged": self._globalstep_last_logged,
             "metrics": {k: dict(v) for k, v in getattr(self, "_metrics", {}).items()},
             "tokens": getattr(self, "_total_train_tokens", None),
-            "statistics": [c.rank_state() for c in self._counting()],
+            "statistics": [c.rank_state() for c in self._ours()],
         }
         packed = pack(state, tensors, "")
         held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         return save(held, metadata={"state": json.dumps(packed)})
 
-    def _counting(self) -> list[Any]:
+    def _ours(self) -> list[Any]:
         return [c for c in self.callback_handler.callbacks if hasattr(c, "rank_state")]
 
     def _export_callbacks(self) -> None:
@@ -180,8 +183,10 @@ class ResumableTrainer(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         adapted = getattr(self.model, "peft_config", None) is not None
-        file = folder / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
-        set_weights(model if model is not None else self.model, load_state(file), str(file))
+        model = model if model is not None else self.model
+        file = folder / ADAPTER_FILE
+        weights = load_state(file) if adapted else StoredWeights(folder, model)
+        set_weights(model, weights, str(file if adapted else folder))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -223,7 +228,7 @@ class ResumableTrainer(_Trainer):
             self._metrics[mode].update(held)
         if state["tokens"] is not None:
             self._total_train_tokens = state["tokens"]
-        for callback, own in zip(self._counting(), state["statistics"], strict=True):
+        for callback, own in zip(self._ours(), state["statistics"], strict=True):
             callback.load_rank_state(own)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:

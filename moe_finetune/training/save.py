@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,6 @@ def save_trained(
     """
     from peft import PeftModel
 
-    from moe_finetune.weights import write_metadata
-
     adapted = isinstance(model, PeftModel)
     target = output / ("adapter" if adapted else "merged")
     dtype = getattr(torch, recipe.model.dtype)
@@ -56,18 +55,7 @@ def save_trained(
         name_base(model, recipe)
         write_adapter(model, weights, partial)
         assert recipe.lora is not None
-        write_metadata(
-            partial,
-            experts=selected_experts(model),
-            experts_dropout=recipe.lora.dropout,
-            method=recipe.method.preset,
-            recipe=recipe.hash,
-            **base_of(recipe),
-            **({"router_bias": True} if balancer is not None else {}),
-            data=_data_names(recipe),
-        )
-        if balancer is not None:
-            save_beside(balancer, moe_layers(model), partial)
+        describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
     else:
         exported = balancer if recipe.method.export_bias == "write" else None
         if exported is not None:
@@ -123,6 +111,32 @@ def base_of(recipe: Recipe) -> dict[str, str]:
         return {}
     folder = local_folder(recipe.model.path, revision=recipe.model.revision)
     return {BASE_KEY: fingerprint(open_checkpoint(folder).tensors.values())}
+
+
+def run_metadata(recipe: Recipe) -> dict[str, Any]:
+    """What an adapter's metadata say of the run that trained it."""
+    return {
+        "method": recipe.method.preset,
+        "recipe": recipe.hash,
+        "data": _data_names(recipe),
+        **base_of(recipe),
+    }
+
+
+def describe_adapter(
+    model: Any,
+    folder: Path,
+    dropout: float,
+    balancer: BiasBalancer | None,
+    run: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what PEFT's two files cannot hold: chosen experts, their dropout, a routing bias."""
+    from moe_finetune.weights import write_metadata
+
+    chosen = selected_experts(model)
+    write_metadata(folder, experts=chosen, experts_dropout=dropout, **(run or {}))
+    if balancer is not None:
+        save_beside(balancer, moe_layers(model), folder)
 
 
 def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -51,8 +51,8 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     return _trained(model, gathered) if ranks.rank() == 0 else {}
 
 
-def whole_model(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every parameter, as ``dtype``, and every buffer, as it is; empty past rank 0.
+def whole_model(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Every parameter, as ``dtype`` (or its own), and every buffer, as it is; empty past rank 0.
 
     A buffer is a router's correction bias, which decides between close scores in float32.
     """
@@ -62,7 +62,7 @@ def whole_model(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     whole = {}
     for name in names:  # one float32 tensor less for each that is converted
         tensor = gathered.pop(name)
-        whole[name] = tensor if name in buffers else tensor.to(dtype)
+        whole[name] = tensor if dtype is None or name in buffers else tensor.to(dtype)
     return whole
 
 
@@ -104,12 +104,13 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
     live = live_weights(model)
     _same_names(live, weights, where)
     for name, target in live.items():
-        if target.shape != weights[name].shape:
+        value = weights[name]
+        if target.shape != value.shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {tuple(weights[name].shape)}, and the model's has "
+                f"{where}: {name} has shape {tuple(value.shape)}, and the model's has "
                 f"{tuple(target.shape)}; it belongs to another recipe"
             )
-        fill(target, weights[name])
+        fill(target, value)
 
 
 def _same_names(live: Iterable[str], held: Iterable[str], where: str) -> None:

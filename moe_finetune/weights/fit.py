@@ -137,27 +137,42 @@ def _biased(config: Any) -> bool:
 
 def _on_disk(state: Shapes, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A loaded model's tensors -> the files'; a fused stack is one matrix an expert there."""
+    for _, there in places_on_disk(state, family):
+        yield from there
+
+
+def places_on_disk(
+    state: Shapes, family: Family
+) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """Each tensor of a loaded model with the files' tensors that it is, one below the other."""
     block = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.block_path)}\.(.+)")
     disk, router = family.disk, f"{family.router_name}."
     for name, shape in state.items():
         match = block.fullmatch(name)
         if match is None:
-            yield name, shape
+            yield name, [(name, shape)]
             continue
         layer, rest = int(match[1]), match[2]
         stack, _, parameter = rest.rpartition(".")
         if stack == family.experts_name and parameter in FUSED:
             parts = ("gate", "up") if parameter == FUSED[0] else ("down",)
-            for expert in range(shape[0]):
-                for part in parts:
-                    yield disk.name(part, layer, expert), (shape[1] // len(parts), shape[2])
+            part_shape = (shape[1] // len(parts), shape[2])
+            yield (
+                name,
+                [
+                    (disk.name(part, layer, expert), part_shape)
+                    for expert in range(shape[0])
+                    for part in parts
+                ],
+            )
         elif rest == f"{router}weight":
-            yield disk.name("router", layer), shape
+            yield name, [(disk.name("router", layer), shape)]
         elif rest.startswith(router) and disk.router_bias:
-            yield disk.name("router_bias", layer), shape
+            yield name, [(disk.name("router_bias", layer), shape)]
         else:
             moe = f"model.layers.{layer}.{family.block_path}.{router}weight" in state
-            yield f"{disk.block.format(layer=layer)}.{rest}" if moe else name, shape
+            there = f"{disk.block.format(layer=layer)}.{rest}" if moe else name
+            yield name, [(there, shape)]
 
 
 def _predicting(config: Any) -> int:

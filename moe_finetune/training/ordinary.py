@@ -1,0 +1,83 @@
+"""A model without an adapter in a checkpoint of training: an ordinary checkpoint, in float32.
+
+``config.json``, the tokenizer and the weights under the published names make it open wherever a
+checkpoint does; the weights are those that train, bit for bit, so that a resume reads them too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.checkpoint_files import INDEX, SINGLE, read_headers, tensors_of
+from moe_finetune.errors import CheckpointError
+from moe_finetune.families import FAMILIES
+from moe_finetune.safetensors_header import read_header
+from moe_finetune.training.whole import plain_name
+from moe_finetune.weights.fit import places_on_disk
+from moe_finetune.weights.tensors import read_tensor
+
+
+def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    """Write the checkpoint's files into ``folder``, where other safetensors files may lie, too."""
+    getattr(model, "module", model).save_pretrained(folder, state_dict=weights)
+    if not (folder / INDEX).is_file():
+        # Without an index vLLM takes every safetensors file for weights.
+        header = read_header(folder / SINGLE, CheckpointError)
+        size = sum(info.size for info in header.tensors.values())
+        index = {
+            "metadata": {"total_size": size},
+            "weight_map": dict.fromkeys(sorted(header.tensors), SINGLE),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The tensors of ``model`` that train, as ``folder`` holds them; each is read when asked for.
+
+    Raises:
+        CheckpointError: the folder's weight files are missing or damaged.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module):
+        inner: Any = getattr(model, "module", model)
+        self._files = tensors_of(read_headers(folder))
+        state = {plain_name(k): tuple(t.shape) for k, t in inner.state_dict().items()}
+        trains = {plain_name(name) for name, p in inner.named_parameters() if p.requires_grad}
+        kind = inner.config.model_type
+        family = next((f for f in FAMILIES.values() if f.model_type == kind), None)
+        places = (
+            places_on_disk(state, family)
+            if family is not None
+            else ((name, [(name, shape)]) for name, shape in state.items())
+        )
+        self._shapes = state
+        self._places = {
+            name: [there for there, _ in parts]
+            for name, parts in places
+            if name in trains and all(there in self._files for there, _ in parts)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        parts = [read_tensor(self._files[there]) for there in self._places[name]]
+        if len(parts) == 1:
+            return parts[0]
+        rows, shape = torch.cat(parts), self._shapes[name]
+        return rows.view(shape) if rows.numel() == math.prod(shape) else rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the model's tensors that the folder has."""
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._places)

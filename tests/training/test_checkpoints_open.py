@@ -1,0 +1,104 @@
+"""Every checkpoint that training leaves opens as what it is: a model, or an adapter of its base."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.balancing.export import add_bias
+from moe_finetune.capture.model import moe_layers
+from moe_finetune.families.loading import load_config, load_model, load_tokenizer
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.sections import LoraSection
+from moe_finetune.serving import merged_folder
+from moe_finetune.training.ordinary import StoredWeights
+from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.whole import live_weights
+from moe_finetune.weights import merge_adapter
+from moe_finetune.weights.adapter import open_adapter
+from moe_finetune.weights.checkpoint import open_checkpoint
+from moe_finetune.weights.fit import check_fit
+from tests import tiny
+from tests.training.test_callback import collate, rows
+
+
+class Plain(ResumableTrainer, Trainer):
+    pass
+
+
+def trained(folder, model, method):
+    callback = SpecializationCallback(method)
+    made = Plain(
+        model,
+        TrainingArguments(
+            str(folder),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            max_steps=1,
+            save_steps=1,
+            learning_rate=1e-3,
+            per_device_train_batch_size=2,
+        ),
+        data_collator=collate,
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+        callbacks=[callback],
+    )
+    callback.attach(made)
+    made.train()
+    callback.close()
+    return folder / "checkpoint-1", callback
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(**tiny.batch()).logits
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_a_model_without_an_adapter(tmp_path, family):
+    model = tiny.model(family)
+    only_routers = family == "olmoe"
+    if only_routers:
+        model = add_lora(model, LoraSection(rank=4, alpha=8.0, targets=[]), "full")
+    folder, _ = trained(tmp_path, model, "none")
+    opened = open_checkpoint(folder)
+    check_fit(opened, load_config(folder))
+    assert {info.file.name for info in opened.tensors.values()} == {"model.safetensors"}
+    assert (folder / "model.safetensors.index.json").is_file()  # or vLLM reads the optimizer, too
+    assert merged_folder(folder) == folder
+    assert load_tokenizer(folder).encode("Sum") == tiny.tokenizer().encode("Sum")
+    assert torch.equal(logits(load_model(folder, dtype="float32")), logits(model))
+    stored, live = StoredWeights(folder, model), live_weights(model)
+    assert stored.keys() == live.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in live.items())
+    assert all(".gate." in name for name in live) == only_routers
+
+
+def test_a_whole_model_with_a_learned_bias(tmp_path):
+    model = tiny.model("moonlight")
+    folder, callback = trained(tmp_path, model, {"terms": {}, "bias_update": 0.05})
+    wanted = add_bias(callback.specialization.balancer, moe_layers(model), {})
+    assert len(wanted) == 2
+    saved = load_file(folder / "model.safetensors")
+    for name, bias in wanted.items():
+        assert torch.equal(saved[name], bias)
+        assert not torch.equal(saved[name], model.state_dict()[name])
+
+
+def test_an_adapter_with_a_bias_can_be_merged(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("moonlight")
+    model = add_lora(load_model(base, dtype="float32"), LoraSection(rank=4, alpha=8.0), "full")
+    folder, callback = trained(tmp_path / "run", model, {"terms": {}, "bias_update": 0.05})
+    adapter = open_adapter(folder)
+    assert adapter.metadata.extra["router_bias"] is True
+    layers = moe_layers(model)
+    bias = add_bias(callback.specialization.balancer, layers, {})
+    values = {at.index: tensor.tolist() for at, tensor in zip(layers, bias.values(), strict=True)}
+    merge_adapter(base, folder, tmp_path / "merged", bias=values)
+    saved = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in bias.items())
