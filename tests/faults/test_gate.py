@@ -368,3 +368,35 @@ def test_merge_names_what_it_merges(here, capsys):
     assert "model.norm.weight: replaced by the adapter's own, 1" in said
     assert "model.layers.*.mlp.experts.*.down_proj.weight: low-rank update, 36" in said
     assert load_file(here / "out" / SHARD)[NORM].eq(1).all()
+
+
+def test_training_records_its_base_by_whole_path_and_content(here, capsys):
+    """The adapter is merged from another folder; its base moved away, the way out is named."""
+    recipe = json.loads((here / "recipe.yaml").read_text())
+    recipe["trainer"] |= {"max_steps": 1, "save_strategy": "no"}
+    recipe["method"], recipe["model"]["path"] = {"preset": "none"}, "base"
+    (here / "recipe.yaml").write_text(json.dumps(recipe))
+    assert main(VERBS["train"]) == 0, capsys.readouterr()[1]
+    config = json.loads((here / "out" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(here / "base")
+    noted = json.loads((here / "out" / "adapter" / "moe_finetune.json").read_text())
+    assert noted[BASE_KEY] == fingerprint(open_checkpoint("base").tensors.values())
+    assert main(["merge", "out", "-o", "merged"]) == 0
+    (here / "base").rename(here / "moved")
+    refused(["merge", "out", "-o", "again"], here, capsys, "--base", str(here / "base"))
+    assert main(["merge", "out", "--base", "moved", "-o", "again"]) == 0
+
+
+def test_a_fingerprint_is_of_contents_and_not_of_files(tmp_path, monkeypatch):
+    """Shards do not count, any tensor's change does, above the size that is read whole too."""
+    tiny.model("olmoe").save_pretrained(tmp_path / "one")
+    tiny.model("olmoe").save_pretrained(tmp_path / "many", max_shard_size="900KB")
+    tiny.model("olmoe", seed=1).save_pretrained(tmp_path / "other")
+    for whole in (1 << 30, 0):
+        monkeypatch.setattr("moe_finetune.weights.values._WHOLE_BYTES", whole)
+        monkeypatch.setattr("moe_finetune.weights.values._known_prints", {})
+        one, many, other = (
+            fingerprint(open_checkpoint(tmp_path / name).tensors.values())
+            for name in ("one", "many", "other")
+        )
+        assert one == many != other
