@@ -16,7 +16,7 @@ from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import Objective
 from moe_finetune.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
-from tests import tiny
+from tests import reference_loop, tiny
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -91,10 +91,9 @@ def difference(make):
         found.append((kept[0], policy.inputs))
     # The run without terms has no probing forward before training.
     (plain, inputs), (with_terms, _) = found
-    model = adapted().train()
-    for batch in inputs:
-        explicit(model, batch, TERMS, 1.0 / len(inputs))
-    wanted = gradients(model)
+    wanted = reference_loop.gradients(
+        adapted(), inputs, TERMS, scaling=3.0, scale=1.0 / len(inputs), language=False
+    )
     return {n: with_terms[n] - plain[n] for n in wanted}, wanted
 
 

@@ -1,0 +1,232 @@
+"""All terms and ``W + s B A`` once more, in plain loops that share nothing with the package.
+
+A copy of the model in float64 keeps transformers' attention and norms; its MoE blocks are replaced
+by a loop over tokens and choices that reads the parameters by their names. Losses are sums over
+tokens and pairs as the papers write them, and gradients are autograd's.
+
+T tokens, E experts, K selected, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch.nn.functional import silu
+
+
+def gradients(model, batches, terms, scaling, scale=1.0, language=True):
+    """Gradients by name of ``language loss + scale * terms``, summed over forwards of ``batches``.
+
+    Args:
+        terms: ``{name: {"weight": w, ...}}`` with the options that :func:`losses` reads.
+        scaling: alpha / rank of the adapter.
+        language: False leaves out the language loss.
+    """
+    double = copy.deepcopy(model).double().train()
+    double.zero_grad()
+    for batch in batches:
+        seen = []
+        keep = watch(double, scaling, seen)
+        output = double(**batch)
+        keep.clear()
+        counted = batch["attention_mask"].reshape(-1).bool()
+        total = scale * sum(losses(seen, counted, terms).values())
+        (total + output.loss if language else total).backward()
+    return {n: p.grad.float() for n, p in double.named_parameters() if p.grad is not None}
+
+
+def watch(model, scaling, seen):
+    """Replace the forward of every MoE block; each adds what it computed to ``seen``."""
+    blocks = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+    for block in blocks:
+        block.forward = lambda hidden, block=block: moe(block, model.config, scaling, hidden, seen)
+    return blocks
+
+
+def moe(block, config, scaling, hidden_BLH, seen):
+    """The block's output, one token at a time."""
+    router_EH, up_E2DH, down_EHD = weights(block, scaling)
+    x_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
+    logits_TE = x_TH @ router_EH.T
+    sigmoid = config.model_type == "deepseek_v3"
+    scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
+    choice_TE = scores_TE
+    for name, buffer in block.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            choice_TE = scores_TE + buffer
+    index_TK = choice_TE.topk(config.num_experts_per_tok).indices
+    rows, z_all, y_all = [], [], []
+    for t in range(len(x_TH)):
+        z_t, y_t = [], []
+        for e in index_TK[t].tolist():
+            gate, up = (up_E2DH[e] @ x_TH[t]).chunk(2)
+            z_t.append(silu(gate) * up)
+            y_t.append(down_EHD[e] @ z_t[-1])
+        weight_K = scores_TE[t, index_TK[t]]
+        if config.model_type == "mixtral" or getattr(config, "norm_topk_prob", False):
+            weight_K = weight_K / weight_K.sum()
+        weight_K = weight_K * (getattr(config, "routed_scaling_factor", None) or 1.0)
+        rows.append(sum(w * y for w, y in zip(weight_K, y_t, strict=True)))
+        z_all.append(torch.stack(z_t))
+        y_all.append(torch.stack(y_t))
+    width = up_E2DH.shape[1] // 2
+    seen.append(
+        SimpleNamespace(
+            logits=logits_TE,
+            probs=scores_TE / scores_TE.sum(-1, keepdim=True),
+            index=index_TK,
+            z=z_all,
+            y=y_all,
+            router=router_EH,
+            gate=up_E2DH[:, :width],
+        )
+    )
+    out_BLH = torch.stack(rows).view_as(hidden_BLH)
+    shared = getattr(block, "shared_experts", None)
+    return out_BLH if shared is None else out_BLH + shared(hidden_BLH)
+
+
+def weights(block, scaling):
+    """Effective router (E, H), gate/up (E, 2D, H), down (E, H, D): adapters added by expert."""
+    named = dict(block.named_parameters())
+
+    def find(part, end):
+        found = [n for n in named if n.startswith(part) and n.endswith(end)]
+        trained = [n for n in found if "modules_to_save" in n]
+        return named[(trained or found)[0]] if found else None
+
+    router = find("gate.", ".weight") if find("gate.", ".base_layer.weight") is None else None
+    if router is None:
+        router = find("gate.", ".base_layer.weight")
+        a, b = find("gate.", "lora_A.default.weight"), find("gate.", "lora_B.default.weight")
+        router = router + scaling * b @ a
+    stacks = []
+    for name in ("gate_up_proj", "down_proj"):
+        stack = find("experts.", name)
+        experts, _, inner = stack.shape
+        for prefix in {n[: -len("lora_A.default.weight")] for n in named if "lora_A" in n}:
+            a, b = named[prefix + "lora_A.default.weight"], named[prefix + "lora_B.default.weight"]
+            if not prefix.startswith("experts.") or a.shape[1] != inner:
+                continue
+            rank = a.shape[0] // experts
+            change = [
+                b[:, e::experts] @ a[e * rank : (e + 1) * rank] for e in range(experts)
+            ]  # in A the expert is the slowest index, in B the fastest
+            stack = stack + scaling * torch.stack(change)
+        stacks.append(stack)
+    return router, *stacks
+
+
+def losses(layers, counted_T, terms):
+    """Weighted value of each term, summed over layers, mean over the tokens that count."""
+    tokens = counted_T.nonzero().flatten().tolist()
+    found = {}
+    for name, options in terms.items():
+        values = [TERMS[name](layer, tokens) for layer in layers] if name != "coupling" else []
+        if name == "coupling":
+            values = [coupling(*pair, tokens) for pair in pairwise(layers)]
+        found[name] = options["weight"] * sum(values)
+    return found
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def load_balance(layer, tokens):
+    experts = layer.probs.shape[1]
+    share = [mean([float((layer.index[t] == e).any()) for t in tokens]) for e in range(experts)]
+    mass = [mean([layer.probs[t, e] for t in tokens]) for e in range(experts)]
+    return experts * sum(f * p for f, p in zip(share, mass, strict=True))
+
+
+def z_loss(layer, tokens):
+    return mean([layer.logits[t].exp().sum().log() ** 2 for t in tokens])
+
+
+def pairs(vectors):
+    count = len(vectors)
+    return [(vectors[j], vectors[k]) for j in range(count) for k in range(count) if j != k]
+
+
+def orthogonality(layer, tokens):
+    def projected(a, b):
+        return ((a @ b) / (b @ b + 1e-8) * b).square().sum()
+
+    return mean([sum(projected(a, b) for a, b in pairs(layer.y[t])) for t in tokens])
+
+
+def variance(layer, tokens):
+    rows = []
+    for t in tokens:
+        picked = layer.probs[t, layer.index[t]]
+        row = torch.zeros_like(layer.probs[t])
+        rows.append(row.scatter(0, layer.index[t], picked / picked.sum()))
+    middle = mean(rows)
+    return mean([-(row - middle).square().mean() for row in rows])
+
+
+def cosine(a, b):
+    return (a @ b) / (a.norm() * b.norm())
+
+
+def specialization(layer, tokens):
+    return mean([sum(cosine(a, b) ** 2 for a, b in pairs(layer.z[t])) for t in tokens])
+
+
+def coupling(lower, upper, tokens):
+    values = []
+    for t in tokens:
+        best = upper.probs[t, upper.probs[t].argsort()[-lower.index.shape[1] :]]
+        values.append(-sum(p * q for p in lower.probs[t, lower.index[t]] for q in best))
+    return mean(values)
+
+
+def erc(layer, tokens):
+    table = [[(gate @ row).norm() for gate in layer.gate] for row in layer.router]
+    count, total = len(table), 0.0
+    for i in range(count):
+        for j in range(count):
+            if i != j:
+                total = total + (table[i][j] - table[i][i]).clamp_min(0)
+                total = total + (table[j][i] - table[i][i]).clamp_min(0)
+    return total / count**2
+
+
+def router_orthogonality(layer, tokens):
+    return mean([cosine(a, b) ** 2 for a, b in pairs(layer.router)])
+
+
+def dpp(layer, tokens):
+    values = []
+    for t in tokens:
+        unit = torch.stack([y / y.norm() for y in layer.y[t]])
+        values.append(-(unit @ unit.T + 1e-4 * torch.eye(len(unit)).double()).logdet())
+    return mean(values)
+
+
+def ncl(layer, tokens):
+    values = []
+    for t in tokens:
+        length = mean([y.norm() for y in layer.y[t]])
+        units = [y / length for y in layer.y[t]]
+        away = [unit - mean(units) for unit in units]
+        values.append(sum(a @ b for a, b in pairs(away)))
+    return mean(values)
+
+
+TERMS = {
+    "load_balance": load_balance,
+    "z_loss": z_loss,
+    "orthogonality": orthogonality,
+    "variance": variance,
+    "specialization": specialization,
+    "coupling": coupling,
+    "erc": erc,
+    "router_orthogonality": router_orthogonality,
+    "dpp": dpp,
+    "ncl": ncl,
+}

@@ -1,0 +1,83 @@
+"""Gradients of all trainable parameters against plain loops: families, wrappers, and a control."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.sections import LoraSection
+from moe_finetune.training.specialization import Specialization
+from tests import reference_loop, tiny
+
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "z_loss": {"weight": 0.02},
+    "orthogonality": {"weight": 0.5},
+    "variance": {"weight": 0.7},
+    "specialization": {"weight": 0.4},
+    "coupling": {"weight": 0.8},
+    "erc": {"weight": 0.6, "noise": False},
+    "router_orthogonality": {"weight": 0.9},
+    "dpp": {"weight": 0.2},
+    "ncl": {"weight": 0.3},
+}
+SCALING = 7.0 / 3
+LIMIT = 5e-5
+
+
+def wrapped(family, wrapper):
+    torch.manual_seed(1)
+    base = tiny.model(family)
+    if wrapper == "whole":
+        return base.train()
+    router = "full" if wrapper == "router in full" else "lora"
+    model = add_lora(base, LoraSection(rank=3, alpha=7.0), router).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def ours(model, batches, terms, kernel="auto"):
+    model.zero_grad()
+    with Specialization(model, {"terms": terms}, kernel=kernel):
+        sum(model(**batch).loss for batch in batches).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def furthest(got, wanted):
+    assert got.keys() == wanted.keys() and wanted
+    return max(
+        float((got[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp_min(1e-5))
+        for n in wanted
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["adapter", "router in full", "whole"])
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_gradients_are_those_of_the_loop(family, wrapper):
+    model = wrapped(family, wrapper)
+    batches = [tiny.batch(rows=2, length=7, seed=4), tiny.batch(rows=1, length=6, seed=5)]
+    wanted = reference_loop.gradients(model, batches, TERMS, SCALING)
+    if wrapper == "adapter":  # two forwards before one backward
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    kernel = "grouped" if wrapper == "router in full" else "loop"
+    assert furthest(ours(model, batches, TERMS, kernel), wanted) <= LIMIT
+
+
+def test_a_weight_that_is_a_hundredth_off_is_seen():
+    """Negative control: the comparison fails for 0.71 in place of 0.70, term by term."""
+    model, batches = wrapped("olmoe", "router in full"), [tiny.batch(rows=2, length=7, seed=4)]
+    for name, options in TERMS.items():
+        right = {name: {**options, "weight": 0.70}}
+        wrong = copy.deepcopy(right)
+        wrong[name]["weight"] = 0.71
+        wanted = reference_loop.gradients(model, batches, right, SCALING)
+        assert furthest(ours(model, batches, right), wanted) <= LIMIT, name
+        assert furthest(ours(model, batches, wrong), wanted) > LIMIT, name
