@@ -55,6 +55,7 @@ _LINEAR = {
     "linear_conv_kernel_dim": 3,
 }
 _CHANGES: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_experts": EXPERTS, "num_shared_experts": 2, "route_scale": 1.7},
     "axk1": _MLA,
     "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
     "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
@@ -70,11 +71,26 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA | _INDEXER,
+    "hunyuan_v1_moe": {
+        "num_experts": EXPERTS,
+        "moe_topk": TOP_K,
+        "intermediate_size": WIDTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
     "hy_v3": {
         "num_experts": EXPERTS,
         "num_shared_experts": 2,
         "router_scaling_factor": 1.7,
         "enable_moe_fp32_combine": False,
+    },
+    "kimi_linear": _MLA
+    | {
+        "num_local_experts": EXPERTS,
+        "q_lora_rank": None,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 12,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 3,
     },
     "laguna": {"num_experts": EXPERTS, "moe_routed_scaling_factor": 1.7},
     "mellum": {"num_local_experts": EXPERTS},
@@ -111,7 +127,7 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model in eval mode; routers, biases and norms are random too."""
     torch.manual_seed(seed)
     built = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)
-    router = f".{FAMILIES[family].router_name}.weight"
+    router = FAMILIES[family].router_target
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if name.endswith(router):
@@ -119,6 +135,6 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
             elif parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
         for name, tensor in [*built.named_buffers(), *built.named_parameters()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.normal_(0, 0.1)
     return built.eval()

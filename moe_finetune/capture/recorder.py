@@ -261,7 +261,8 @@ class Recorder:
         if context is not None and context.train and self.perturbation is not None:
             hidden = self.perturbation.router_input(layer, hidden)
         # A router that trains in full is float32 in a bfloat16 model.
-        return (hidden.to(stored_router_weight(layer.router).dtype), *args[1:])
+        weight = stored_router_weight(layer.router, layer.family.router_weight)
+        return (hidden.to(weight.dtype), *args[1:])
 
     def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
         if not (isinstance(output, tuple) and len(output) == 3):
@@ -376,7 +377,7 @@ class Recorder:
             weights_TK=weights,
             mask_T=context.tokens.mask_T,
             score=layer.family.score,
-            router_weight_EH=router_weight(layer.router),
+            router_weight_EH=router_weight(layer.router, layer.family.router_weight),
             token_ids_T=context.tokens.ids_T,
             sequence_lengths=context.tokens.sequence_lengths,
             activations_TKD=result.activations_TKD,

@@ -57,6 +57,7 @@ class Family:
     disk: DiskLayout = field(default_factory=DiskLayout)
     block_path: str = "mlp"
     router_name: str = "gate"
+    router_weight: str = "weight"
     experts_name: str = "experts"
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
@@ -76,7 +77,7 @@ class Family:
     @property
     def router_target(self) -> str:
         """PEFT ``target_parameters`` entry of the router's weight."""
-        return f"{self.block_path}.{self.router_name}.weight"
+        return f"{self.block_path}.{self.router_name}.{self.router_weight}"
 
 
 FUSED = ("gate_up_proj", "down_proj")

@@ -39,6 +39,15 @@ def name_on_disk(config: Mapping[str, Any], name: str) -> str:
     return names[0] if len(names) == 1 else name
 
 
+def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the files of a checkpoint with ``config``."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    state = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
 def _text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, default=str)
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.families.base import (
+    GATED_MLP,
     MLA,
     QKVO,
     SHARED_EXPERT,
@@ -88,7 +90,29 @@ def _check_cohere(config: Any) -> None:
     require(config, expert_selection_fn=("softmax",))
 
 
+def _check_hunyuan(config: Any) -> None:
+    for key in ("num_experts", "moe_topk"):
+        if not isinstance(getattr(config, key), int):
+            raise UnsupportedModelError(
+                f"hunyuan_v1_moe: {key} differs by layer; only one number for all is supported"
+            )
+
+
 FAMILIES = (
+    _sigmoid(
+        "afmoe",
+        "afmoe",
+        "AfmoeForCausalLM",
+        "AFMoE (Trinity)",
+        # Not its gate_proj: PEFT takes that name for a half of the experts' gate_up_proj.
+        disk=DiskLayout(router="router.gate.weight", router_bias="expert_bias"),
+        router_name="router",
+        router_weight="gate.weight",
+        num_experts=_key("num_experts"),
+        renormalize=_yes,
+        scaling=_scaled("route_scale"),
+        groups=_ungrouped,
+    ),
     _sigmoid("axk1", "axk1", "AXK1ForCausalLM", "A.X K1", attention_targets=MLA),
     _sigmoid(
         "axk2",
@@ -149,6 +173,19 @@ FAMILIES = (
         attention_targets=MLA,
     ),
     _sigmoid("glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5", attention_targets=MLA),
+    _softmax(
+        "hunyuan_v1_moe",
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        "Hunyuan-A13B",
+        shared_targets=under("mlp.shared_mlp", *GATED_MLP),
+        disk=DiskLayout(router="gate.wg.weight"),
+        router_weight="wg.weight",
+        top_k=_key("moe_topk"),
+        renormalize=_yes,
+        expert_width=_key("intermediate_size"),
+        check=_check_hunyuan,
+    ),
     _sigmoid(
         "hy_v3",
         "hy_v3",
@@ -159,6 +196,18 @@ FAMILIES = (
         renormalize=_yes,
         scaling=_scaled("router_scaling_factor"),
         groups=_ungrouped,
+    ),
+    _sigmoid(
+        "kimi_linear",
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "Kimi-Linear-48B-A3B",
+        attention_targets=(
+            *MLA,
+            *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
+        ),
+        disk=replace(W1_W3_W2, router_bias="gate.e_score_correction_bias"),
+        num_experts=_key("num_local_experts"),
     ),
     _sigmoid(
         "laguna",

@@ -95,15 +95,23 @@ def expert_factors(
     )
 
 
-def stored_router_weight(router: Any) -> Tensor:
+def router_linear(router: Any, path: str = "weight") -> Any:
+    """The part of ``router`` that holds its weight at ``path``, under PEFT's wrappers of both."""
+    if not isinstance(router, ParamWrapper):
+        router = variants(router)[0]
+    for name in path.split(".")[:-1]:
+        router = getattr(router, name)
+    return router
+
+
+def stored_router_weight(router: Any, path: str = "weight") -> Tensor:
     """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
-    if isinstance(router, ParamWrapper):
-        return router.get_base_layer().weight  # type: ignore[return-value]
-    return variants(router)[0].weight
+    linear = router_linear(router, path)
+    return linear.get_base_layer().weight if isinstance(linear, ParamWrapper) else linear.weight
 
 
-def router_weight(router: Any) -> Tensor:
+def router_weight(router: Any, path: str = "weight") -> Tensor:
     """The router's effective weight (E, H), adapter included, with its graph."""
-    weight = stored_router_weight(router)
-    name = active_adapter(router) if isinstance(router, ParamWrapper) else None
-    return weight if name is None else weight + router.get_delta_weight(name)
+    linear, weight = router_linear(router, path), stored_router_weight(router, path)
+    name = active_adapter(linear) if isinstance(linear, ParamWrapper) else None
+    return weight if name is None else weight + linear.get_delta_weight(name)

@@ -7,12 +7,13 @@ that the family has on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, did_you_mean
-from moe_finetune.families import FUSED, Family, family_of
+from moe_finetune.families import Family, family_of
+from moe_finetune.families.structure import name_on_disk, shapes_on_disk
 from moe_finetune.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.weights.checkpoint import Checkpoint
 
@@ -79,7 +80,7 @@ def check_tensors(
     Raises:
         CheckpointError: names the tensor that is missing, too many, of another shape, or no float.
     """
-    needed = needed_tensors(config, family)
+    needed = _under_names_in(tensors, needed_tensors(config, family), config)
     optional = {_HEAD} if getattr(config, "tie_word_embeddings", False) else set()
     extra = sorted(n for n in set(tensors) - set(needed) if not _left_aside(n, config))
     for name in sorted(set(needed) - set(tensors) - optional):
@@ -111,20 +112,27 @@ def check_tensors(
 
 def needed_tensors(config: Any, family: Family | None) -> Shapes:
     """Name on disk and shape of every tensor that the model of ``config`` is made of."""
-    from moe_finetune.families.loading import meta_model
-
     key = config.to_json_string(use_diff=False)
     if key not in _known:
         while len(_known) >= 4:
             _known.pop(next(iter(_known)))
-        state = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
-        shapes = dict(state if family is None else _on_disk(state, family))
+        shapes = shapes_on_disk(config)
         if family is not None and family.bias_export == "noaux_tc" and _biased(config):
             experts = family.num_experts(config)
             for layer in family.moe_layers(config):
                 shapes[f"{family.disk.name('router', layer)[: -len('weight')]}{_BIAS}"] = (experts,)
         _known[key] = shapes
     return _known[key]
+
+
+def _under_names_in(tensors: Mapping[str, TensorInfo], needed: Shapes, config: Any) -> Shapes:
+    """``needed``, with the loaded model's name where the files use that: loaders take both."""
+    missing = set(needed) - set(tensors)
+    if not missing:
+        return needed
+    mapping = config.to_dict()
+    others = {name_on_disk(mapping, name): name for name in sorted(set(tensors) - set(needed))}
+    return {others.get(n, n) if n in missing else n: shape for n, shape in needed.items()}
 
 
 _BIAS = "e_score_correction_bias"
@@ -135,6 +143,7 @@ def _biased(config: Any) -> bool:
     return getattr(config, "topk_method", None) == "noaux_tc"
 
 
+<<<<<<< HEAD
 def _on_disk(state: Shapes, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A loaded model's tensors -> the files'; a fused stack is one matrix an expert there."""
     for _, there in places_on_disk(state, family):
@@ -175,6 +184,8 @@ def places_on_disk(
             yield name, [(there, shape)]
 
 
+=======
+>>>>>>> 5db192a (Families: AFMoE, Hunyuan, Kimi-Linear; what a checkpoint's files hold is asked from transformers)
 def _predicting(config: Any) -> int:
     """Layers after the last that predict further tokens, which nothing here uses."""
     return getattr(config, "num_nextn_predict_layers", None) or 0
