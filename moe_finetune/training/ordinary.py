@@ -55,7 +55,7 @@ class StoredWeights(Mapping[str, Tensor]):
         kind = inner.config.model_type
         family = next((f for f in FAMILIES.values() if f.model_type == kind), None)
         places = (
-            places_on_disk(state, family)
+            places_on_disk(state, family, inner.config)
             if family is not None
             else ((name, [(name, shape)]) for name, shape in state.items())
         )

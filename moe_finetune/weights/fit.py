@@ -7,12 +7,12 @@ that the family has on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, did_you_mean
-from moe_finetune.families import Family, family_of
+from moe_finetune.families import FUSED, Family, family_of
 from moe_finetune.families.structure import name_on_disk, shapes_on_disk
 from moe_finetune.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.weights.checkpoint import Checkpoint
@@ -143,49 +143,30 @@ def _biased(config: Any) -> bool:
     return getattr(config, "topk_method", None) == "noaux_tc"
 
 
-<<<<<<< HEAD
-def _on_disk(state: Shapes, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A loaded model's tensors -> the files'; a fused stack is one matrix an expert there."""
-    for _, there in places_on_disk(state, family):
-        yield from there
-
-
 def places_on_disk(
-    state: Shapes, family: Family
+    state: Shapes, family: Family, config: Any
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """Each tensor of a loaded model with the files' tensors that it is, one below the other."""
     block = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.block_path)}\.(.+)")
-    disk, router = family.disk, f"{family.router_name}."
+    disk, mapping = family.disk, config.to_dict()
     for name, shape in state.items():
         match = block.fullmatch(name)
-        if match is None:
-            yield name, [(name, shape)]
+        stack, _, parameter = match[2].rpartition(".") if match else ("", "", "")
+        if match is None or stack != family.experts_name or parameter not in FUSED:
+            yield name, [(name_on_disk(mapping, name), shape)]
             continue
-        layer, rest = int(match[1]), match[2]
-        stack, _, parameter = rest.rpartition(".")
-        if stack == family.experts_name and parameter in FUSED:
-            parts = ("gate", "up") if parameter == FUSED[0] else ("down",)
-            part_shape = (shape[1] // len(parts), shape[2])
-            yield (
-                name,
-                [
-                    (disk.name(part, layer, expert), part_shape)
-                    for expert in range(shape[0])
-                    for part in parts
-                ],
-            )
-        elif rest == f"{router}weight":
-            yield name, [(disk.name("router", layer), shape)]
-        elif rest.startswith(router) and disk.router_bias:
-            yield name, [(disk.name("router_bias", layer), shape)]
-        else:
-            moe = f"model.layers.{layer}.{family.block_path}.{router}weight" in state
-            there = f"{disk.block.format(layer=layer)}.{rest}" if moe else name
-            yield name, [(there, shape)]
+        parts = ("gate", "up") if parameter == FUSED[0] else ("down",)
+        part_shape = (shape[1] // len(parts), shape[2])
+        yield (
+            name,
+            [
+                (disk.name(part, int(match[1]), expert), part_shape)
+                for expert in range(shape[0])
+                for part in parts
+            ],
+        )
 
 
-=======
->>>>>>> 5db192a (Families: AFMoE, Hunyuan, Kimi-Linear; what a checkpoint's files hold is asked from transformers)
 def _predicting(config: Any) -> int:
     """Layers after the last that predict further tokens, which nothing here uses."""
     return getattr(config, "num_nextn_predict_layers", None) or 0
