@@ -107,7 +107,8 @@ def router_linear(router: Any, path: str = "weight") -> Any:
 def stored_router_weight(router: Any, path: str = "weight") -> Tensor:
     """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
     linear = router_linear(router, path)
-    return linear.get_base_layer().weight if isinstance(linear, ParamWrapper) else linear.weight
+    holder: Any = linear.get_base_layer() if isinstance(linear, ParamWrapper) else linear
+    return holder.weight
 
 
 def router_weight(router: Any, path: str = "weight") -> Tensor:
