@@ -52,6 +52,14 @@ def causal_lm(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def inside(decoder_layer: Any) -> Any:
+    """The layer itself, under torch's checkpoint wrapper (accelerate's activation checkpointing).
+
+    Only what is inside runs again in the backward.
+    """
+    return getattr(decoder_layer, "_checkpoint_wrapped_module", decoder_layer)
+
+
 def backbone_of(model: nn.Module) -> Any:
     """The decoder stack below the language-model head, under PEFT and wrappers too."""
     inner = causal_lm(model)
@@ -68,7 +76,7 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
     family = family_of(backbone.config)
     found = []
     for index in family.moe_layers(backbone.config):
-        decoder_layer = backbone.layers[index]
+        decoder_layer = inside(backbone.layers[index])
         block = getattr(decoder_layer, family.block_path)
         outer = getattr(block, family.experts_name, None)
         router = getattr(block, family.router_name, None)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
@@ -32,6 +33,7 @@ from moe_finetune.capture.model import (
     backbone_of,
     causal_lm,
     check_experts,
+    inside,
     moe_layers,
 )
 from moe_finetune.capture.perturbation import Perturbation
@@ -148,7 +150,7 @@ class Recorder:
             below_peft = causal_lm(self.model)  # which gets the labels of soft prompts, too
             self._hook(below_peft.register_forward_pre_hook(self._note_labels, with_kwargs=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
-        for module in self.backbone.layers:
+        for module in map(inside, self.backbone.layers):
             found = by_module.get(id(module))
             self._hook(
                 module.register_forward_pre_hook(
@@ -457,7 +459,8 @@ def _refuse_reentrant(backbone: Any) -> None:
     for layer in backbone.layers[:1]:
         function: Any = getattr(layer, "_gradient_checkpointing_func", None)
         active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
-        if active and function.keywords.get("use_reentrant") is not False:
+        wrapped = getattr(layer, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
+        if wrapped or (active and function.keywords.get("use_reentrant") is not False):
             raise CaptureError(
                 "reentrant gradient checkpointing gives wrong gradients of losses between "
                 "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"

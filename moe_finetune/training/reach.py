@@ -7,9 +7,10 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_finetune.capture.grouped import Kernel
-from moe_finetune.capture.model import backbone_of
+from moe_finetune.capture.model import backbone_of, inside
 from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
@@ -42,7 +43,8 @@ def check_reach(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        if any(hasattr(p, "device_mesh") for _, p in parameters):
+        wrapped = any(inside(layer) is not layer for layer in backbone_of(model).layers)
+        if wrapped or any(hasattr(p, "device_mesh") for _, p in parameters):
             return _reach_of_sharded(model, objective, parameters, kernel)
         values = _term_values(model, objective, device, kernel)
     for term in objective.terms:
@@ -73,7 +75,7 @@ def _reach_of_sharded(
     parameters: list[tuple[str, nn.Parameter]],
     kernel: Kernel,
 ) -> dict[str, list[str]]:
-    """The same under FSDP2, whose parameters get gradients in a whole backward alone.
+    """The same under FSDP2 and checkpoint wrappers, which need a whole backward.
 
     Each term is injected by itself into a forward whose own loss is zero; all ranks take part.
     """
@@ -98,7 +100,7 @@ def _reach_of_sharded(
             found = []
             for name, parameter in parameters:
                 grad, parameter.grad = parameter.grad, None
-                local = None if grad is None else grad.to_local()  # type: ignore[attr-defined]
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
                 if ranks.any_rank(local is not None and bool((local != 0).any())):
                     found.append(name)
             # All ranks must agree: the next term's forward gathers parameters.

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.sections import LoraSection
@@ -81,3 +82,17 @@ def test_a_weight_that_is_a_hundredth_off_is_seen():
         wanted = reference_loop.gradients(model, batches, right, SCALING)
         assert furthest(ours(model, batches, right), wanted) <= LIMIT, name
         assert furthest(ours(model, batches, wrong), wanted) > LIMIT, name
+
+
+def test_layers_in_torchs_checkpoint_wrapper():
+    """What accelerate's activation checkpointing puts around decoder layers."""
+    model = wrapped("olmoe", "router in full")
+    batches = [tiny.batch(rows=2, length=7, seed=4), tiny.batch(rows=1, length=6, seed=5)]
+    wanted = reference_loop.gradients(model, batches, TERMS, SCALING)
+    model.get_base_model().config.use_cache = False  # a second visit would fill it again
+    layers = model.get_base_model().model.layers
+    for place, layer in enumerate(layers):
+        layers[place] = checkpoint_wrapper(layer)
+    got = ours(model, batches, TERMS)
+    got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.items()}
+    assert furthest(got, wanted) <= LIMIT
