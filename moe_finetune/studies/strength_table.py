@@ -1,0 +1,3 @@
+"""Table and pictures of the strength study."""
+def write_strength(study, results, output):
+    return ""
