@@ -1,6 +1,7 @@
 """What ``moe-finetune study`` does: carry a study out, or show its plan.
 
-A recipe of ``kind: miniature`` is one of :mod:`moe_finetune.studies.effects`.
+A recipe of ``kind: miniature`` is one of :mod:`moe_finetune.studies.effects`, ``kind: strength``
+that of :mod:`moe_finetune.studies.strength`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def carry_out_study(
     from moe_finetune.studies import run_study
     from moe_finetune.studies.effects.settings import is_miniature
     from moe_finetune.studies.recipe import find_study, load_study
+    from moe_finetune.studies.strength import is_strength_study, run_strength_study
 
     part = parse_shard(shard)
     file = find_study(recipe)
@@ -25,6 +27,8 @@ def carry_out_study(
         from moe_finetune.studies.effects.study import run_miniature
 
         return run_miniature(file, output, overrides, resume=resume, part=part or (1, 1))
+    if is_strength_study(file):
+        return run_strength_study(file, output, overrides, resume=resume, part=part or (1, 1))
     results = run_study(load_study(file, overrides), output, resume, part)
     table = output / "tables" / "study.txt"
     if results.finished:
@@ -43,12 +47,16 @@ def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> Non
     from moe_finetune.studies import expand
     from moe_finetune.studies.effects.settings import is_miniature
     from moe_finetune.studies.recipe import find_study, load_study
+    from moe_finetune.studies.strength import is_strength_study, plan_strength_study
 
     file = find_study(recipe)
     if is_miniature(file):
         from moe_finetune.studies.effects.study import plan_miniature
 
         print(plan_miniature(file, overrides))
+        return
+    if is_strength_study(file):
+        print(plan_strength_study(file, overrides))
         return
     from moe_finetune.studies.plan import plan_text
 

@@ -138,3 +138,13 @@ def run_strength_study(
 def shard_of(method: str, share: float, seed: int) -> Shard:
     """The run of a method, share and seed."""
     return Shard("finetune", arm_of(method, share), seed)
+
+
+def plan_strength_study(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The runs, counted."""
+    study = load_strength_study(recipe, overrides)
+    runs = len(study.seeds) * (1 + len(study.methods) * len(study.shares))
+    return (
+        f"{runs:4d}  runs: {len(study.methods)} methods at {len(study.shares)} shares and a "
+        f"baseline, {len(study.seeds)} seeds"
+    )

@@ -8,6 +8,7 @@ for it (after a note by ``report.lacks``).
 from __future__ import annotations
 
 from moe_finetune.report.context import Section
+from moe_finetune.report.sections.changes import CHANGES
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.environment import ENVIRONMENT
 from moe_finetune.report.sections.missing import MISSING
@@ -19,6 +20,7 @@ from moe_finetune.report.sections.settings import SETTINGS
 from moe_finetune.report.sections.specialization import SPECIALIZATION
 
 SECTIONS: list[Section] = [
+    CHANGES,
     OVERVIEW,
     SCORES,
     CURVES,
