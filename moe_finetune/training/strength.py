@@ -352,7 +352,7 @@ def _say(row: TermStrength) -> None:
     where = f"of the language loss's on {' and '.join(sorted(row.trains))}"
     if row.share < WHISPER:
         log.warning("%s %.2g %% %s, too little to show: %s", what, 100 * row.share, where, advice)
-    elif row.share > DROWNS:
+    elif row.share > DROWNS * (1 + 1e-9):  # a share of 1 is one to the last bit or two
         log.warning("%s %.0f %% %s and drowns it: %s", what, 100 * row.share, where, advice)
     else:
         log.info("%s %.1f %% %s", what, 100 * row.share, where)
