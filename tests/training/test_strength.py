@@ -378,3 +378,46 @@ export: {{merge: false}}
     weight = logged[0]["strength/variance/weight"]
     assert "share: 0.2" in noted and f"weight: {weight!r}" in noted
     assert load_recipe(output / "recipe.yaml").hash == load_recipe(recipe).hash
+
+
+def test_a_share_under_dpo_is_one_of_the_preference_losss_gradient(tmp_path):
+    from trl import DPOConfig, DPOTrainer
+
+    from tests.training.test_trainers import COMMON, Policy, explicit, gradients
+
+    texts = [
+        {"prompt": f"Say {i}.", "chosen": f" It is {i}.", "rejected": f" No, {i + 7}!"}
+        for i in range(4)
+    ]
+    model = adapted()
+    callback = SpecializationCallback({"terms": {"specialization": {"share": 0.2}}})
+    trainer = DPOTrainer(
+        model=model,
+        args=DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **COMMON),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=tiny.tokenizer(),
+        callbacks=[callback],
+    )
+    callback.attach(trainer)
+    policy, kept = Policy(model), []
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def keep(*args, **kwargs):
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        kept.append((found, len(policy.inputs)))
+        return clip(*args, **kwargs)
+
+    trainer.accelerator.clip_grad_norm_ = keep
+    trainer.train()
+    (preference, forwards), work = kept[0], callback.specialization
+    window = policy.inputs[1:forwards]  # without the probing forward, nor what is run again later
+    weight = work.objective.full_weights["specialization"]
+    fresh = adapted().train()
+    for batch in window:
+        explicit(fresh, batch, {"specialization": {"weight": weight}}, 1.0 / len(window))
+    own = gradients(fresh)
+
+    def norm(grads):
+        return sum(g.double().square().sum() for n, g in grads.items() if ".experts." in n) ** 0.5
+
+    assert float(norm(own) / norm(preference)) == pytest.approx(0.2, rel=1e-3)
