@@ -156,11 +156,12 @@ def start_model(recipe: Recipe) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What training starts from, read before anything is written."""
+    """What training starts from, read before anything is written; ``sources`` are measured."""
 
     tokenizer: Any
     train: Any
     validation: Any
+    sources: list[tuple[str, Any]]
     plan: Plan
 
 
@@ -174,7 +175,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     from moe_finetune.families.loading import load_config, load_tokenizer
     from moe_finetune.lora.targets import adapts
     from moe_finetune.losses.objective import Objective
-    from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.training.data import load_examples
     from moe_finetune.training.rehearsal import check_arguments, rehearse
     from moe_finetune.weights.bias import bias_config
     from moe_finetune.weights.checkpoint import open_checkpoint
@@ -205,11 +206,12 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
             suite = select(suite, recipe.evaluation.only)
         prepare(suite, recipe.evaluation.data_dir)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
-    examples = load_dataset_for(recipe.data, tokenizer, recipe.seed)
+    found = load_examples(recipe.data, tokenizer, recipe.seed)
+    examples = found.train, found.validation
     plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory)
     for remark in plan.remarks:
         log.warning("%s", remark)
-    return Inputs(tokenizer, *examples, plan)
+    return Inputs(tokenizer, *examples, found.sources, plan)
 
 
 def begin(recipe: Recipe, output: Path) -> None:
@@ -272,12 +274,11 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         callback.run_metadata = run_metadata(recipe)
     log.info("%s", describe_steps(trainer, inputs.train))
     held_out = inputs.validation is not None
-    examples = inputs.validation if held_out else inputs.train
     if not held_out:
         log.warning(
             "data.validation is not set: routing before and after is measured on training data"
         )
-    sample = sample_examples(recipe.data, inputs.tokenizer, examples)
+    sample = sample_examples(inputs.sources, recipe.data.max_length)
     take = functools.partial(
         take_snapshot,
         model,

@@ -13,8 +13,6 @@ import json
 import math
 import platform
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ from moe_finetune.cache_folder import cache_folder
 from moe_finetune.demo.batches import IGNORED, Mixture, base_problem, batches
 from moe_finetune.demo.corpus import Document, library_folder, read_corpus, source_files
 from moe_finetune.demo.data import task_problem
+from moe_finetune.io import output_folder, output_lock, sync
 
 if TYPE_CHECKING:
     import torch
@@ -89,18 +88,12 @@ def ensure_demo_checkpoint(
     final = root / f"demo-{fingerprint(config, seed)[:16]}"
     if final.is_dir():
         return final
-    root.mkdir(parents=True, exist_ok=True)
-    # A folder of the final name is complete: it is written beside it and renamed.
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=root))
-    try:
-        pretrain(partial, config, seed, progress)
-        try:
-            partial.rename(final)
-        except OSError:
-            if not final.is_dir():  # else another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with output_lock(final, wait=True):
+        if not final.is_dir():  # else another process has made it meanwhile
+            with output_folder(final, 0) as partial:
+                pretrain(partial, config, seed, progress)
+                for path in partial.rglob("*"):
+                    sync(path)
     return final
 
 

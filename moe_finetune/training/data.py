@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moe_finetune.errors import DataError
 from moe_finetune.sections import DataSection, DataSource, Paths
 from moe_finetune.training.mixture import SourceReader, draw
@@ -36,7 +38,9 @@ COLUMNS = ("input_ids", "labels")
 
 @dataclass
 class Counts:
-    """What became of the rows of one dataset; ``tokens`` and ``learned`` are of the rows kept."""
+    """What became of the rows of one dataset; ``tokens`` and ``learned`` are of the rows kept, and
+    ``sources`` says how many those are of each source; they lie in the sources' order.
+    """
 
     rows: int
     tokens: int
@@ -46,6 +50,7 @@ class Counts:
     cut: int
     rewritten: int
     straddled: int
+    sources: list[int]
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log; the first always, the others where something was lost."""
@@ -73,9 +78,31 @@ class Counts:
         return said
 
 
+@dataclass(frozen=True)
+class Examples:
+    """What a run learns from and is measured on.
+
+    Attributes:
+        train: shuffled by the seed.
+        validation: in the files' order; None without ``data.validation``.
+        sources: the rows of each source that is measured, validation or else training, in its
+            order, by the source's path.
+    """
+
+    train: Dataset
+    validation: Dataset | None
+    sources: list[tuple[str, Dataset]]
+
+
 def load_dataset_for(
     data: DataSection, tokenizer: Any, seed: int
 ) -> tuple[Dataset, Dataset | None]:
+    """Training and validation examples of :func:`load_examples`."""
+    found = load_examples(data, tokenizer, seed)
+    return found.train, found.validation
+
+
+def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     """Training and validation examples with ``input_ids`` and ``labels`` (-100: not learned).
 
     Sets the tokenizer's chat template when ``data.chat_template`` names one. ``data.seed``, or
@@ -88,12 +115,16 @@ def load_dataset_for(
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
+    rows, counts = _prepare(data.train, data, tokenizer, "train", order)
     # An order of the rows in memory is 8 bytes a row; on disk it would be a file a seed.
-    train = prepare(data.train, data, tokenizer, "train", order).shuffle(order, keep_in_memory=True)
-    validation = None
+    train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
     if data.validation is not None:
-        validation = prepare(data.validation, data, tokenizer, "validation")
-    return train, validation
+        rows, counts = _prepare(data.validation, data, tokenizer, "validation", 0)
+        validation, measured = rows, data.validation
+    ends = list(itertools.accumulate(counts.sources))
+    parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
+    paths = [each if isinstance(each, str) else each.path for each in _listed(measured)]
+    return Examples(train, validation, list(zip(paths, parts, strict=True)))
 
 
 def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0) -> Dataset:
@@ -107,7 +138,17 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
     """
-    listed: list[str | DataSource] = [sources] if isinstance(sources, str) else [*sources]
+    return _prepare(sources, data, tokenizer, name, seed)[0]
+
+
+def _listed(sources: Paths) -> list[str | DataSource]:
+    return [sources] if isinstance(sources, str) else [*sources]
+
+
+def _prepare(
+    sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int
+) -> tuple[Dataset, Counts]:
+    listed = _listed(sources)
     if not listed:
         raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
     drawn = data.limit is not None or any(
@@ -120,9 +161,9 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
         [name, seed] if drawn else [],
     )
 
-    def make(folder: Path) -> dict[str, int]:
+    def make(folder: Path) -> dict[str, Any]:
         rows = _rows(listed, data, name, seed)
-        return dataclasses.asdict(_write(rows, data, tokenizer, name, folder))
+        return dataclasses.asdict(_write(rows, len(listed), data, tokenizer, name, folder))
 
     dataset, counted, found = prepared_once(key, make)
     counts = Counts(**counted)
@@ -130,7 +171,7 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
     log.info("%s data: %s%s", name, summary, " (prepared before)" if found else "")
     for loss in losses:
         log.warning("%s data: %s", name, loss)
-    return dataset
+    return dataset, counts
 
 
 def _identity(source: str | DataSource, data: DataSection) -> list[Any]:
@@ -143,7 +184,7 @@ def _rows(
     sources: list[str | DataSource], data: DataSection, name: str, seed: int
 ) -> Iterator[Placed]:
     rows = itertools.chain.from_iterable(
-        _source_rows(source, data, seed + number) for number, source in enumerate(sources)
+        _source_rows(source, data, seed, number) for number, source in enumerate(sources)
     )
     if data.limit is None:
         return rows
@@ -159,12 +200,16 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
     return draw(itertools.chain(first, rows), limit, seed, "data.limit of data.validation")
 
 
-def _source_rows(source: str | DataSource, data: DataSection, seed: int) -> Iterator[Placed]:
-    reader = SourceReader.of(source, data, seed)
-    placed = None
-    for placed in reader:
-        yield placed
-    if placed is None:
+def _source_rows(
+    source: str | DataSource, data: DataSection, seed: int, number: int
+) -> Iterator[Placed]:
+    """Rows of the source, each with its ``number`` in the field ``source``."""
+    reader = SourceReader.of(source, data, seed + number)
+    empty = True
+    for place, row in reader:
+        empty = False
+        yield place, {**row, "source": number}
+    if empty:
         raise DataError(f"{reader.source.path} is empty; wanted at least one row")
     _check_form(reader.source.path, reader.former.form, data)
 
@@ -180,26 +225,31 @@ def _check_form(source: str, form: Form | str, data: DataSection) -> None:
 
 
 def _write(
-    rows: Iterator[Placed], data: DataSection, tokenizer: Any, name: str, folder: Path
+    rows: Iterator[Placed],
+    num_sources: int,
+    data: DataSection,
+    tokenizer: Any,
+    name: str,
+    folder: Path,
 ) -> Counts:
     """Tokenize ``rows`` into the dataset ``folder / "rows"``, through files beside it."""
     from datasets import Dataset, Features, Value
     from datasets.arrow_writer import ArrowWriter
 
     text, number, flag = Value("string"), Value("int32"), Value("bool")
-    read = {"place": text, "prompt": text, "completion": text, "text": text}
+    read = {"place": text, "source": number, "prompt": text, "completion": text, "text": text}
     turns = {"messages": [{"role": text, "content": text}]}
     with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read | turns)) as writer:
         for place, row in rows:
-            writer.write({"place": place, **{field: row.get(field) for field in _FIELDS}})
+            writer.write({"place": place, **{field: row.get(field) for field in _READ}})
         writer.finalize()
     tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
         _tokenize,
         fn_kwargs={"tokenizer": tokenizer, "data": data},
         num_proc=data.num_proc,
-        remove_columns=["place", *_FIELDS],
+        remove_columns=["place", *_READ],
         features=Features(
-            {"input_ids": [number], "labels": [number]}
+            {"input_ids": [number], "labels": [number], "source": number}
             | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
             | dict.fromkeys(("dropped", "rewritten", "straddled"), flag)
         ),
@@ -228,10 +278,11 @@ def _write(
         cut=int(columns["cut"].sum()),
         rewritten=int(columns["rewritten"].sum()),
         straddled=int(columns["straddled"].sum()),
+        sources=np.bincount(columns["source"][kept], minlength=num_sources).tolist(),
     )
 
 
-_FIELDS = ("messages", "prompt", "completion", "text")
+_READ = ("source", "messages", "prompt", "completion", "text")
 
 
 def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
@@ -260,4 +311,5 @@ def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
         "cut": 0 if dropped else cut,
         "rewritten": tokens.rewritten,
         "straddled": tokens.straddled,
+        "source": row["source"],
     }

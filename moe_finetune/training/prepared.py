@@ -1,8 +1,8 @@
 """Prepared data on disk: made once, known by all that decides it, mapped by every process.
 
 A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset that maps into memory) and
-``counts.json``, which is written last. A lock that the kernel releases lets one process prepare
-while the others, ranks of the same run or other runs, wait for it. Delete a folder at any time that
+``counts.json``, and appears whole. One process prepares it while the others, ranks of the same run
+or other runs, wait for its lock. Delete a folder at any time that
 no run reads it: it is made again.
 """
 
@@ -11,18 +11,18 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.cache_folder import cache_folder
-from moe_finetune.errors import DataError
+from moe_finetune.errors import DataError, DiskSpaceError, OutputError
+from moe_finetune.io import output_folder, output_lock, sync
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 1
+FORMAT = 2
 """To be raised when the code makes other tokens or labels of the same input."""
 
 _COUNTS = "counts.json"
@@ -44,8 +44,8 @@ def data_key(tokenizer: Any, *decides: Any) -> str:
 
 
 def prepared_once(
-    key: str, make: Callable[[Path], dict[str, int]]
-) -> tuple[Dataset, dict[str, int], bool]:
+    key: str, make: Callable[[Path], dict[str, Any]]
+) -> tuple[Dataset, dict[str, Any], bool]:
     """The dataset of ``key``, what was counted when it was made, and whether it was there.
 
     Args:
@@ -56,18 +56,18 @@ def prepared_once(
         DataError: the cache cannot be written; whatever ``make`` raises.
     """
     from datasets import load_from_disk
-    from filelock import FileLock
 
     folder = cache_folder() / "data" / key
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        with output_lock(folder, wait=True):
             found = (folder / _COUNTS).is_file()
             if not found:
                 _fill(folder, make)
     except OSError as error:
+        own = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be made"
+        said = own if isinstance(error, OutputError) else error.strerror or error
         raise DataError(
-            f"data: {folder.parent} cannot hold the prepared data ({error.strerror or error}); "
+            f"data: {folder.parent} cannot hold the prepared data ({said}); "
             "make room there, or name another folder in MOE_FINETUNE_CACHE"
         ) from error
     counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
@@ -75,14 +75,9 @@ def prepared_once(
     return dataset, counts, found
 
 
-def _fill(folder: Path, make: Callable[[Path], dict[str, int]]) -> None:
-    partial = folder.with_suffix(".partial")
-    for left in (partial, folder):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir()
-    try:
+def _fill(folder: Path, make: Callable[[Path], dict[str, Any]]) -> None:
+    with output_folder(folder, 0, overwrite=True) as partial:
         counts = make(partial)
         (partial / _COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in partial.rglob("*"):
+            sync(path)

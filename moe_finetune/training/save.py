@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from moe_finetune.balancing.bias import BiasBalancer
 from moe_finetune.balancing.export import add_bias, name_bias, save_beside
 from moe_finetune.capture.model import moe_layers
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import sync
+from moe_finetune.io import output_folder, sync
 from moe_finetune.json_file import read_object
 from moe_finetune.lora.selected import selected_experts
 from moe_finetune.recipe import Recipe
@@ -48,38 +47,45 @@ def save_trained(
     if ranks.rank() > 0:
         ranks.barrier()
         return target
-    partial = output / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    if adapted:
-        name_base(model, recipe)
-        write_adapter(model, weights, partial)
-        assert recipe.lora is not None
-        describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
-    else:
-        exported = balancer if recipe.method.export_bias == "write" else None
-        if exported is not None:
-            weights = add_bias(exported, moe_layers(model), weights)
-        model.save_pretrained(partial, state_dict=weights)
-        if exported is not None:
-            name_bias(moe_layers(model), partial)
-        _name_dtype(partial, recipe.model.dtype)
-        tokenizer.save_pretrained(partial)
-        method = recipe.method.preset
-        write_card(
-            partial,
-            recipe.model.path,
-            f"{public_name(recipe.model.path)}, trained" + (f" with {method}" if method else ""),
-            method=method,
-            data=_data_names(recipe),
-        )
-    for path in partial.rglob("*"):
-        sync(path)
-    sync(partial)
-    partial.rename(target)
-    sync(output)
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    with output_folder(target, size) as partial:
+        if adapted:
+            name_base(model, recipe)
+            write_adapter(model, weights, partial)
+            assert recipe.lora is not None
+            describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
+        else:
+            _write_model(model, tokenizer, weights, recipe, partial, balancer)
+        for path in partial.rglob("*"):
+            sync(path)
     ranks.barrier()
     return target
+
+
+def _write_model(
+    model: Any,
+    tokenizer: Any,
+    weights: dict[str, torch.Tensor],
+    recipe: Recipe,
+    folder: Path,
+    balancer: BiasBalancer | None,
+) -> None:
+    exported = balancer if recipe.method.export_bias == "write" else None
+    if exported is not None:
+        weights = add_bias(exported, moe_layers(model), weights)
+    model.save_pretrained(folder, state_dict=weights)
+    if exported is not None:
+        name_bias(moe_layers(model), folder)
+    _name_dtype(folder, recipe.model.dtype)
+    tokenizer.save_pretrained(folder)
+    method = recipe.method.preset
+    write_card(
+        folder,
+        recipe.model.path,
+        f"{public_name(recipe.model.path)}, trained" + (f" with {method}" if method else ""),
+        method=method,
+        data=_data_names(recipe),
+    )
 
 
 def _data_names(recipe: Recipe) -> list[str]:

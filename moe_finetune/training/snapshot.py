@@ -6,7 +6,7 @@ Written to ``routing/before.json`` and ``routing/after.json``; the report draws 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +20,7 @@ from moe_finetune.capture.recorder import Recorder
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
-from moe_finetune.sections import DataSection
 from moe_finetune.training import ranks
-from moe_finetune.training.mixture import SourceReader
 from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
 
 PASSAGE = 150
@@ -31,30 +29,20 @@ Example = Mapping[str, Any]
 
 
 def sample_examples(
-    data: DataSection, tokenizer: Any, examples: Iterable[Example]
+    sources: Sequence[tuple[str, Iterable[Example]]], max_length: int
 ) -> list[Example]:
     """Rows with ``input_ids`` and ``domain``, 8,192 tokens in all, to take snapshots of.
 
-    With several files in ``data.validation`` (or else ``data.train``) the first rows of each, in
-    equal parts, each file a domain of its name; otherwise the first of ``examples``, all one.
+    Args:
+        sources: path and prepared rows of each source of the data. Each gives its first rows, all
+            of them equal parts of the tokens, and is a domain of its name.
+        max_length: rows are cut to it, as training cuts them.
     """
-    named = data.validation if data.validation is not None else data.train
-    readers = [
-        SourceReader.of(source, data) for source in ([named] if isinstance(named, str) else named)
-    ]
-    if len(readers) == 1:
-        name = _name(readers[0].source.path)
-        rows = ({"input_ids": row["input_ids"], "domain": name} for row in examples)
-        return _first(rows, MAX_TOKENS)
-    from moe_finetune.training.tokenize import tokenize_row
-
     found: list[Example] = []
-    for reader in readers:
-        ids = (tokenize_row(row, tokenizer, False).input_ids for _, row in reader)
-        name, most = _name(reader.source.path), data.max_length
-        found += _first(
-            ({"input_ids": row[:most], "domain": name} for row in ids), MAX_TOKENS // len(readers)
-        )
+    for path, rows in sources:
+        name = _name(path)
+        cut = ({"input_ids": row["input_ids"][:max_length], "domain": name} for row in rows)
+        found += _first(cut, MAX_TOKENS // len(sources))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ def compare_logits(
     ids: list[Tensor],
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> tuple[float, float]:
-    """Largest absolute difference, and norm of the difference over the norm."""
+    """Largest absolute difference, and norm of the difference over the norm.
+
+    Where all logits are 0, the second is 0 if the merged ones are too, and else infinite.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         model = _with_adapters(base, adapters, Path(scratch))
         if bias and base.family.bias_export == "tensor":
@@ -40,8 +44,10 @@ def compare_logits(
     found = _logits(_load(merged), ids)
     differences = [a - b for a, b in zip(found, wanted, strict=True)]
     max_abs = max(each.abs().max().item() for each in differences)
-    norm = sum(each.square().sum().item() for each in wanted) ** 0.5
-    return max_abs, sum(each.square().sum().item() for each in differences) ** 0.5 / norm
+    norm, error = (
+        sum(each.square().sum().item() for each in group) ** 0.5 for group in (wanted, differences)
+    )
+    return max_abs, error / norm if norm else math.inf if error else 0.0
 
 
 def _load(checkpoint: Checkpoint) -> Any:

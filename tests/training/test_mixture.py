@@ -8,7 +8,8 @@ import pytest
 
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe import Recipe
-from moe_finetune.training.data import load_dataset_for
+from moe_finetune.training import data as data_module
+from moe_finetune.training.data import load_dataset_for, load_examples
 from moe_finetune.training.mixture import SourceReader
 from moe_finetune.training.snapshot import sample_examples
 from tests import tiny
@@ -75,12 +76,44 @@ def test_sources_of_different_columns_become_one_dataset(files):
 def test_snapshots_see_every_source_in_its_own_form(files):
     data = section([classification(files), str(files / "sums.jsonl")], max_length=64)
     tokenizer = tiny.tokenizer()
-    found = sample_examples(data, tokenizer, examples=[])
+    found = sample_examples(load_examples(data, tokenizer, seed=1).sources, 64)
     texts = {(row["domain"], tokenizer.decode(row["input_ids"])) for row in found}
     assert {(domain, text.partition("<|")[0]) for domain, text in texts} == {
         ("sentiment", "bad: negative"), ("sentiment", "good: positive"),
         ("sentiment", "fine: positive"), ("sums", "1+1=2"), ("sums", "2+3=5"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [{"limit": 3}, {"data": 4}])
+def test_snapshots_see_the_rows_that_are_trained_on(files, monkeypatch, limits):
+    data = section(
+        [classification(files), {"path": str(files / "more.jsonl"), "limit": limits.get("limit")}],
+        max_length=64,
+        limit=limits.get("data"),
+    )
+    more = [{"prompt": f"{n}=", "completion": f"{n * n}"} for n in range(30)]
+    (files / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
+    tokenizer = tiny.tokenizer()
+    drawn = []
+    for seed in (5, 6):
+        found = load_examples(data, tokenizer, seed)
+        sampled = [row["input_ids"] for row in sample_examples(found.sources, 64)]
+        assert sorted(sampled) == sorted(found.train["input_ids"])
+        assert found.train.column_names == ["input_ids", "labels"]
+        drawn.append(sorted(sampled))
+    assert drawn[0] != drawn[1]
+    monkeypatch.setattr(data_module, "tokenize_row", None)  # all of it is prepared
+    again = sample_examples(load_examples(data, tokenizer, 6).sources, 64)
+    assert sorted(row["input_ids"] for row in again) == drawn[1]
+
+
+def test_snapshots_see_held_out_rows_where_there_are_some(files):
+    sums = str(files / "sums.jsonl")
+    data = section([classification(files)], validation=[sums, sums], max_length=64)
+    found = load_examples(data, tiny.tokenizer(), seed=1)
+    assert [(path, len(rows)) for path, rows in found.sources] == [(sums, 2), (sums, 2)]
+    sampled = [row["input_ids"] for row in sample_examples(found.sources, 64)]
+    assert sampled == list(found.validation["input_ids"])
 
 
 def test_what_a_source_leaves_out_is_the_sections(files):

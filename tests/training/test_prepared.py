@@ -119,7 +119,7 @@ def test_what_fails_leaves_nothing(cache, source, tokenized, monkeypatch):
     source.write_text(text + '{"prompt": 3}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:8"):
         prepared(source)
-    assert [p.suffix for p in (cache / "data").iterdir()] == [".lock"]
+    assert not cache.exists()
     source.write_text(text)
     assert len(prepared(source)) == len(ROWS)
 
@@ -130,9 +130,9 @@ def test_a_killed_preparation_is_made_again(cache, source):
     for damage in (folder / "counts.json", folder / "rows" / "state.json"):
         damage.unlink()
         (folder / "counts.json").unlink(missing_ok=True)  # it is written last
-        folder.with_suffix(".partial").mkdir()
+        folder.with_name(f".{folder.name}.partial-0123abcd").mkdir()
         assert prepared(source).to_list() == expected
-        assert not folder.with_suffix(".partial").exists()
+        assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_of_two_processes_one_prepares(cache, source):

@@ -17,6 +17,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.sections import DataSection, LoraSection
+from moe_finetune.training.data import load_examples
 from moe_finetune.training.sample import Sample, evaluation_metrics
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny
@@ -174,13 +175,12 @@ def test_every_file_is_a_domain(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(text)
     files = [str(tmp_path / f"{name}.jsonl") for name in ("law", "math")]
     tokenizer = tiny.tokenizer()
-    data = DataSection(train=files, max_length=6)
-    found = sample_examples(data, tokenizer, [])
+    sources = load_examples(DataSection(train=files, max_length=6), tokenizer, 1).sources
+    found = sample_examples(sources, 6)
     assert [row["domain"] for row in found] == ["law", "law", "math"]
     assert tokenizer.decode(found[0]["input_ids"]) == "the co"
-    one = DataSection(train=files[0])
     many = ({"input_ids": list(range(3000)), "labels": []} for _ in range(100))
-    found = sample_examples(one, tokenizer, many)
+    found = sample_examples([(files[0], many)], 5000)
     assert [len(row["input_ids"]) for row in found] == [3000, 3000, 2192]
     assert {row["domain"] for row in found} == {"law"} and next(many)
 

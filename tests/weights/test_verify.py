@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.weights import merge_adapter, open_checkpoint
+from moe_finetune.weights.adapter import open_adapter
+from moe_finetune.weights.reference import compare_logits
 from moe_finetune.weights.verify import verify_merge
 from tests import tiny
 from tests.weights import helpers
@@ -111,3 +115,22 @@ def test_missing_tensor(bases, adapters, tmp_path):
     save_file(tensors, merged / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         verify_merge(bases("olmoe"), adapters("olmoe"), merged)
+
+
+def test_a_model_whose_logits_are_all_zero(bases, adapters, tmp_path):
+    """The relative error has nothing to refer to; equal is equal all the same."""
+    base = shutil.copytree(bases("qwen3_moe"), tmp_path / "qwen3_moe")
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"].zero_()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    adapter = helpers.adapter(base, tmp_path / "adapter")
+    merged = merge_adapter(base, adapter, tmp_path / "m").output
+    report = verify_merge(base, adapter, merged, mode="logits")
+    assert (report.max_abs, report.max_rel) == (0.0, 0.0)
+    tensors = load_file(merged / "model.safetensors")
+    tensors["lm_head.weight"][5, 2] = 0.5
+    wrong = shutil.copytree(merged, tmp_path / "wrong")
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    parts = open_checkpoint(base), [(open_adapter(adapter), 1.0)], open_checkpoint(wrong)
+    max_abs, relative = compare_logits(*parts, [torch.tensor([[3, 1, 4]])])
+    assert max_abs > 0 and relative == math.inf
