@@ -53,7 +53,7 @@ class LoraSection(Section):
     """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
     rank: int | None = Field(default=None, ge=1)
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: float | None = Field(default=None, gt=0, le=1e6)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: list[Literal["attention", "shared_experts", "experts"]] = [
         "attention",

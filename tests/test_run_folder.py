@@ -52,7 +52,7 @@ def test_a_run_stands_for_its_checkpoint_and_its_results(tmp_path):
     assert results_in(run) == results_in(run / "eval") == run / "eval"
 
 
-def test_eval_and_permute_take_a_run(tmp_path, tiny_checkpoint, capsys):
+def test_verbs_of_checkpoints_take_a_run(tmp_path, tiny_checkpoint, capsys):
     run = tmp_path / "run"
     shutil.copytree(tiny_checkpoint("olmoe"), run / "merged")
     order = tmp_path / "order.json"
@@ -60,10 +60,18 @@ def test_eval_and_permute_take_a_run(tmp_path, tiny_checkpoint, capsys):
     order.write_text(json.dumps({"0": list(range(experts))[::-1]}))
     output = str(tmp_path / "permuted")
     assert cli.main(["permute", str(run), "-p", str(order), "-o", output]) == 0
+    assert cli.main(["inspect", str(run)]) == 0
+    assert cli.main(["convert", str(run), "-o", str(tmp_path / "converted")]) == 0
     (run / "adapter").mkdir()
     shutil.rmtree(run / "merged")
-    for verb in (["eval", str(run), "-s", "demo"], ["permute", str(run), "-p", str(order)]):
-        assert cli.main([*verb, "-o", str(tmp_path / "o")]) == 2
+    output = ["-o", str(tmp_path / "o")]
+    for verb in (
+        ["eval", str(run), "-s", "demo", *output],
+        ["permute", str(run), "-p", str(order), *output],
+        ["convert", str(run), *output],
+        ["inspect", str(run)],
+    ):
+        assert cli.main(verb) == 2
         assert "moe-finetune merge" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 

@@ -46,6 +46,7 @@ def inspect(
     from moe_finetune.recipe import load_recipe
 
     json = json or format is Format.json
+    checkpoint = str(checkpoint_in(checkpoint))
     if strength:
         from moe_finetune.errors import RecipeError
         from moe_finetune.training.first_window import strength_of
@@ -72,7 +73,8 @@ def convert(
     from moe_finetune.families.convert import convert_checkpoint
     from moe_finetune.families.loading import local_folder
 
-    print(f"checkpoint: {convert_checkpoint(local_folder(checkpoint), output)}")
+    folder = local_folder(checkpoint_in(checkpoint))
+    print(f"checkpoint: {convert_checkpoint(folder, output)}")
 
 
 @app.command()

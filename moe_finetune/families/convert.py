@@ -44,6 +44,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
             written, or does not fit on the disk.
     """
+    from moe_finetune.weights.card import public_name, write_card
     from moe_finetune.weights.carried import refuse_foreign_links
 
     output = Path(output)
@@ -64,6 +65,8 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         for pattern in _CARRIED:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, work / file.name)
+        made = "The weights of {} as published, written by moe-finetune without code."
+        write_card(work, folder, f"{public_name(source)}, converted", made=made)
         for path in work.iterdir():
             sync(path)
     return output

@@ -33,6 +33,7 @@ def model_card(
     metrics: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
+    made: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
 ) -> str:
     """The text of an export's ``README.md``.
 
@@ -47,6 +48,7 @@ def model_card(
         options: further settings worth stating (rank, steps, learning rate).
         folder: where the base lies, when ``base`` is a hub id; its card or licence file gives the
             licence.
+        made: how the export came from the base, whose name replaces ``{}``.
     """
     name, licence = public_name(base), licence_of(base if folder is None else folder)
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["moe", "moe-finetune"]}
@@ -56,7 +58,7 @@ def model_card(
         front["license"] = licence
     lines = ["---", yaml.safe_dump(front, sort_keys=True).strip(), "---", ""]
     lines += [f"# {title}", ""]
-    lines += [f"Fine-tuned from `{name}` with moe-finetune; an ordinary checkpoint.", ""]
+    lines += [made.format(f"`{name}`"), ""]
     sources = ", ".join(f"`{public_name(each)}`" for each in data)
     facts: dict[str, Any] = {"Base": f"`{name}`", "Method": method, "Data": sources}
     facts |= {key: _public_value(value) for key, value in (options or {}).items()}

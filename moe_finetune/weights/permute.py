@@ -19,6 +19,7 @@ from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.json_file import read_object
 from moe_finetune.safetensors_header import TensorInfo
 from moe_finetune.weights.apply import default_workers
+from moe_finetune.weights.card import CARD_FILE, model_card, public_name
 from moe_finetune.weights.carried import carried_files
 from moe_finetune.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -96,6 +97,11 @@ def permute_experts(
             contents[name] = content
             moved += 1
     small = carried_files(opened.folder)
+    small[CARD_FILE] = model_card(
+        opened.folder,
+        f"{public_name(opened.folder)}, experts reordered",
+        made="{} with its experts in another order, written by moe-finetune; it computes the same.",
+    ).encode()
     if (opened.folder / INDEX).is_file():
         small[INDEX] = (opened.folder / INDEX).read_bytes()
     size = sum((opened.folder / name).stat().st_size for name in opened.files)

@@ -73,6 +73,8 @@ def test_public_files_become_a_folder_without_code(family, fixture, tmp_path):
         assert shard.read_bytes() == before[shard.name]
         (output / shard.name).write_bytes(before[shard.name])
     assert [p.name for p in output.parent.iterdir()] == ["converted"]
+    card = (output / "README.md").read_text()
+    assert "# public, converted" in card and str(tmp_path) not in card
 
     deepseek_moe.register()
     model = AutoModelForCausalLM.from_pretrained(output)

@@ -49,7 +49,10 @@ def test_same_logits_and_round_trip(family, tmp_path):
     fixed = sum(expert == old for order in PLAN.values() for expert, old in enumerate(order))
     assert len(moved) == 2 * (36 + parts) - 3 * fixed
 
+    card = (there / "README.md").read_text()
+    assert f"`{family}` with its experts in another order" in card and str(tmp_path) not in card
     permute_experts(there, inverse(PLAN), back)
+    (back / "README.md").unlink()
     assert contents(back) == contents(base)
 
 
