@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jinja2
 import pytest
+import yaml
 
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe import load_recipe
+from moe_finetune.training.rows import Former
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -53,6 +56,31 @@ def test_there_is_a_file_and_a_described_row_for_every_preset():
     for preset in PRESETS.values():
         assert f"[`{preset.name}`](methods/{preset.name}.yaml)" in readme
         assert f"| {preset.source} | {preset.shows} |" in readme
+
+
+@pytest.mark.parametrize(
+    ("data", "source", "task"),
+    [
+        ("paper0_code", 0, "mbpp/mbpp_local"),
+        ("paper0_code", 1, "mbpp/mbpp_local"),
+        ("paper0_math", 0, "gsm8k/gsm8k_local"),
+        ("paper0_math", 1, "math/_boxed"),
+        ("paper0_math", 2, "math/_boxed"),
+    ],
+)
+def test_training_asks_as_the_test_asks(data, source, task):
+    text = (RECIPES.parent / "eval" / "tasks" / f"{task}.yaml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("doc_to_text:"))
+    asked = jinja2.Template(yaml.safe_load(line)["doc_to_text"], keep_trailing_newline=True)
+    row = {
+        "text": "Add two numbers.", "test_list": ["assert f(1, 2) == 3", "assert f(4, 4) == 8"],
+        "code": "def f(a, b): ...", "problem": "What is 1 + 2?", "question": "What is 1 + 2?",
+        "solution": "It is 3.",
+    }  # fmt: skip
+    layers = ("models/deepseek_v2_lite.yaml", f"data/{data}.yaml", "training/p0_lora.yaml")
+    given = load_recipe([RECIPES / file for file in layers])
+    template = given.data.train[source].template
+    assert Former("prompt_completion", template=template)("a:1", row)["prompt"] == asked.render(row)
 
 
 @pytest.mark.parametrize("path", files("hardware"), ids=name)

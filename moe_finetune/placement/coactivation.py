@@ -14,7 +14,7 @@ from moe_finetune.metrics.load import expert_load
 from moe_finetune.metrics.paths import pair_counts
 
 MAX_PAIRS = 1_000_000_000
-DRIFT_BLOCKS = 8
+DRIFT_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,16 @@ class Coactivation:
         One standard deviation, averaged over layers and ranks that hold the experts ``slots_LRS``.
         Neighbouring tokens are alike and experts of one rank serve the same tokens, so blocks of
         the trace say more than a binomial formula would; the means of B past and B future blocks
-        differ with twice the variance of one mean.
+        differ with twice the variance of one mean. The variance is that of successive blocks (half
+        the mean squared difference): a trace that holds one task after another steps once between
+        them, which is what the plan is for and no drift of its ranks.
         """
         blocks, layers, _ = self.blocks_BLE.shape
         if blocks < 2:
             return 0.0
         loads = self.blocks_BLE[:, np.arange(layers)[:, None, None], slots_LRS].mean(-1)
-        return float(np.sqrt(2 * loads.var(axis=0, ddof=1) / blocks).mean())
+        variance_LR = (np.diff(loads, axis=0) ** 2).mean(0) / 2
+        return float(np.sqrt(2 * variance_LR / blocks).mean())
 
 
 def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:

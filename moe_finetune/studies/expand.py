@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe_finetune.errors import RecipeError, StudyError, did_you_mean
 from moe_finetune.layered_yaml import Key, Tree, load_tree
 from moe_finetune.recipe import Recipe, recipe_from_tree
 from moe_finetune.studies.recipe import NOT_VARIED, StudyRecipe
 
+REFERENCES: tuple[Literal["baseline", "curves"], ...] = ("baseline", "curves")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -56,7 +57,9 @@ def expand(study: StudyRecipe) -> list[Run]:
     """
     base = _layers(study.tree, ("base",))
     axes = _kept(study, {name: _choices(study, name) for name in study.axes})
-    baseline_of(study, {name: [c.name for c in choices] for name, choices in axes.items()})
+    names = {name: [c.name for c in choices] for name, choices in axes.items()}
+    for key in REFERENCES:
+        reference_of(study, key, names)
     _check_together(study)
     _check_overrides(study)
     runs: list[Run] = []
@@ -75,37 +78,40 @@ def expand(study: StudyRecipe) -> list[Run]:
     return runs
 
 
-def baseline_of(study: StudyRecipe, names: dict[str, list[str]]) -> dict[str, str]:
-    """The baseline's value on each axis that it names; ``{}`` when the study has none.
+def reference_of(
+    study: StudyRecipe, key: Literal["baseline", "curves"], names: dict[str, list[str]]
+) -> dict[str, str]:
+    """The value on each axis that ``key`` names; ``{}`` when the study leaves it out.
 
     Args:
         study: the recipe.
+        key: what other arms are compared with.
         names: the values' names of each axis.
     """
-    given, place = study.baseline, study.tree.origin(("baseline",)) or study.name
+    given, place = getattr(study, key), study.tree.origin((key,)) or study.name
     if given is None:
         return {}
     if not isinstance(given, dict):
         holders = [axis for axis, known in names.items() if _named(given, axis, known)]
         if len(holders) > 1:
             raise StudyError(
-                f"{place}: baseline: {', '.join(holders)} all have a value '{given}'; write "
-                f"baseline: {{{holders[0]}: {given}}}"
+                f"{place}: {key}: {', '.join(holders)} all have a value '{given}'; write "
+                f"{key}: {{{holders[0]}: {given}}}"
             )
         if not holders:
             known = [name for values in names.values() for name in values]
             raise StudyError(
-                f"{place}: baseline: no axis has a value '{given}'{did_you_mean(str(given), known)}"
+                f"{place}: {key}: no axis has a value '{given}'{did_you_mean(str(given), known)}"
             )
         given = {holders[0]: given}
     found = {}
     for axis, value in given.items():
         if axis not in names:
-            raise StudyError(f"{place}: baseline.{axis}: unknown axis{did_you_mean(axis, names)}")
+            raise StudyError(f"{place}: {key}.{axis}: unknown axis{did_you_mean(axis, names)}")
         name = _named(value, axis, names[axis])
         if name is None:
             raise StudyError(
-                f"{place}: baseline.{axis}: unknown value '{value}'"
+                f"{place}: {key}.{axis}: unknown value '{value}'"
                 f"{did_you_mean(str(value), names[axis])}"
             )
         found[axis] = name

@@ -17,7 +17,7 @@ from typing import Literal
 from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.io import contents, write_atomic
 from moe_finetune.json_file import read_object
-from moe_finetune.studies.expand import Run, baseline_of
+from moe_finetune.studies.expand import REFERENCES, Run, reference_of
 from moe_finetune.studies.recipe import StudyRecipe
 
 MANIFEST = "study.json"
@@ -72,7 +72,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         "source": study.source,
         "axes": names,
         "seeds": study.seeds,
-        "baseline": baseline_of(study, names),
+        **{key: reference_of(study, key, names) for key in REFERENCES},
         "together": study.together,
         "benchmarks": study.benchmarks,
         "metrics": study.metrics,

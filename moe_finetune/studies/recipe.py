@@ -13,7 +13,9 @@
       method: [aux_loss, erc]           # a recipe key and its values
     seeds: [42, 43, 44]
     baseline: aux_loss                  # or {method: aux_loss}; compared within each model
-    metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, beside benchmarks
+    metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, beside benchmarks;
+                                        # perplexity, and METRIC_rmse with `curves`
+    curves: aux_loss                    # METRIC_rmse: from the logged curve of these runs
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ class StudyRecipe(Section):
         default=[], description="axes whose runs share a row: each benchmark from its own run"
     )
     baseline: str | int | float | dict[str, Any] | None = None
+    curves: str | int | float | dict[str, Any] | None = Field(
+        default=None, description="as baseline: whose logged curves METRIC_rmse is measured from"
+    )
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
     metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
     discard: list[Literal["merged", "checkpoints"]] = Field(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.json_file import parse_json, read_object
+from moe_finetune.metrics import rmse
 from moe_finetune.studies import folder as disk
+
+RMSE = "_rmse"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class RunResult:
         state: ``finished``, ``started``, ``failed`` or ``missing``.
         reason: why it failed, else "".
         recipe_sha256: hash of its resolved recipe.
+        reference: the run of the same data and seed whose curves ``METRIC_rmse`` is measured from.
     """
 
     arm: str
@@ -33,6 +39,7 @@ class RunResult:
     state: disk.State
     reason: str
     recipe_sha256: str
+    reference: RunResult | None = None
 
     @property
     def name(self) -> str:
@@ -69,8 +76,32 @@ class RunResult:
         file = self.folder / "eval" / "results.json"
         return load_evaluation(file) if file.is_file() else None
 
+    def curve(self, metric: str) -> dict[int, float]:
+        """Every logged value of ``metric``, a routing metric's too, by step."""
+        return {
+            int(row["step"]): float(row[name])
+            for name in (metric, f"routing/{metric}")
+            for row in self.rows
+            if name in row
+        }
+
+    def has(self, metric: str) -> bool:
+        """Whether the run measured ``metric``, be its reference finished or not."""
+        if metric.endswith(RMSE) and self.reference is not None:
+            return bool(self.curve(metric.removesuffix(RMSE)))
+        return self.value(metric) is not None
+
     def value(self, metric: str) -> float | None:
-        """The last logged value of ``metric``, else its mean in ``routing/after.json``, or None."""
+        """The last logged value of ``metric``, else its mean in ``routing/after.json``, or None.
+
+        ``perplexity`` is that of the last validation loss; ``METRIC_rmse`` the root mean squared
+        difference of the logged curve from the reference's, over the steps that both logged.
+        """
+        if metric == "perplexity":
+            loss = self.value("eval_loss")
+            return None if loss is None else float(np.exp(loss))
+        if metric.endswith(RMSE) and self.reference is not None:
+            return self._distance(metric.removesuffix(RMSE))
         for row in reversed(self.rows):
             if metric in row:
                 return float(row[metric])
@@ -79,6 +110,13 @@ class RunResult:
             return None
         found = read_object(after, StudyError, "the run is damaged").get("metrics", {}).get(metric)
         return float(found["mean"]) if found else None
+
+    def _distance(self, metric: str) -> float | None:
+        if self.reference is None or not self.reference.finished:
+            return None
+        own, other = self.curve(metric), self.reference.curve(metric)
+        steps = sorted(own.keys() & other.keys())
+        return rmse([own[s] for s in steps], [other[s] for s in steps]) if steps else None
 
 
 @dataclass(frozen=True)
@@ -89,6 +127,7 @@ class StudyResults:
         name, title, source: as in the recipe.
         axes: names of the values on each axis, in order.
         baseline: the baseline's value on the axes that it names.
+        curves: the same of the arm whose logged curves ``METRIC_rmse`` is measured from.
         together: axes whose runs share a row of the table.
         benchmarks: labels to tabulate, or None for all.
         metrics: other values to tabulate, and which direction is better.
@@ -102,6 +141,7 @@ class StudyResults:
     axes: dict[str, list[str]]
     seeds: list[int]
     baseline: dict[str, str]
+    curves: dict[str, str]
     together: list[str]
     benchmarks: list[str] | None
     metrics: dict[str, str]
@@ -134,12 +174,19 @@ def load_results(output: str | Path) -> StudyResults:
     content = read_object(output / disk.MANIFEST, StudyError, "start the study again with --resume")
     if content.get("schema") != disk.SCHEMA:
         raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
-    runs = [_run(output, row) for row in content["runs"]]
+    curves = content.get("curves", {})
+    found = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
+    runs = [
+        replace(run, reference=found.get(("-".join((run.values | curves).values()), run.seed)))
+        if curves
+        else run
+        for run in found.values()
+    ]
     plain = (
         *("name", "title", "source", "axes", "seeds", "baseline", "together"),
         *("benchmarks", "metrics"),
     )
-    return StudyResults(output, **{key: content[key] for key in plain}, runs=runs)
+    return StudyResults(output, **{key: content[key] for key in plain}, curves=curves, runs=runs)
 
 
 def _run(output: Path, row: dict[str, Any]) -> RunResult:

@@ -147,7 +147,7 @@ def _columns(results: StudyResults) -> list[Column]:
             raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, found)}")
     columns = [_percent(found[label], results) for label in wanted]
     for name, better in results.metrics.items():
-        if not any(run.value(name) is not None for run in results.finished):
+        if not any(run.has(name) for run in results.finished):
             raise StudyError(
                 f"metrics: no run has '{name}'{did_you_mean(name, _known(results.finished[0]))}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.training.sources import Row, short
@@ -32,7 +32,8 @@ class Former:
     Args:
         form: the recipe's ``data.format``; "auto" decides by the first row's fields.
         columns: our field -> the file's field.
-        template: our field -> a text with the file's fields in braces.
+        template: our field -> a text with the file's fields in braces; a list of texts is filled
+            in with one a line.
     """
 
     def __init__(
@@ -165,4 +166,9 @@ def _fill(pattern: str, row: Row, place: str) -> str:
     for name in _names(pattern, place):
         if name not in row:
             raise DataError(f"{place}: no field '{name}'{did_you_mean(name, map(str, row))}")
-    return pattern.format_map(row)
+    lines = {k: "\n".join(v) for k, v in row.items() if _is_lines(v)}
+    return pattern.format_map({**row, **lines})
+
+
+def _is_lines(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(line, str) for line in value)

@@ -173,11 +173,27 @@ def test_drift_of_blocks():
     slots = np.arange(12).reshape(1, 4, 3).repeat(2, axis=0)
     assert counts.drift(slots) == pytest.approx(0.0, abs=1e-12)
     moving = np.repeat(np.arange(12).reshape(4, 1, 3), 64, axis=0).repeat(2, axis=1)
-    shares = np.zeros((8, 4))  # two blocks in a row use one rank only
-    for block in range(8):
-        shares[block, block // 2] = 4.0
-    wanted = np.sqrt(2 * shares.var(axis=0, ddof=1) / 8).mean()
-    assert count_coactivation(moving, 12).drift(slots) == pytest.approx(wanted)
+    # 32 blocks, eight in a row on one rank: the outer ranks change once by 4, the inner ones twice.
+    variance = np.array([1, 2, 2, 1]) * 16 / 31 / 2
+    stepped = count_coactivation(moving, 12).drift(slots)
+    assert stepped == pytest.approx(np.sqrt(2 * variance / 32).mean())
+    # One task after another is one step; the same blocks in turn never stand still.
+    turns = moving.reshape(4, 8, 8, 2, 3).swapaxes(0, 1).reshape(256, 2, 3)
+    assert count_coactivation(turns, 12).drift(slots) > 2 * stepped
+
+
+def test_a_trace_of_two_tasks_uses_the_imbalance_that_it_may():
+    """Recorded one after the other, as a multi-domain trace is; held-out tokens of both."""
+    index, _ = topical(tokens=2400, layers=3, experts=12, width=3)
+    tasks = [(index + shift) % 12 for shift in (0, 5)]
+    seen = np.concatenate([task[:1200] for task in tasks])
+    held = np.concatenate([task[1200:] for task in tasks])
+    found = placement_metrics(held, plan_placement(seen, 12, 3, max_imbalance=1.6))
+    alone = placement_metrics(
+        held, plan_placement(np.random.default_rng(0).permutation(seen), 12, 3, max_imbalance=1.6)
+    )
+    assert found["rank_imbalance"] <= 1.6
+    assert found["cross_rank_share"] <= alone["cross_rank_share"] + 0.02
 
 
 def test_wrong_arguments():

@@ -6,7 +6,7 @@ import pytest
 
 from moe_finetune.errors import RecipeError, StudyError
 from moe_finetune.studies import expand, load_study
-from moe_finetune.studies.expand import baseline_of
+from moe_finetune.studies.expand import reference_of
 
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 
@@ -102,7 +102,7 @@ def test_values_that_are_no_text_are_named_by_their_key(write_study):
 )
 def test_baseline_by_value_or_by_axis(write_study, baseline, wanted):
     names = {"method": ["none", "erc"], "lora.rank": ["rank_4", "rank_8"]}
-    assert baseline_of(study(write_study, axes={}, baseline=baseline), names) == wanted
+    assert reference_of(study(write_study, axes={}, baseline=baseline), "baseline", names) == wanted
 
 
 AXES = {"method": ["none", "erc"], "arm": {"a": {}, "b": {"lora": {"rank": 4}}}}

@@ -130,6 +130,34 @@ def test_mean_and_spread_over_seeds_and_lower_is_better(made):
     assert table.ranks == {} and table.gains == {}
 
 
+def test_perplexity_and_distance_of_curves_by_hand(tmp_path):
+    """MaxVio's curve against that of erc, over the steps that both logged."""
+    values = {
+        "base": BASE, "seeds": [1], "axes": {"method": ["aux_loss", "erc", "dpp"]},
+        "curves": "erc", "metrics": {"max_violation_rmse": "lower", "perplexity": "lower"},
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(values))
+    study = load_study(tmp_path / "study.yaml")
+    runs, output = expand(study), tmp_path / "out"
+    prepare(study, runs, output, resume=False)
+    curves = {"aux_loss": [1.0, 3.0, 9.0], "erc": [2.0, 1.0], "dpp": [2.0, 5.0]}
+    for number, run in enumerate(runs):
+        if run.arm == "dpp":
+            continue  # the table of an unfinished study
+        write_run(output, run, {})
+        rows = [
+            {"kind": "train", "step": step, "routing/max_violation": value}
+            for step, value in enumerate(curves[run.arm])
+        ] + [{"kind": "eval", "step": 3, "eval_loss": 1.0 + number}]
+        folder = run_folder(output, run.name)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        record_finished(folder, run.recipe.hash, 1.0)
+    found = {row.label: row.cells for _, row in make_table(load_results(output)).rows}
+    assert found["aux_loss"]["max_violation_rmse"].mean == pytest.approx(((1 + 4) / 2) ** 0.5)
+    assert found["erc"]["max_violation_rmse"].mean == 0
+    assert found["erc"]["perplexity"].mean == pytest.approx(2.718281828**2)
+
+
 def test_runs_that_share_a_row(made):
     """Benchmarks of one row come from the runs of different groups; metrics are averaged."""
     groups = {"math": {"lora": {"rank": 4}}, "code": {"lora": {"rank": 8}}}

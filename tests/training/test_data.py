@@ -260,6 +260,15 @@ def texts(rows) -> list[dict]:
     return [{"text": f"{i:02d} " + "word " * (i % 7)} for i in range(rows)]
 
 
+def test_a_list_of_texts_is_filled_in_with_one_a_line():
+    former = Former(template={"prompt": "{task}\n{tests}\n[BEGIN]", "completion": "{code}"})
+    row = {"task": "add", "tests": ["assert f(1, 2) == 3", "assert f(0, 4) == 4"], "code": "def f"}
+    assert former("a:1", row) == {
+        "prompt": "add\nassert f(1, 2) == 3\nassert f(0, 4) == 4\n[BEGIN]",
+        "completion": "def f",
+    }
+
+
 def test_order_is_fixed_by_the_seed(write, tokenizer):
     source = write("t.jsonl", texts(40))
 
