@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.io import contents, write_atomic
@@ -65,7 +65,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
     for run in runs:
         check_run(run, output)
     names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}
-    manifest = {
+    manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "name": study.name,
         "title": study.title or study.name,
