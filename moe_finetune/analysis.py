@@ -178,8 +178,12 @@ def write_analysis(
     summary = summarize_trace(opened)
     arrays = summary.pop("arrays")
     if measures is not None:
-        summary["per_layer"] |= measures.per_layer()
-        summary["mean"] |= {k: float(np.mean(v)) for k, v in measures.per_layer().items()}
+        measured = measures.per_layer()
+        summary["per_layer"] |= measured
+        summary["mean"] |= {
+            name: float(np.mean([value for value in values if value is not None]))
+            for name, values in measured.items()
+        }
     write_atomic(folder / "summary.json", json.dumps(summary))
     picture = snapshot(opened, summary, arrays, measures, tokenizer)
     write_atomic(folder / "routing" / "after.json", json.dumps(picture))

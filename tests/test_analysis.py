@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +12,17 @@ import torch
 from moe_finetune import cli
 from moe_finetune.analysis import analyze, find_trace
 from moe_finetune.capture.trace import RoutingTrace, TraceWriter
+from moe_finetune.capture.tracing import router_values
 from moe_finetune.capture.tracing_checkpoint import with_adapter
 from moe_finetune.errors import AdapterError, DataError, OutputExistsError, TraceError
 from moe_finetune.families.loading import load_model, load_tokenizer
-from moe_finetune.metrics import conditional_activation, mutual_coherence
+from moe_finetune.metrics import (
+    conditional_activation,
+    erc_table,
+    mutual_coherence,
+    noise_level,
+    parameter_norms,
+)
 from moe_finetune.metrics.coherence import gram_coherence
 from tests.weights.helpers import adapter as random_adapter
 
@@ -91,6 +100,42 @@ def test_summary_snapshot_and_page_agree_with_the_trace(analyzed):
     top = max(set(passage["experts"]), key=passage["experts"].count)
     assert f"expert {top}" in page
     assert "Repeated tokens that go to their usual expert in layer 1" in page
+
+
+def test_norms_and_erc_of_routers_and_gates(analyzed):
+    """Of every layer, against the plain functions on the checkpoint's own weights."""
+    checkpoint, output = analyzed
+    found = json.loads((output / "summary.json").read_text())["per_layer"]
+    state = load_model(checkpoint, dtype="float32").state_dict()
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp"
+        router_EH = state[f"{prefix}.gate.weight"]
+        gate_EDH = state[f"{prefix}.experts.gate_up_proj"].chunk(2, dim=1)[0]
+        table, norms = erc_table(router_EH, gate_EDH), parameter_norms(router_EH, gate_EDH)
+        wanted = {
+            "erc_loss": table["loss"][1.0],
+            "erc_least_alpha": table["least_alpha"],
+            "noise_level": noise_level(router_EH),
+            "router_norm_mean": norms["router_mean"],
+            "router_norm_std": norms["router_std"],
+            "gate_norm_mean": norms["gate_mean"],
+            "gate_norm_std": norms["gate_std"],
+        }
+        got = {name: found[name][layer] for name in wanted}
+        assert got == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_router_row_of_zeros_is_left_out():
+    router_EH, gate_EDH = torch.randn(5, 7), torch.randn(5, 3, 7)
+    router_EH[2] = 0
+
+    class Gates:
+        def of(self, experts):
+            return gate_EDH[experts]
+
+    record = SimpleNamespace(router_weight_EH=router_EH, expert_factors=lambda _: Gates())
+    values = router_values(record)
+    assert math.isnan(values["noise_level"]) and values["router_norm_std"] > 0
 
 
 def test_a_trace_is_read_back_alike(analyzed, tmp_path, capsys):

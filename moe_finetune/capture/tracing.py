@@ -19,11 +19,13 @@ from moe_finetune.capture.recorder import Recorder
 from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.capture.trace import TraceWriter
 from moe_finetune.losses.objective import LayerLoss
-from moe_finetune.metrics import coherence_barrier, gram_cosine, router_cosine
+from moe_finetune.metrics import coherence_barrier, gram_cosine, noise_level, router_cosine
 from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.projections import gate_experts
+from moe_finetune.metrics.router import erc_of_norms
 
 EMBEDDINGS = 4000
+GATES_AT_ONCE = 8
 AT_ONCE = 8192
 NEEDS = frozenset({"activations_gram", "outputs_gram"})
 
@@ -38,7 +40,7 @@ class Measures:
         self.entropy_L = np.zeros(count)
         self.cosines_L = {"activation_cosine": np.zeros(count), "output_cosine": np.zeros(count)}
         self.coherence_L, self.below_L = np.zeros(count), np.zeros(count)
-        self.router_cosine_L = np.zeros(count)
+        self.router_L: dict[str, np.ndarray] = {}
         self.middle = count // 2
         self.gate_rows_EDH: np.ndarray | None = None
 
@@ -48,7 +50,8 @@ class Measures:
         self.probability_LE[place] += distribution_TE.sum(0).cpu().numpy()
         self.entropy_L[place] += torch.special.entr(distribution_TE).sum().item()
         if not self.tokens:
-            self.router_cosine_L[place] = router_cosine(record.router_weight_EH.float().cpu())
+            for name, value in router_values(record).items():
+                self.router_L.setdefault(name, np.full(len(self.entropy_L), np.nan))[place] = value
         if place == self.middle and self.gate_rows_EDH is None:
             assert record.expert_factors is not None
             gate_EDH = record.expert_factors("gate").of(gate_experts(self.probability_LE.shape[1]))
@@ -65,17 +68,20 @@ class Measures:
         self.coherence_L[place] += coherence_T.sum()
         self.below_L[place] += (coherence_T < coherence_barrier(self.top_k)).sum()
 
-    def per_layer(self) -> dict[str, list[float]]:
-        """Metrics over all tokens, by name; a list over layers each."""
+    def per_layer(self) -> dict[str, list[float | None]]:
+        """Metrics by name, a list over layers each; None where one does not exist in a layer."""
         mean_LE = self.probability_LE / self.tokens
         found = {
             "entropy": self.entropy_L / self.tokens,
             "routing_variance": ((mean_LE - 1 / mean_LE.shape[1]) ** 2).mean(1),
-            "router_cosine": self.router_cosine_L,
-        }
+        } | self.router_L
         if self.top_k > 1:
             found |= {name: sums_L / self.tokens for name, sums_L in self.cosines_L.items()}
-        return {name: values_L.tolist() for name, values_L in found.items()}
+        return {
+            name: [value if np.isfinite(value) else None for value in values_L.tolist()]
+            for name, values_L in found.items()
+            if np.isfinite(values_L).any()
+        }
 
     def coherence(self) -> dict[str, Any] | None:
         """Mutual coherence of the selected experts' outputs, as the report reads it."""
@@ -86,6 +92,34 @@ class Measures:
             "barrier": coherence_barrier(self.top_k),
             "per_layer": [{"mean": float(m), "share_below": float(s)} for m, s in rows],
         }
+
+
+def router_values(record: RoutingRecord) -> dict[str, float]:
+    """What router and gates of one layer say without a token: cosine, norms, ERC (P2 Tables 2, 3).
+
+    The gates are gone through a few experts at a time: all of a layer's are as large as the layer.
+    """
+    router_EH = record.router_weight_EH.float()
+    assert record.expert_factors is not None
+    factors, experts = record.expert_factors("gate"), len(router_EH)
+    norms_EE, gates_E = np.zeros((experts, experts)), np.zeros(experts)
+    for first in range(0, experts, GATES_AT_ONCE):
+        chosen = range(first, min(first + GATES_AT_ONCE, experts))
+        for expert, gate_DH in zip(chosen, factors.of(list(chosen)).float(), strict=True):
+            norms_EE[:, expert] = (router_EH @ gate_DH.T).norm(dim=-1).cpu().numpy()
+            gates_E[expert] = gate_DH.norm().item()
+    rows_E = router_EH.norm(dim=-1).cpu().numpy()
+    table = erc_of_norms(norms_EE, alphas=(1,))
+    return {
+        "router_cosine": router_cosine(router_EH.cpu()),
+        "noise_level": noise_level(router_EH.cpu()) if rows_E.all() else float("nan"),
+        "erc_loss": table["loss"][1.0],
+        "erc_least_alpha": table["least_alpha"],
+        "router_norm_mean": float(rows_E.mean()),
+        "router_norm_std": float(rows_E.std()),
+        "gate_norm_mean": float(gates_E.mean()),
+        "gate_norm_std": float(gates_E.std()),
+    }
 
 
 def trace_model(

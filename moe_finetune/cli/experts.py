@@ -14,6 +14,12 @@ from moe_finetune.cli.app import Output, app
 from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
 
+# What router and gates say without a token (P2 Tables 2 and 3): means over layers, printed.
+ROUTER_VALUES = (
+    *("erc_loss", "erc_least_alpha", "noise_level", "router_cosine"),
+    *("router_norm_mean", "router_norm_std", "gate_norm_mean", "gate_norm_std"),
+)
+
 
 class Recorder(enum.StrEnum):
     """What runs a checkpoint whose routing is recorded."""
@@ -66,6 +72,8 @@ def analyze(
     --limit 200 --output analysis/my-moe
     """
     from moe_finetune.analysis import analyze as run_analysis
+    from moe_finetune.errors import DataError
+    from moe_finetune.json_file import read_object
     from moe_finetune.layered_yaml import load_tree
 
     page = run_analysis(
@@ -80,6 +88,10 @@ def analyze(
         backend=backend.value,
         engine=load_tree([], vllm or []).values,
     )
+    means = read_object(output / "summary.json", DataError, "analyze again")["mean"]
+    for name in ROUTER_VALUES:
+        if name in means:
+            print(f"{name:<18}{means[name]:.4g}")
     print(f"report: {page}")
 
 

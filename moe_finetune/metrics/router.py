@@ -62,7 +62,12 @@ def erc_table(
     ``{alpha: value >= 0}`` and ``least_alpha`` = ``max_{i != j} max(M_ij, M_ji) / M_ii`` (infinite
     when some ``M_ii`` is 0); at most 1 when router and experts agree perfectly. Source: P2 Table 2.
     """
-    norms = router_gate_norms(router_weight_EH, gate_weight_EDH)
+    return erc_of_norms(router_gate_norms(router_weight_EH, gate_weight_EDH), alphas)
+
+
+def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)) -> dict:
+    """:func:`erc_table` of ``M (E, E)``, where the gates are too large to hold all at once."""
+    norms = norms_EE
     own = np.diag(norms)[:, None]
     off = ~np.eye(len(norms), dtype=bool)
     losses = {

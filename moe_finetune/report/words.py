@@ -61,6 +61,12 @@ WORDS: dict[str, Word] = {
     "effective_rank": Word("Effective rank", "independent directions among the experts", 1),
     "mutual_coherence": Word("Mutual coherence", "largest |cos| among a token's experts", -1),
     "mutual_information": Word("Mutual information", "nats that the expert tells of the token", 1),
+    "erc_loss": Word("ERC loss at alpha 1", "0 when experts answer to their own router row", -1),
+    "erc_least_alpha": Word("ERC least alpha", "the least alpha of no ERC loss; at most 1", -1),
+    "router_norm_mean": Word("Router row norm", "mean over experts", 0),
+    "router_norm_std": Word("Router row norm, spread", "standard deviation over experts", 0),
+    "gate_norm_mean": Word("Gate norm", "Frobenius, mean over experts", 0),
+    "gate_norm_std": Word("Gate norm, spread", "standard deviation over experts", 0),
     "noise_level": Word("ERC noise level", "how far the router's rows lie apart", 1),
     "below_barrier": Word(
         "Below the coherence barrier", "share of tokens whose experts are sure to be told apart", 1

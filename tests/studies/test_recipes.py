@@ -75,34 +75,41 @@ def test_paper0_ablation_by_hand():
 
 
 def test_paper1_pretrain_by_hand():
-    """2 architectures x 3 sizes x 7 methods x 3 seeds."""
+    """2 architectures x 3 sizes x 9 methods x 3 seeds."""
     runs = expand(load_study(STUDIES / "paper1_pretrain.yaml"))
-    assert len(runs) == 2 * 3 * 7 * 3 == 126
+    assert len(runs) == 2 * 3 * 9 * 3 == 162
     by_name = {run.values["method"]: set(run.recipe.method.terms) for run in runs}
     lb, z, sp, cp = "load_balance", "z_loss", "specialization", "coupling"
     assert by_name == {
         "lb": {lb}, "lb_z": {lb, z}, "lb_o_v": {lb, "orthogonality", "variance"},
         "lb_sp": {lb, sp}, "lb_cp": {lb, cp}, "lb_sp_cp": {lb, sp, cp},
-        "lb_z_sp_cp": {lb, z, sp, cp},
+        "lb_z_sp": {lb, z, sp}, "lb_z_cp": {lb, z, cp}, "lb_z_sp_cp": {lb, z, sp, cp},
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("study", "arm", "billions"),
+    ("study", "config", "arm", "billions", "active"),
     [
-        ("paper1_pretrain", "vanilla-small-lb", 0.4),
-        ("paper1_pretrain", "vanilla-medium-lb", 1.1),
-        ("paper1_pretrain", "vanilla-large-lb", 7.0),
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-small-lb", 0.4, 0.08),
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-medium-lb", 1.1, 0.10),
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-large-lb", 7.0, 0.50),
+        ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
+        ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
     ],
 )
-def test_pretrained_sizes_are_the_papers(study, arm, billions, tmp_path):
-    """On the meta device, from the config of DeepSeek-MoE-16B that the recipe names."""
+def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, tmp_path):
+    """On the meta device, from the config of the checkpoint that the recipe names."""
     import shutil
 
     from moe_finetune.studies.cost import model_size
 
     fixtures = Path(__file__).resolve().parents[1] / "families" / "fixtures"
-    shutil.copy(fixtures / "deepseek_moe_16b.json", tmp_path / "config.json")
+    if config == "olmoe_1b_7b":  # transformers' defaults are its shape
+        (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    else:
+        shutil.copy(fixtures / f"{config}.json", tmp_path / "config.json")
     runs = expand(load_study(STUDIES / f"{study}.yaml", [f"model.path={tmp_path}"]))
     recipe = next(run.recipe for run in runs if run.arm == arm)
-    assert model_size(recipe).parameters / 1e9 == pytest.approx(billions, rel=0.12)
+    size = model_size(recipe)
+    assert size.parameters / 1e9 == pytest.approx(billions, rel=0.06)
+    assert active is None or size.active / 1e9 == pytest.approx(active, rel=0.08)
