@@ -235,9 +235,11 @@ def _panel(study: StrengthStudy, name: str, mine: list[Point], best: Point | Non
         marks.append(tag("text", f"{point.share:g}{beyond}", x=f"{a + 7:.1f}", y=f"{b - 5:.1f}"))
     metric = mine[0].metric.replace("_", " ")
     marks.append(
-        tag("text", "held-out loss, % of the baseline's", x=str(LEFT + inner_w / 2),
+        tag("text", "held-out loss, change in %", x=str(LEFT + inner_w / 2),
             y=str(HEIGHT - 12), text_anchor="middle", fill=MARK)
     )  # fmt: skip
     turned = f"translate(13,{TOP + inner_h / 2:.0f}) rotate(-90)"
-    marks.append(tag("text", f"{metric}, %", transform=turned, text_anchor="middle", fill=MARK))
+    marks.append(
+        tag("text", f"{metric}, change in %", transform=turned, text_anchor="middle", fill=MARK)
+    )
     return tag("g", marks)
