@@ -10,6 +10,7 @@ import pytest
 from moe_finetune.report.context import Report
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.changes import CHANGES, change_text
+from moe_finetune.report.sections.strength import STRENGTH
 from tests.report.folders import write_run
 
 EVALUATION = {
@@ -19,7 +20,7 @@ EVALUATION = {
     "eval_routing/entropy": 2.2,
     "eval_routing/max_violation": 0.5,
 }
-STRENGTH = {
+MEASURED = {
     "strength/variance/weight": 13.0,
     "strength/variance/share_router": 0.9934,
     "strength/variance/share_experts": 0.16,
@@ -53,26 +54,28 @@ def test_bars_and_percent_against_the_baseline(tmp_path):
         "eval_routing/max_violation": 0.6,
     }
     one = evaluated(write_run(tmp_path / "aux_loss", 1), EVALUATION)
-    two = evaluated(write_run(tmp_path / "ours", 2), {**ours, **STRENGTH})
+    two = evaluated(write_run(tmp_path / "ours", 2), {**ours, **MEASURED})
     text = page(one, two)
-    assert "<strong>ours</strong> against aux_loss: score variance +85 %" in text
-    assert "expert overlap −37 %" in text or "expert overlap −38 %" in text
-    assert "validation loss +0.5 %" in text
-    for share in ("−50 %", "+20 %"):
+    assert "<strong>ours</strong> against aux_loss: score variance +85\u00a0%" in text
+    assert "expert overlap −37\u00a0%" in text or "expert overlap −38\u00a0%" in text
+    assert "validation loss +0.5\u00a0%" in text
+    for share in ("−50\u00a0%", "+20\u00a0%"):
         assert share in text
     assert text.count('class="bars"') == 5
     # The longer bar ends at 78 % of the width, the other in proportion: 0.25 of 0.4.
     assert 'width="78.00%"' in text and 'width="48.75%"' in text
     assert "77.0" not in text  # the earlier evaluation
-    assert "<td>99 %</td>" in text and "<td>13.0</td>" in text
+    strength = STRENGTH.render(Report(read_runs([one, two]), "title"))
+    assert "<td>99\u00a0%</td>" in strength and "<td>13.0</td>" in strength
+    assert STRENGTH.render(Report(read_runs([one]), "title")) is None
 
 
 def test_better_and_worse_are_told_by_the_metrics_good_way(tmp_path):
     ours = {**EVALUATION, "eval_routing/max_violation": 0.7, "eval_routing/expert_overlap": 0.3}
     one = evaluated(write_run(tmp_path / "aux_loss", 1), EVALUATION)
     text = page(one, evaluated(write_run(tmp_path / "ours", 2), ours))
-    assert 'class="big verdict worse">+40 %' in text
-    assert 'class="big verdict better">−25 %' in text
+    assert 'class="big verdict worse">+40\u00a0%' in text
+    assert 'class="big verdict better">−25\u00a0%' in text
     assert text.count("verdict unclear") == 3
 
 
@@ -85,7 +88,7 @@ def test_nothing_is_shown_without_a_baseline_or_an_evaluation(tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after", "text"),
-    [(0.4, 0.25, "−38 %"), (2.0, 2.01, "+0.5 %"), (0.0, 1.0, "–"), (math.nan, 1.0, "–")],
+    [(0.4, 0.25, "−38\u00a0%"), (2.0, 2.01, "+0.5\u00a0%"), (0.0, 1.0, "–"), (math.nan, 1.0, "–")],
 )
 def test_change_in_percent(before, after, text):
     assert change_text(before, after) == text

@@ -18,12 +18,14 @@ from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.scores import SCORES
 from moe_finetune.report.sections.settings import SETTINGS
 from moe_finetune.report.sections.specialization import SPECIALIZATION
+from moe_finetune.report.sections.strength import STRENGTH
 
 SECTIONS: list[Section] = [
     CHANGES,
     OVERVIEW,
     SCORES,
     CURVES,
+    STRENGTH,
     ROUTING,
     SPECIALIZATION,
     SETTINGS,

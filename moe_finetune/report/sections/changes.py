@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from moe_finetune.report.charts.bars import bars
-from moe_finetune.report.context import Report, Section, group, table
+from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
 from moe_finetune.report.words import Word, word
@@ -20,26 +19,21 @@ NOTHING = 0.02
 """Changes below this share are called none."""
 
 
-def _render(report: Report) -> Markup | None:
-    parts = [_changes(report), _strength(report)]
-    return join(parts) if any(part is not None for part in parts) else None
-
-
-def _last(run: Run, name: str) -> float:
+def last(run: Run, name: str) -> float:
     """The run's last evaluation; NaN where there is none."""
     curve = run.curves.get(name)
     return curve.values[-1] if curve is not None and curve.values else math.nan
 
 
-def _changes(report: Report) -> Markup | None:
+def _render(report: Report) -> Markup | None:
     baseline = report.baseline
     if baseline is None:
         return None
     names = [
         name
         for name in METRICS
-        if math.isfinite(_last(baseline, name))
-        and any(math.isfinite(_last(run, name)) for run in report.runs[1:])
+        if math.isfinite(last(baseline, name))
+        and any(math.isfinite(last(run, name)) for run in report.runs[1:])
     ]
     if not any(name.startswith("eval_routing/") for name in names):
         return None
@@ -62,16 +56,21 @@ def _told(baseline: Run, run: Run) -> str:
     """Say the largest changes first."""
     found = []
     for name in METRICS:
-        before, after = _last(baseline, name), _last(run, name)
+        before, after = last(baseline, name), last(run, name)
         share = change(before, after)
         if math.isfinite(share):
-            found.append((abs(share), f"{_about(name).name.lower()} {change_text(before, after)}"))
+            found.append((abs(share), f"{_in_a_sentence(name)} {change_text(before, after)}"))
     moved = [text for size, text in sorted(found, key=lambda pair: -pair[0]) if size >= NOTHING]
-    loss = f"validation loss {change_text(_last(baseline, 'eval_loss'), _last(run, 'eval_loss'))}"
+    loss = f"validation loss {change_text(last(baseline, 'eval_loss'), last(run, 'eval_loss'))}"
     kept = [text for text in moved[:4] if not text.startswith("validation loss")]
-    if math.isfinite(_last(run, "eval_loss")) and math.isfinite(_last(baseline, "eval_loss")):
+    if math.isfinite(last(run, "eval_loss")) and math.isfinite(last(baseline, "eval_loss")):
         kept.append(loss)
     return ", ".join(kept) or "nothing moved"
+
+
+def _in_a_sentence(name: str) -> str:
+    title = _about(name).name
+    return title if title == "MaxVio" else title[:1].lower() + title[1:]
 
 
 def _about(name: str) -> Word:
@@ -89,19 +88,19 @@ def change_text(before: float, after: float) -> str:
     if not math.isfinite(share):
         return DASH
     digits = 0 if abs(share) >= 0.1 else 1
-    return f"{100 * share:+.{digits}f} %".replace("-", "−")
+    return f"{100 * share:+.{digits}f}\u00a0%".replace("-", "−")
 
 
 def _card(report: Report, baseline: Run, name: str) -> Markup:
     about = _about(name)
     values = [
-        (run.label, _last(run, name), report.color(run))
+        (run.label, last(run, name), report.color(run))
         for run in report.runs
-        if math.isfinite(_last(run, name))
+        if math.isfinite(last(run, name))
     ]
     rows = []
     for run in report.runs[1:]:
-        before, after = _last(baseline, name), _last(run, name)
+        before, after = last(baseline, name), last(run, name)
         if not math.isfinite(after):
             continue
         rows.append(
@@ -133,41 +132,4 @@ def _verdict(about: Word, share: float) -> str:
     return "better" if share * about.good > 0 else "worse"
 
 
-def _strength(report: Report) -> Markup | None:
-    """The losses' gradients against the language loss's, as they were measured last."""
-    rows: list[list[object]] = []
-    for run in report.runs:
-        for term in _terms(run):
-            last = {key: _last(run, f"strength/{term}/{key}") for key in _COLUMNS}
-            cells: list[object] = [join([report.swatch(run), f" {term.replace('_', ' ')}"])]
-            for key, value in last.items():
-                share = key.startswith("share")
-                cells.append(_share(value) if share else number(value))
-            rows.append(cells)
-    if not rows:
-        return None
-    return group(
-        "How strong the losses were",
-        table("Strength of each loss when it was last measured", ["Loss", *_HEADS], rows),
-        intro="The norm of each loss's gradient in percent of the language loss's, on the same "
-        "parameters: below 1 % hardly anything shows, above 100 % it drowns the language loss. "
-        "Cosine: between the two gradients.",
-    )
-
-
-_COLUMNS = ("weight", "share_router", "share_experts", "cosine_router", "cosine_experts",
-            "weight_for_10_percent")  # fmt: skip
-_HEADS = ("Weight", "Routers", "Experts", "Cosine, routers", "Cosine, experts", "Weight for 10 %")
-
-
-def _terms(run: Run) -> Iterator[str]:
-    for name in run.curves:
-        if name.startswith("strength/") and name.endswith("/weight"):
-            yield name.split("/")[1]
-
-
-def _share(value: float) -> str:
-    return DASH if not math.isfinite(value) else f"{number(100 * value, 2)} %"
-
-
-CHANGES = Section("changes", "What the losses changed", _render)
+CHANGES = Section("changes", "What changed", _render)

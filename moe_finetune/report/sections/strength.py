@@ -1,0 +1,50 @@
+"""How strong the losses were: their gradients against the language loss's, as last measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moe_finetune.report.context import Report, Section, table
+from moe_finetune.report.markup import DASH, Markup, join, number, tag
+from moe_finetune.report.runs import Run
+from moe_finetune.report.sections.changes import last
+
+
+def _render(report: Report) -> Markup | None:
+    rows: list[list[object]] = []
+    for run in report.runs:
+        for term in _terms(run):
+            values = {key: last(run, f"strength/{term}/{key}") for key in _COLUMNS}
+            cells: list[object] = [join([report.swatch(run), f" {term.replace('_', ' ')}"])]
+            for key, value in values.items():
+                share = key.startswith("share")
+                cells.append(_share(value) if share else number(value))
+            rows.append(cells)
+    if not rows:
+        return None
+    intro = (
+        "The norm of each loss's gradient in percent of the language loss's, on the same "
+        "parameters: below 1\u00a0% hardly anything shows, above 100\u00a0% it drowns the language "
+        "loss. Cosine: between the two gradients."
+    )
+    caption = "Strength of each loss when it was last measured"
+    return join([tag("p", intro, class_="intro"), table(caption, ["Loss", *_HEADS], rows)])
+
+
+_COLUMNS = ("weight", "share_router", "share_experts", "cosine_router", "cosine_experts",
+            "weight_for_10_percent")  # fmt: skip
+_HEADS = ("Weight", "Routers", "Experts", "Cosine, routers", "Cosine, experts", "Weight for 10 %")
+
+
+def _terms(run: Run) -> Iterator[str]:
+    for name in run.curves:
+        if name.startswith("strength/") and name.endswith("/weight"):
+            yield name.split("/")[1]
+
+
+def _share(value: float) -> str:
+    return DASH if not math.isfinite(value) else f"{number(100 * value, 2)}\u00a0%"
+
+
+STRENGTH = Section("strength", "Strength", _render)
