@@ -75,7 +75,7 @@ _WORDS = {
 
 def in_words(message: str) -> str:
     """What a pydantic message wants, in a recipe's words: ``a whole number``, ``a mapping``."""
-    wanted = message.removeprefix("Input should be ")
+    wanted = message.removeprefix("Value error, ").removeprefix("Input should be ")
     if wanted.startswith("a valid dictionary"):
         return "a mapping"
     return _WORDS.get(wanted, wanted)

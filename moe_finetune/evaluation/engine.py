@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 from moe_finetune.environment import describe_environment
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
@@ -217,6 +218,7 @@ class _Run:
 
     def _ask(self, entry: SuiteTask, limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         import lm_eval
+        import lm_eval.evaluator
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
@@ -225,20 +227,23 @@ class _Run:
             self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
         )
         try:
-            raw = lm_eval.simple_evaluate(
-                model=lm,
-                tasks=[entry.task],
-                num_fewshot=entry.shots,
-                limit=limit,
-                task_manager=self.catalog.manager,
-                apply_chat_template=entry.chat,
-                fewshot_as_multiturn=entry.chat,
-                bootstrap_iters=1000,
-                random_seed=self.seed,
-                numpy_random_seed=self.seed,
-                torch_random_seed=self.seed,
-                fewshot_random_seed=self.seed,
-            )
+            # It asks git for the commit of the folder it is started in, which nothing here reads,
+            # and outside of a repository git says "fatal".
+            with mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", str):
+                raw = lm_eval.simple_evaluate(
+                    model=lm,
+                    tasks=[entry.task],
+                    num_fewshot=entry.shots,
+                    limit=limit,
+                    task_manager=self.catalog.manager,
+                    apply_chat_template=entry.chat,
+                    fewshot_as_multiturn=entry.chat,
+                    bootstrap_iters=1000,
+                    random_seed=self.seed,
+                    numpy_random_seed=self.seed,
+                    torch_random_seed=self.seed,
+                    fewshot_random_seed=self.seed,
+                )
         finally:
             store.close()
         return cast(dict[str, Any], raw), lm.usage.as_dict()

@@ -157,4 +157,4 @@ def _explain(path: Path, error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         model = SuiteTask if len(first["loc"]) > 1 else Suite
         hint = did_you_mean(str(first["loc"][-1]), model.model_fields)
-    return f"{path}: {where}: {first['msg']}{hint}"
+    return f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}{hint}"

@@ -73,7 +73,8 @@ class Objective:
             except ValidationError as error:
                 first = error.errors()[0]
                 place = ".".join(("method", "terms", name, *(str(part) for part in first["loc"])))
-                raise ObjectiveError(f"{place}: {first['msg']}") from None
+                said = first["msg"].removeprefix("Value error, ")
+                raise ObjectiveError(f"{place}: {said}") from None
             if not parsed.removed:
                 built.append(kind(parsed))
         return cls(built, facts)

@@ -66,6 +66,14 @@ def test_results_hold_everything_that_a_reader_needs(finished, checkpoint):
     assert set(colours["metrics"]) == {"acc,none", "acc_norm,none"}
 
 
+def test_nothing_is_asked_of_git(backend, checkpoint, suite, tmp_path, monkeypatch, capfd):
+    """It would say "fatal" outside of a repository."""
+    monkeypatch.chdir(tmp_path)
+    options = {"opened": backend, "limit": 2, "progress": False, "only": ["sums"]}
+    evaluate(checkpoint, suite, "hf", tmp_path / "out", **options)
+    assert "fatal" not in capfd.readouterr().err
+
+
 def test_scores_are_the_mean_of_the_samples(finished):
     results, samples = load_results(finished), _samples(finished)
     for name, metric in (("sums", "exact_match"), ("colours", "acc")):

@@ -176,6 +176,10 @@ def test_suite_files_are_checked(tmp_path):
         ("name: x\ntasks: [{task: a, metric: m}, {task: a, metric: m}]", "'a' occurs twice"),
         ("name: x\nlimit: 3\ntasks: [{task: a, metric: m}]", "limit"),
         ("name: x\ntasks: [{task: a}]", "tasks.0.metric"),
+        (
+            "name: x\ntasks: [{task: ../a, metric: m}]",
+            r"s\.yaml: tasks\.0: task '\.\./a' cannot name",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(EvaluationError, match=message):

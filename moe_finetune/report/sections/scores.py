@@ -129,7 +129,7 @@ def _table(report: Report) -> Markup:
     columns += [report.swatch(run) for run in report.runs]
     compared = report.runs[1:] if report.baseline else (report.runs if has_base else [])
     against = report.baseline.label if report.baseline else "before"
-    columns += [join([report.swatch(run), f" − {against}"]) for run in compared]
+    columns += [join([report.swatch(run), f"\u00a0− {against}"]) for run in compared]
     columns += ["Items", "Chance"]
     rows, keys = [], []
     for task in _tasks(report):
