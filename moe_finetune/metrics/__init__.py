@@ -2,11 +2,9 @@
 
 from moe_finetune.metrics.coherence import (
     coherence_barrier,
-    coherence_summary,
     effective_rank,
     mutual_coherence,
     token_coherence,
-    weighted_barrier,
 )
 from moe_finetune.metrics.domains import domain_specialization
 from moe_finetune.metrics.experts import (
@@ -44,7 +42,6 @@ from moe_finetune.metrics.tokens import conditional_mean_rank
 __all__ = [
     "activation_cosine",
     "coherence_barrier",
-    "coherence_summary",
     "conditional_activation",
     "conditional_mean_rank",
     "coupling_mass",
@@ -72,5 +69,4 @@ __all__ = [
     "silhouette",
     "token_coherence",
     "top_choice",
-    "weighted_barrier",
 ]

@@ -47,46 +47,11 @@ def gram_coherence(gram_TKK: Array) -> np.ndarray:
 def coherence_barrier(k: int) -> float:
     """``1 / (2k - 1)``: below it, k experts of equal weight are recovered by greedy selection.
 
-    Sufficient, not necessary. 1 for k = 1, 1/3 for k = 2, 1/11 for k = 6. For unequal weights see
-    :func:`weighted_barrier`. Source: P4 thm 5.3.
+    Sufficient, not necessary. 1 for k = 1, 1/3 for k = 2, 1/11 for k = 6. Source: P4 thm 5.3.
     """
     if k < 1:
         raise ValueError(f"k: got {k}, wanted at least 1")
     return 1 / (2 * k - 1)
-
-
-def weighted_barrier(weights_TK: Array) -> np.ndarray:
-    """The barrier per token for unequal weights: ``alpha_min / alpha_max / (2k - 1)``, ``(T,)``.
-
-    ``weights_TK`` ``(T, K)`` positive routing weights. Greedy selection recovers all k experts
-    when ``alpha_min / alpha_max > (2k - 1) mu``. Source: P4 thm 5.3.
-    """
-    weights = floats("weights_TK", weights_TK, ("T", "K"))
-    if weights.min() < 0:
-        raise ValueError(f"weights_TK: got values down to {weights.min():g}, wanted weights >= 0")
-    high = weights.max(-1)
-    ratio = np.divide(weights.min(-1), high, out=np.zeros_like(high), where=high > 0)
-    return ratio * coherence_barrier(weights.shape[1])
-
-
-def coherence_summary(outputs_TKH: Array, weights_TK: Array | None = None) -> dict[str, float]:
-    """Mean and largest coherence of the tokens, the barrier, and the share of tokens below it.
-
-    Keys ``mean``, ``max``, ``barrier``, ``share_below`` and, with weights,
-    ``share_below_weighted``. Shares are 1 at perfect specialization. Source: P4 thm 5.3.
-    """
-    coherence_T = token_coherence(outputs_TKH)
-    barrier = coherence_barrier(np.shape(outputs_TKH)[1])
-    found = {
-        "mean": float(coherence_T.mean()),
-        "max": float(coherence_T.max()),
-        "barrier": barrier,
-        "share_below": float((coherence_T < barrier).mean()),
-    }
-    if weights_TK is not None:
-        weights = floats("weights_TK", weights_TK, np.shape(outputs_TKH)[:2])
-        found["share_below_weighted"] = float((coherence_T < weighted_barrier(weights)).mean())
-    return found
 
 
 def effective_rank(features_NH: Array) -> float:
