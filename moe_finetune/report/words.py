@@ -67,6 +67,7 @@ WORDS: dict[str, Word] = {
     "router_norm_std": Word("Router row norm, spread", "standard deviation over experts", 0),
     "gate_norm_mean": Word("Gate norm", "Frobenius, mean over experts", 0),
     "gate_norm_std": Word("Gate norm, spread", "standard deviation over experts", 0),
+    "peak_memory_gib": Word("Peak memory", "GiB of the first rank's device", -1),
     "noise_level": Word("ERC noise level", "how far the router's rows lie apart", 1),
     "below_barrier": Word(
         "Below the coherence barrier", "share of tokens whose experts are sure to be told apart", 1

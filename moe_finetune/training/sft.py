@@ -82,7 +82,11 @@ class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
 
 
 class RunLog(TrainerCallback):
-    """Appends every log of the trainer to ``metrics.jsonl`` and shows tokens/s on the bar."""
+    """Appends every log of the trainer to ``metrics.jsonl`` and shows tokens/s on the bar.
+
+    On a GPU a row of training also has ``peak_memory_gib``: the most that tensors took of the first
+    rank's device since training began.
+    """
 
     def __init__(self, output: Path):
         self.path = output / METRICS_FILE
@@ -93,6 +97,8 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
         self._time = time.perf_counter()
         self._tokens = None if state.global_step else 0.0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
             drop_after(self.path, state.global_step)
 
@@ -111,6 +117,8 @@ class RunLog(TrainerCallback):
                 self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
                 logs["tokens_per_second"] = round(self.tokens_per_second, 1)
             self._tokens, self._time = tokens, now
+        if "loss" in logs and torch.cuda.is_available():
+            logs["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         evaluated = any(name.startswith("eval_") for name in logs)
         kind = "train" if "loss" in logs else "eval" if evaluated else "end"
         row = {"kind": kind, "step": state.global_step, **logs}

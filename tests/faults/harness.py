@@ -74,6 +74,7 @@ def logged(run: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row.pop("tokens_per_second", None)
+        row.pop("peak_memory_gib", None)
     return [row for row in rows if row["kind"] != "end"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
@@ -17,6 +19,7 @@ from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
 from moe_finetune.sections import LoraSection
 from moe_finetune.training.reach import check_reach
+from moe_finetune.training.sft import RunLog
 from tests import tiny
 
 TERMS = {
@@ -266,3 +269,18 @@ def test_the_trainers_own_balance_loss_is_refused(tmp_path):
 def test_unknown_presets_are_refused_before_anything_runs():
     with pytest.raises(RecipeError, match="orthogonal_variance"):
         SpecializationCallback("orthogonal_varianse")
+
+
+def test_the_log_holds_the_devices_peak_memory(tmp_path, monkeypatch):
+    """Of training rows; counted from where training began, not from loading."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 2**29)
+    log, state = RunLog(tmp_path), TrainerState(is_world_process_zero=True)
+    log.on_train_begin(None, state, None)
+    for logs in ({"loss": 2.0}, {"eval_loss": 3.0}):
+        log.on_log(None, state, None, logs=logs)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert calls == ["reset"]
+    assert [row.get("peak_memory_gib") for row in rows] == [2.5, None]
