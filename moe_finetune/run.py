@@ -2,7 +2,8 @@
 
 A run's folder holds: ``recipe.yaml`` (resolved), ``environment.json``, ``adapter/``,
 ``checkpoints/``, ``metrics.jsonl``, ``routing/``, ``merged/``, ``eval/results.json``,
-``summary.json`` and ``report/index.html``.
+``summary.json`` and ``report/index.html``; started from the command line also ``run.log``, with
+what the libraries wrote.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from moe_finetune.errors import (
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
 from moe_finetune.json_file import read_object
 from moe_finetune.recipe import Recipe
+from moe_finetune.terminal import terminal
 
 if TYPE_CHECKING:
     from moe_finetune.training.rehearsal import Plan
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
+LOG_FILE = "run.log"
 
 
 def run_recipe(
@@ -66,33 +70,53 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
     from moe_finetune.training import ranks
 
     check_output(recipe, output, resume)
+    if ranks.rank() > 0:
+        terminal().quiet = True  # rank 0 speaks for all; warnings come from each
     if ranks.rank() == 0 and output.is_dir():
         clear_leftovers(output)
     trained = (output / "adapter").exists() or (output / "merged").exists()
-    inputs = None if trained else check_inputs(recipe, ignore_memory)
+    inputs = None
+    if not trained:
+        with terminal().phase("prepare"):
+            inputs = check_inputs(recipe, ignore_memory)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     made = not output.exists()
     if ranks.rank() == 0:
         begin(recipe, output)
-    started = time.perf_counter()
-    if inputs is not None:
-        try:
-            train(recipe, output, inputs, resume)
-        except Exception:
-            if ranks.rank() == 0 and not resume:
-                discard(output, made)
-            raise
-    if ranks.rank() > 0:
-        return output
-    if recipe.export.merge:
-        merge(recipe, output)
-    if recipe.export.verify and (output / "adapter").exists():
-        verify(recipe, output)
-    if recipe.evaluation is not None:
-        evaluate(recipe, output)
-    note(output, seconds=round(time.perf_counter() - started, 1))
-    report(output)
+    try:
+        with terminal().log_to(output / LOG_FILE) if ranks.rank() == 0 else nullcontext():
+            stages(recipe, output, inputs, resume)
+    except Exception:
+        if inputs is not None and ranks.rank() == 0 and not resume:
+            discard(output, made)
+        if (output / LOG_FILE).exists():
+            terminal().say(f"what the libraries said is in {output / LOG_FILE}", "warning")
+        raise
     return output
+
+
+def stages(recipe: Recipe, output: Path, inputs: Inputs | None, resume: bool) -> None:
+    """Train (unless ``inputs`` is None: it is done), merge, verify, evaluate, report."""
+    from moe_finetune.training import ranks
+
+    started, phase = time.perf_counter(), terminal().phase
+    if inputs is not None:
+        with phase("train"):
+            train(recipe, output, inputs, resume)
+    if ranks.rank() > 0:
+        return
+    if recipe.export.merge:
+        with phase("merge"):
+            merge(recipe, output)
+    if recipe.export.verify and (output / "adapter").exists():
+        with phase("verify"):
+            verify(recipe, output)
+    if recipe.evaluation is not None:
+        with phase("evaluate"):
+            evaluate(recipe, output)
+    note(output, seconds=round(time.perf_counter() - started, 1))
+    with phase("report"):
+        report(output)
 
 
 def plan_run(
@@ -240,7 +264,7 @@ def discard(output: Path, whole: bool) -> None:
         return
     for name in ("routing", "checkpoints"):
         shutil.rmtree(output / name, ignore_errors=True)
-    for name in (RECIPE_FILE, "environment.json"):
+    for name in (RECIPE_FILE, "environment.json", LOG_FILE):
         (output / name).unlink(missing_ok=True)
     if whole and not any(output.iterdir()):
         output.rmdir()
@@ -265,7 +289,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     model: Any = start_model(recipe)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
-    log.info("LoRA coverage\n%s", lora_coverage(model).table())
+    log.debug("LoRA coverage\n%s", lora_coverage(model).table())
     trainer, callback = build_trainer(
         recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
     )
@@ -316,6 +340,7 @@ def merge(recipe: Recipe, output: Path) -> None:
         output / "adapter",
         output / "merged",
         overwrite=True,
+        progress=terminal().progress,
         bias=exported_bias(recipe, output),
     )
     log.info(
@@ -325,7 +350,7 @@ def merge(recipe: Recipe, output: Path) -> None:
         result.bytes_written / 1e9,
         result.seconds,
     )
-    log.info("%s", "\n".join(result.plan.kinds()))
+    log.debug("%s", "\n".join(result.plan.kinds()))
     note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 

@@ -73,6 +73,18 @@ def test_wrong_input_is_exit_code_2_with_a_message(capsys, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir()), "nothing may be written"
 
 
+def test_version(capsys):
+    import importlib.metadata
+
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out == f"moe-finetune {importlib.metadata.version('moe-finetune')}\n"
+
+
+def test_an_unknown_log_format_is_refused(capsys):
+    code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
+    assert code == 2 and err == "error: --log-format yaml: wanted text or json\n"
+
+
 def test_debug_shows_where_it_was_raised(capsys):
     with pytest.raises(cli.MoeFinetuneError):
         cli.main(["train", "nowhere.yaml", "--output", "o", "--debug"])

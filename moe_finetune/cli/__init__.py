@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,27 +13,39 @@ import typer
 
 # Importing them registers their verbs.
 from moe_finetune.cli import checkpoints, evaluation, experts, runs  # noqa: F401
-from moe_finetune.cli.app import app
+from moe_finetune.cli.app import app, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.terminal import OWN, Records, Terminal, use
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
     0 success; 1 a failure of the machine, or of ``doctor``'s checks; 2 a wrong input, with one
-    message on stderr; 130 interrupted. ``--debug`` anywhere shows the traceback instead.
+    message on stderr; 130 interrupted. ``--debug``, ``--quiet`` and ``--log-format`` may stand
+    anywhere; ``--debug`` shows the traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    if arguments == ["--version"]:
+        print(f"moe-finetune {importlib.metadata.version('moe-finetune')}")
+        return 0
+    try:
+        arguments, common = split_common(arguments)
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    debug = common.debug
     for argument in arguments:
         shown = argument.encode("utf-8", "backslashreplace").decode()
         if shown != argument:  # bytes of a file's name that are no text reach Python as surrogates
             print(f"error: {shown}: is not UTF-8; rename the file", file=sys.stderr)
             return 2
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("moe_finetune").setLevel(logging.DEBUG if debug else logging.INFO)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    ours = Terminal("json" if common.json else None, common.quiet, capture=True)
+    before = use(ours)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
+    logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         with closed_pipes_ignored():
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
@@ -58,3 +72,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         error.show()  # a usage error: typer knows how to say it
         return int(error.exit_code)
+    finally:
+        use(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,8 @@ from moe_finetune.io import write_new
 app = typer.Typer(
     name="moe-finetune",
     help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
-    epilog="Add --debug to any verb to see the traceback of an error.",
+    epilog="With any verb: --quiet shows warnings and results alone, --log-format json writes one "
+    "JSON object a line to standard error, --debug shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -25,6 +27,41 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; n
 RecipeItems = Annotated[
     list[str], typer.Argument(metavar="RECIPE... [key.path=value ...]", show_default=False)
 ]
+
+
+@dataclass
+class Common:
+    """Options that every verb takes, wherever they stand."""
+
+    debug: bool = False
+    quiet: bool = False
+    json: bool = False
+
+
+def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
+    """The arguments without the common options, and those; what follows ``--`` is left alone.
+
+    Raises:
+        ValueError: a form of ``--log-format`` that does not exist.
+    """
+    common = Common()
+    rest: list[str] = []
+    given = iter(arguments)
+    for argument in given:
+        if argument == "--":
+            return [*rest, argument, *given], common
+        if argument == "--debug":
+            common.debug = True
+        elif argument == "--quiet":
+            common.quiet = True
+        elif argument.partition("=")[0] == "--log-format":
+            form = argument.partition("=")[2] or next(given, "")
+            if form not in ("text", "json"):
+                raise ValueError(f"--log-format {form}: wanted text or json")
+            common.json = form == "json"
+        else:
+            rest.append(argument)
+    return rest, common
 
 
 def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +38,11 @@ def demo(
 
     Example: moe-finetune demo --output runs/demo
     """
-    from moe_finetune.demo.path import run_demo
+    from moe_finetune.demo.path import run_demo, say_outcome
 
     page = run_demo(output, backend, steps, resume)
     print(f"report: {page}")
+    say_outcome(output, page)
 
 
 @app.command()
@@ -81,6 +83,7 @@ def train(
     Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
+    from moe_finetune.outcome import end_run, next_commands
     from moe_finetune.recipe import load_recipe
     from moe_finetune.run import plan_run, run_recipe
 
@@ -88,7 +91,12 @@ def train(
     if dry_run:
         print(plan_run(recipe, output, resume, ignore_memory).text())
         return
-    print(f"run: {run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)}")
+    run = run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"run: {run}")
+        page, saved = run / "report" / "index.html", str(run / "recipe.yaml")
+        own = [saved, "data.train=my.jsonl", "--output", f"{run}-mine"]
+        end_run({"after": run}, None, next_commands(page, run / "merged", own))
 
 
 @app.command()

@@ -16,6 +16,7 @@ from typing import Any
 from moe_finetune.errors import CheckpointError, OutputExistsError
 from moe_finetune.io import contents, one_writer, write_atomic
 from moe_finetune.recipe import Recipe, load_recipe
+from moe_finetune.terminal import terminal
 
 METHODS = ("aux_loss", "orthogonal_variance")
 
@@ -44,8 +45,8 @@ def run_demo(
             f"{output} is not empty; choose another --output, or add --resume to go on with it"
         )
     seconds: dict[str, float] = {}
-    with _timed("pretraining (or its cache)", seconds):
-        checkpoint = ensure_demo_checkpoint(progress=_bar("pretraining"))
+    with _timed("pretrain", seconds):
+        checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
     with _timed("data", seconds):
         data = write_demo_data(output / "data")
     backend = backend or _usable_backend()
@@ -53,11 +54,13 @@ def run_demo(
     for method in METHODS:
         recipe = demo_recipe(method, checkpoint, data, backend, steps)
         run = output / method
-        with _timed(f"{method}: train, merge, verify, evaluate", seconds):
-            run_recipe(recipe, run, resume=(run / "recipe.yaml").exists())
+        terminal().say(method)
+        start = time.perf_counter()
+        run_recipe(recipe, run, resume=(run / "recipe.yaml").exists())
+        seconds[method] = round(time.perf_counter() - start, 1)
         runs.append(run)
     assert recipe.evaluation is not None
-    with _timed("evaluation of the base", seconds):
+    with terminal().log_to(output / "run.log"), _timed("evaluate the base", seconds):
         evaluate(
             checkpoint,
             recipe.evaluation.suite,
@@ -71,8 +74,20 @@ def run_demo(
         write_atomic(run / "eval_base" / "results.json", base)
     page = write_report(runs, output / "report" / "index.html", title="moe-finetune demo")
     write_atomic(output / "seconds.json", json.dumps(seconds, indent=2) + "\n")
-    print("\n".join(f"{value:7.1f} s  {name}" for name, value in seconds.items()))
     return page
+
+
+def say_outcome(output: Path, page: Path) -> None:
+    """Print the demo's scores, what its methods changed, and what to do next."""
+    from moe_finetune.outcome import end_run, next_commands
+
+    recipes = [
+        str(recipes_folder() / name)
+        for name in ("methods/orthogonal_variance.yaml", "training/p0_lora.yaml")
+    ]
+    own = [*recipes, "model.path=./my-moe", "data.train=my.jsonl", "--output", "runs/first"]
+    following = next_commands(page, output / METHODS[-1] / "merged", own)
+    end_run({method: output / method for method in METHODS}, output / "base", following)
 
 
 def demo_recipe(
@@ -112,31 +127,24 @@ def _usable_backend() -> str:
     status = vllm_status()
     if not status.problems:
         return "vllm"
-    print(
-        f"vLLM cannot be used here ({'; '.join(status.problems)}); transformers evaluates instead"
+    problems = "; ".join(status.problems)
+    terminal().say(
+        f"vLLM cannot be used here ({problems}); transformers evaluates instead", "warning"
     )
     return "hf"
 
 
 @contextmanager
 def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    print(f"\n== {name}", flush=True)
     start = time.perf_counter()
-    yield
+    with terminal().phase(name):
+        yield
     seconds[name] = round(time.perf_counter() - start, 1)
 
 
-def _bar(name: str) -> Any:
-    from tqdm import tqdm
-
-    bar: list[tqdm] = []
-
+def _bar(unit: str) -> Any:
     def update(done: int, total: int, values: dict[str, float]) -> None:
-        if not bar:
-            bar.append(tqdm(total=total, desc=name, unit="step"))
-        bar[0].n = done
-        bar[0].set_postfix({key: f"{value:.3f}" for key, value in values.items()}, refresh=True)
-        if done == total:
-            bar[0].close()
+        told = "  ".join(f"{key} {value:.3f}" for key, value in values.items())
+        terminal().progress(done, total, f"{unit} {done}/{total}  {told}")
 
     return update

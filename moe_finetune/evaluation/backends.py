@@ -7,7 +7,6 @@ suites. Prompts, stop rules and few-shot examples are lm-eval's, the same for al
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from moe_finetune.errors import CheckpointError, DependencyError, EvaluationErro
 from moe_finetune.evaluation.exchange import ServerError, ask
 from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
 from moe_finetune.evaluation.vllm_install import require_vllm
+from moe_finetune.terminal import terminal
 
 if TYPE_CHECKING:
     from moe_finetune.capture.recorder import Recorder
@@ -124,7 +124,7 @@ def open_backend(
         except DependencyError as error:
             backend = "hf"
             notes.append(f"evaluating with transformers: {error}")
-            print(notes[-1], file=sys.stderr)
+            terminal().say(notes[-1], "warning")
     import moe_finetune.families  # noqa: F401  (registers native models with the Auto classes)
 
     if backend == "server":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from lm_eval.api.model import LM
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all
+from moe_finetune.terminal import terminal
 
 Overflow = Literal["error", "truncate"]
 
@@ -51,7 +51,7 @@ class CachedLM(LM):
         overflow: ``"error"`` stops a task whose prompts do not fit into the context;
             ``"truncate"`` lets lm-eval cut them on the left, and counts them.
         max_tokens: cap on generated tokens instead of the task's own.
-        progress: show a progress bar on stderr.
+        progress: show progress on the terminal.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class CachedLM(LM):
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
         lengths = self._lengths(kind, requests)
         self.usage.requests += len(requests)
-        with _Bar(len(requests), kind, self._progress) as bar:
+        bar = _Bar(len(requests), kind, self._progress)
 
-            def ask(indices: list[int]) -> list[Any]:
-                started = time.perf_counter()
-                chunk = [requests[i] for i in indices]
-                replies = self._call(kind, chunk)
-                self.usage.seconds += time.perf_counter() - started
-                self.usage.tokens += sum(lengths[i] for i in indices)
-                if kind == "generate_until":
-                    self.usage.tokens += sum(map(len, self._encode(list(replies))))
-                return replies
+        def ask(indices: list[int]) -> list[Any]:
+            started = time.perf_counter()
+            chunk = [requests[i] for i in indices]
+            replies = self._call(kind, chunk)
+            self.usage.seconds += time.perf_counter() - started
+            self.usage.tokens += sum(lengths[i] for i in indices)
+            if kind == "generate_until":
+                self.usage.tokens += sum(map(len, self._encode(list(replies))))
+            return replies
 
-            def progress(indices: list[int], stored: bool) -> None:
-                self.usage.stored += len(indices) * stored
-                bar.update(len(indices), self.usage)
+        def progress(indices: list[int], stored: bool) -> None:
+            self.usage.stored += len(indices) * stored
+            bar.update(len(indices), self.usage)
 
-            return answer_all(
-                kind, [r.args for r in requests], ask, self._store, self._backend.chunk, progress
-            )
+        return answer_all(
+            kind, [r.args for r in requests], ask, self._store, self._backend.chunk, progress
+        )
 
     def _call(self, kind: str, chunk: list[Instance]) -> list[Any]:
         try:
@@ -164,7 +164,7 @@ class CachedLM(LM):
                     f"{message}; use fewer shots, a smaller max_tokens, a longer context, or "
                     "overflow 'truncate' to cut them on the left and count them"
                 )
-            print(f"{message}; they are cut on the left", file=sys.stderr)
+            terminal().say(f"{message}; they are cut on the left", "warning")
         return [min(n, limit - extra) for n, extra in zip(lengths, room, strict=True)]
 
     def _reply_tokens(self, arguments: dict[str, Any]) -> int:
@@ -197,20 +197,15 @@ def _name(chunk: list[Instance], asked: tuple[Any, ...] | None) -> str:
 
 
 class _Bar:
-    """Progress with tokens/s and time left; nothing when disabled."""
+    """Progress with tokens/s; nothing when disabled."""
 
     def __init__(self, total: int, kind: str, enabled: bool):
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc=kind, unit="req", disable=not enabled, leave=False)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._total, self._kind, self._enabled = total, kind.replace("_", " "), enabled
+        self._done = 0
 
     def update(self, done: int, usage: Usage) -> None:
-        if usage.seconds:
-            self._bar.set_postfix_str(f"{usage.tokens / usage.seconds:,.0f} tokens/s")
-        self._bar.update(done)
+        self._done += done
+        if self._enabled:
+            speed = f", {usage.tokens / usage.seconds:,.0f} tokens/s" if usage.seconds else ""
+            note = f"{self._kind} {self._done}/{self._total}{speed}"
+            terminal().progress(self._done, self._total, note)

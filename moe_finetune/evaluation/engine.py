@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from moe_finetune.evaluation.sandbox_install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.json_file import read_object
+from moe_finetune.terminal import terminal
 
 _RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 
@@ -75,7 +75,7 @@ def evaluate(
         allow_unsafe_local: score generated programs without a sandbox.
         only: labels of the suite's tasks to run; all of them unless given.
         opened: an opened backend to use (and leave open) instead of opening one.
-        progress: show progress on stderr.
+        progress: show progress on the terminal.
 
     Returns:
         what results.json holds.
@@ -95,7 +95,7 @@ def evaluate(
     catalog, leaves = prepare(loaded, data_dir)
     programs = [t.label for t in loaded.tasks if t.code]
     if programs and not allow_unsafe_local and (trouble := no_sandbox()):
-        print(f"{', '.join(programs)}: generated and not scored; {trouble}", file=sys.stderr)
+        terminal().say(f"{', '.join(programs)}: generated and not scored; {trouble}", "warning")
     own = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
@@ -177,7 +177,7 @@ class _Run:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            print(line, file=sys.stderr)
+            terminal().say(line)
 
     def _task_file(self, key: str, entry: SuiteTask) -> Path:
         return self.output / "tasks" / f"{entry.label}-{key[:16]}" / "result.json"

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe import Recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.first_window import FoundWeights
+from moe_finetune.training.live import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.zero3 import set_leaf_blocks
@@ -82,7 +83,7 @@ class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
 
 
 class RunLog(TrainerCallback):
-    """Appends every log of the trainer to ``metrics.jsonl`` and shows tokens/s on the bar.
+    """Appends every log of the trainer, with tokens/s, to ``metrics.jsonl``.
 
     On a GPU a row of training also has ``peak_memory_gib``: the most that tensors took of the first
     rank's device since training began.
@@ -184,12 +185,15 @@ def build_trainer(
         eval_dataset=validation,
         processing_class=tokenizer,
     )
+    for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
+        trainer.remove_callback(theirs)
     set_leaf_blocks(trainer, model)
     callback.attach(trainer)
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback)
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
     found = FoundWeights(recipe, output / RECIPE_FILE, callback)
-    for place, own in enumerate((RunLog(output), trainer.guard, watch, found), start=1):
+    own_callbacks = (RunLog(output), trainer.guard, watch, found, LiveTable())
+    for place, own in enumerate(own_callbacks, start=1):
         trainer.callback_handler.callbacks.insert(place, own)
     return trainer, callback

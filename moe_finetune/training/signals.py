@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from moe_finetune.terminal import terminal
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import newest_checkpoint
 
@@ -59,16 +59,14 @@ class StopOnSignal(TrainerCallback):
         self._asked = signal.Signals(number)
         if not self._in_steps:
             raise self._interrupted()
-        print(
-            f"{self._asked.name}: finishing this step and saving; once more ends at once",
-            file=sys.stderr,
-            flush=True,
+        terminal().say(
+            f"{self._asked.name}: finishing this step and saving; once more ends at once", "warning"
         )
 
     def _interrupted(self) -> Interrupted:
         message = self._message()
         if ranks.rank() == 0:  # command-line frameworks swallow an interrupt's message
-            print(message, file=sys.stderr, flush=True)
+            terminal().say(message, "warning")
         return Interrupted(message)
 
     def _message(self) -> str:

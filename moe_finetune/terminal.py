@@ -1,0 +1,322 @@
+"""What a command shows while it works: live on a terminal, plain lines elsewhere, or JSON.
+
+Everything goes to standard error; standard output is for results. On a terminal one block stays at
+the bottom and changes in place (``rich``); in a file, a pipe, CI or a batch system each line is
+written once. ``log_to`` sends what libraries write, in this process and its children, to a file,
+so that their bars and chatter do not tear that block apart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+Style = Literal["live", "plain", "json"]
+OWN = "moe_finetune"
+EVERY = 30.0
+"""Seconds between two lines of progress where lines stay."""
+
+
+class Terminal:
+    """Lines, phases with their time, and progress.
+
+    Args:
+        style: None takes "live" where standard error is a terminal and "plain" elsewhere.
+        quiet: warnings and errors alone.
+        capture: let :meth:`log_to` send file descriptors 1 and 2 to the log; for a command line,
+            which owns them.
+    """
+
+    def __init__(self, style: Style | None = None, quiet: bool = False, capture: bool = False):
+        self._style, self.quiet, self.capture = style, quiet, capture
+        self._stream: TextIO | None = None
+        self._live: Any = None
+        self._phase: _Phase | None = None
+        self._told = 0.0
+
+    @property
+    def stream(self) -> TextIO:
+        """Where lines go."""
+        return self._stream if self._stream is not None else sys.stderr
+
+    @property
+    def style(self) -> Style:
+        """The style in use."""
+        if self._style is not None:
+            return self._style
+        dumb = os.environ.get("TERM") == "dumb" or os.environ.get("CI")
+        return "live" if self.stream.isatty() and not dumb else "plain"
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def say(self, text: str, level: Literal["info", "warning"] = "info") -> None:
+        """Write a line; with ``quiet`` only warnings."""
+        if self.quiet and level == "info":
+            return
+        if self.style == "json":
+            self._write_event("log", level=level, message=text)
+        else:
+            self._write(text)
+
+    def event(self, kind: str, text: str | None = None, **values: Any) -> None:
+        """Write ``values`` as a JSON object, or ``text`` where lines are for people."""
+        if self.quiet:
+            return
+        if self.style == "json":
+            self._write_event(kind, **values)
+        elif text is not None:
+            self._write(text)
+
+    def _write_event(self, kind: str, **values: Any) -> None:
+        row = {"time": round(time.time(), 3), "event": kind, **values}
+        self._write(json.dumps(finite(row), default=str, allow_nan=False))
+
+    def _write(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        try:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+        except BrokenPipeError:
+            if self._stream is None:
+                raise  # the command line decides
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    # -- phases -------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A stage of the work: shown while it lasts, and as one line with its time at its end."""
+        outer, self._phase = self._phase, _Phase(name)
+        self._told = time.monotonic()
+        phase, failed = self._phase, True
+        try:
+            with self._shown(outer is None):
+                yield
+            failed = False
+        finally:
+            self._phase = outer
+            seconds = time.monotonic() - phase.started
+            done = "stopped after" if failed else ""
+            self.event(
+                "phase",
+                f"{name:<12} {done}{' ' if done else ''}{duration(seconds)}",
+                name=name,
+                seconds=round(seconds, 1),
+                finished=not failed,
+            )
+
+    @contextmanager
+    def _shown(self, outermost: bool) -> Iterator[None]:
+        if self.style != "live" or self.quiet or not outermost:
+            yield
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=self.stream, force_terminal=True, highlight=False)
+        live = Live(
+            _Board(self), console=console, transient=True, refresh_per_second=4,
+            redirect_stdout=self._stream is None, redirect_stderr=self._stream is None,
+        )  # fmt: skip
+        with live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def progress(self, done: float, total: float, note: str = "") -> None:
+        """How far the present phase has come; ``note`` stands behind it."""
+        phase = self._phase
+        if phase is None:
+            return
+        phase.done, phase.total, phase.note = done, total, note
+        now = time.monotonic()
+        if self.style == "live" or now - self._told < EVERY or done >= total:
+            return
+        self._told = now
+        share = done / total if total else 0.0
+        self.event(
+            "progress",
+            f"{phase.name:<12} {100 * share:.0f} %{'  ' + note if note else ''}",
+            name=phase.name,
+            share=round(share, 4),
+        )
+
+    def show(self, rows: list[tuple[str, str, str, str]]) -> None:
+        """Values of the present phase: name, first, last and a curve, on a live terminal."""
+        if self._phase is not None:
+            self._phase.rows = rows
+
+    # -- what libraries write -----------------------------------------------------------------
+
+    @contextmanager
+    def log_to(self, path: Path) -> Iterator[None]:
+        """Append to ``path`` whatever else is written to standard output and standard error.
+
+        Without ``capture``, or inside another ``log_to``, nothing changes.
+        """
+        if not self.capture or self._stream is not None:
+            yield
+            return
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        saved = os.dup(1), os.dup(2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._stream = own = os.fdopen(
+            os.dup(saved[1]), "w", encoding="utf-8", errors="backslashreplace"
+        )
+        for number in (1, 2):
+            os.dup2(file, number)
+        os.close(file)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            for number, old in zip((1, 2), saved, strict=True):
+                os.dup2(old, number)
+                os.close(old)
+            self._stream = None
+            own.close()
+
+
+class _Phase:
+    """What is known of a stage that is under way."""
+
+    def __init__(self, name: str):
+        self.name, self.started = name, time.monotonic()
+        self.done = self.total = 0.0
+        self.note = ""
+        self.rows: list[tuple[str, str, str, str]] = []
+
+
+class _Board:
+    """The block at the bottom of a live terminal."""
+
+    def __init__(self, terminal: Terminal):
+        self.terminal = terminal
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        phase = self.terminal._phase
+        if phase is None:
+            return Text("")
+        passed = time.monotonic() - phase.started
+        line = Table.grid(padding=(0, 1))
+        cells: list[Any] = [Text(phase.name, style="bold")]
+        if phase.total:
+            bar = ProgressBar(total=phase.total, completed=phase.done, width=24)
+            cells += [bar, Text(f"{100 * phase.done / phase.total:3.0f} %")]
+        else:
+            cells.append(Text("·" * (1 + int(passed) % 3)))
+        cells.append(Text(duration(passed)))
+        if phase.note:
+            cells.append(Text(phase.note, overflow="ellipsis"))
+        line.add_row(*cells)
+        if not phase.rows:
+            return line
+        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
+        table.add_column("", overflow="ellipsis", no_wrap=True)
+        for head in ("first", "last"):
+            table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True, overflow="crop")
+        for row in phase.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return Group(table, line)
+
+
+class Records(logging.Handler):
+    """Shows this package's log records on the terminal; those of libraries go where they wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record; a warning in the same words is written once."""
+        text, shown = self.format(record), terminal()
+        warning = record.levelno >= logging.WARNING
+        if record.name.partition(".")[0] != OWN:
+            print(text, file=sys.stderr)
+        elif not warning:
+            shown.say(text)
+        elif text not in self._warned:
+            self._warned.add(text)
+            plain = shown.style != "json" and not text.startswith("WARNING")
+            shown.say(f"warning: {text}" if plain else text, "warning")
+
+
+def duration(seconds: float) -> str:
+    """A time for people: ``4.2 s``, ``3:07``, ``1:02:33``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def curve(values: list[float], width: int = 24) -> str:
+    """The last ``width`` values as a line of blocks, lowest to highest; gaps where not finite."""
+    shown = values[-width:]
+    known = [value for value in shown if math.isfinite(value)]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(
+        " " if not math.isfinite(v) else blocks[round(7 * (v - low) / span)] if span else blocks[3]
+        for v in shown
+    )
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows as a text table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None in the place of numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_terminal = Terminal()
+
+
+def terminal() -> Terminal:
+    """The terminal of this process."""
+    return _terminal
+
+
+def use(chosen: Terminal) -> Terminal:
+    """Make ``chosen`` the terminal of this process and return the one before."""
+    global _terminal
+    before, _terminal = _terminal, chosen
+    return before

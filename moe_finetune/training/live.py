@@ -1,0 +1,109 @@
+"""Training as it is shown: losses, routing, speed and time left, at every log of the trainer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+
+from transformers import TrainerCallback
+
+from moe_finetune.report.words import word
+from moe_finetune.terminal import curve, duration, terminal
+
+_SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entropy")
+
+
+class LiveTable(TrainerCallback):
+    """Takes the place of transformers' bars and dictionaries on the main process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+        self._started = 0.0
+        self._first = 0
+        self._speed = ""
+
+    def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
+        self._started, self._first = time.monotonic(), state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+        if state.is_world_process_zero:
+            terminal().progress(state.global_step, state.max_steps, self._note(state))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+        if not logs or not state.is_world_process_zero or "train_runtime" in logs:
+            return
+        numbers = {key: float(v) for key, v in logs.items() if isinstance(v, int | float)}
+        if "tokens_per_second" in numbers:
+            self._speed = f"{numbers['tokens_per_second']:,.0f} tokens/s"
+        shown = {key: numbers[key] for key in _ordered(numbers)}
+        for key, value in shown.items():
+            self._values[key].append(value)
+        self._show()
+        if not shown:
+            return
+        said = "  ".join(f"{name(key)} {number(value)}" for key, value in shown.items())
+        text = f"step {state.global_step}/{state.max_steps}  {said}"
+        if "loss" in numbers:
+            text += "".join(f"  {part}" for part in (self._speed, self._left(state)) if part)
+        kind = "train" if "loss" in numbers else "evaluation"
+        terminal().event(
+            kind,
+            None if terminal().style == "live" else text,
+            step=state.global_step,
+            steps=state.max_steps,
+            seconds_left=self._seconds_left(state),
+            **{key: value for key, value in numbers.items() if key != "step"},
+        )
+
+    def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
+        if terminal().style == "live" and state.is_world_process_zero and self._values:
+            for row in self._rows():
+                terminal().say(f"  {row[0]:<28} {row[1]:>9} -> {row[2]:>9}  {row[3]}")
+
+    def _show(self) -> None:
+        terminal().show(self._rows())
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (name(key), number(values[0]), number(values[-1]), curve(values))
+            for key, values in self._values.items()
+        ]
+
+    def _note(self, state) -> str:
+        parts = (f"step {state.global_step}/{state.max_steps}", self._speed, self._left(state))
+        return "  ".join(part for part in parts if part)
+
+    def _seconds_left(self, state) -> float | None:
+        done = state.global_step - self._first
+        if done <= 0:
+            return None
+        passed = time.monotonic() - self._started
+        return round(passed / done * (state.max_steps - state.global_step), 1)
+
+    def _left(self, state) -> str:
+        seconds = self._seconds_left(state)
+        return f"{duration(seconds)} left" if seconds else ""
+
+
+def _ordered(numbers: dict[str, float]) -> list[str]:
+    """Keys to show, in the order of the table."""
+    return [
+        key
+        for shown in _SHOWN
+        for key in numbers
+        if key == shown or (shown.endswith("/") and key.startswith(shown))
+    ]
+
+
+def name(key: str) -> str:
+    """What a logged value is called here."""
+    if key.startswith("losses/"):
+        return key.removeprefix("losses/").replace("_", " ")
+    plain = {"loss": "loss", "eval_loss": "validation loss", "routing/entropy": "entropy"}
+    return plain.get(key, word(key).name)
+
+
+def number(value: float) -> str:
+    """Four digits of it."""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
