@@ -128,7 +128,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield "router.train: 'lora' needs a `lora:` section with a rank"
     else:
         if lora.rank is None:
-            yield "lora.rank: is missing; wanted a whole number such as 32"
+            yield "lora.rank: required, but missing; wanted a whole number such as 32"
         if not lora.targets and router == "frozen":
             yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
         if lora.experts != "all" and "experts" not in lora.targets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
 
@@ -49,7 +50,9 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             known = _fields_at(model, item["loc"][:-1])
             lines.append(f"{key}: unknown key{did_you_mean(str(item['loc'][-1]), known)}")
         elif item["type"] == "missing":
-            lines.append(f"{key}: is missing")
+            inner = _required(model, item["loc"])
+            needs = f" (it needs {', '.join(f'{key}.{name}' for name in inner)})" if inner else ""
+            lines.append(f"{key}: required, but missing{needs}")
         elif cause is not None:
             lines.append(f"{key}: {cause}")
         else:
@@ -73,12 +76,44 @@ _WORDS = {
 }
 
 
+_PATTERNS = (
+    (r"a valid dictionary.*", "a mapping"),
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid (number|decimal).*", "a number"),
+    (r"a valid boolean.*", "true or false"),
+    (r"greater than or equal to (.+)", r"\1 or more"),
+    (r"greater than (.+)", r"more than \1"),
+    (r"less than or equal to (.+)", r"\1 or less"),
+    (r"less than (.+)", r"less than \1"),
+    (r"String should have at least 1 character.*", "text that is not empty"),
+    (r"String should have at (least|most) (\d+) characters?.*", r"at \1 \2 characters"),
+    (r"\w+ should have at least 1 item.*", "at least one item"),
+    (r"\w+ should have at (least|most) (\d+) items?.*", r"at \1 \2 items"),
+    (r"String should match pattern '(.+)'", r"text that matches \1"),
+    (r"None", "null"),
+)
+
+
 def in_words(message: str) -> str:
-    """What a pydantic message wants, in a recipe's words: ``a whole number``, ``a mapping``."""
+    """What a pydantic message wants, in a recipe's words: ``a whole number``, ``2 or more``."""
     wanted = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    if wanted.startswith("a valid dictionary"):
-        return "a mapping"
-    return _WORDS.get(wanted, wanted)
+    if wanted in _WORDS:
+        return _WORDS[wanted]
+    for pattern, words in _PATTERNS:
+        if found := re.fullmatch(pattern, wanted):
+            return found.expand(words)
+    return wanted
+
+
+def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Keys that the section at ``loc`` cannot do without; none where it is no section."""
+    sections: list[type[BaseModel]] = [model]
+    for part in loc:
+        if not sections or part not in sections[0].model_fields:
+            return []
+        sections = list(_models(sections[0].model_fields[str(part)].annotation))
+    known = sections[0].model_fields.items() if len(sections) == 1 else ()
+    return [name for name, field in known if field.is_required()]
 
 
 def _is_union_tag(part: str | int) -> bool:

@@ -88,12 +88,12 @@ def test_every_problem_is_one_line_with_its_place(write):
         1: "modle: unknown key; did you mean 'model'?",
         2: "lora.rnak: unknown key; did you mean 'rank'?",
         4: "data.train: 4 is not right; wanted text or a list",
-        5: "data.max_length: 1 is not right; wanted greater than or equal to 2",
+        5: "data.max_length: 1 is not right; wanted 2 or more",
         7: "trainer.learning_rat: unknown key of TRL's SFTConfig; did you mean 'learning_rate'?",
         8: "trainer.seed: 'soon' is not right; wanted a whole number",
     }.items():
         assert f"{file}:{place}: {message}" in text
-    assert "model: is missing" in text
+    assert "model: required, but missing (it needs model.path)" in text
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("method.bias_update=-1.0", "method.bias_update"),
         ("lora=8", "lora: 8 is not right; wanted a mapping"),
         ("model.dtype=float16", "'bfloat16' or 'float32'"),
-        ("lora.rank=null", "lora.rank: is missing"),
-        ("lora.alpha=.inf", "lora.alpha: inf is not right; wanted less than or equal to 1000000"),
+        ("lora.rank=null", "lora.rank: required, but missing"),
+        ("lora.alpha=.inf", "lora.alpha: inf is not right; wanted 1000000 or less"),
         ("lora.alpha=1.0e+30", "lora.alpha: 1e+30 is not right"),
         ("lora.alpha=.nan", "lora.alpha: nan is not right"),
         ("data.columns={prompt: q}", "cannot be combined"),

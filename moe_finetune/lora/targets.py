@@ -54,7 +54,8 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         else:
             found = list(family.expert_targets)
             parameters += found
-        if not found:
+        # The default names all three, so that a model with shared experts trains them.
+        if not found and "targets" in lora.model_fields_set:
             log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
     if router == "lora":
         parameters.append(family.router_target)

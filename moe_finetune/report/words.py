@@ -29,7 +29,7 @@ WORDS: dict[str, Word] = {
     "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
     "routing/entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
     "routing/entropy_share": Word(
-        "Routing entropy, share", "of log(experts); 1 when the router tells nothing", 0
+        "Routing entropy, share", "of log(experts); 1 when every expert is equally likely", 0
     ),
     "routing/max_violation_worst_layer": Word("MaxVio of the worst layer", "0 is even", -1),
     "routing/dead_experts": Word("Dead experts", "never chosen, mean over layers", -1),

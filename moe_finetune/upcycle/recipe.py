@@ -253,4 +253,4 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
             yield f"{place}.trainer.seed: cannot be set here: set `seeds`"
     for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):
         if lora is not None and lora.rank is None:
-            yield f"{place}.lora.rank: is missing; wanted a whole number such as 32"
+            yield f"{place}.lora.rank: required, but missing; wanted a whole number such as 32"

@@ -115,12 +115,13 @@ class MergePlan:
         if limit is not None and len(changed) > limit:
             lines.append(f"... and {len(changed) - limit} more")
         copied = sum(plan.copied for plan in self.tensors.values())
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         counts = Counter(type(u).__name__ for plan in changed for u in plan.updates)
         lines += [
             "",
             f"{len(changed)} tensors changed ({counts['LowRank']} low-rank updates, "
             f"{counts['Replace']} replacements), {copied} copied byte for byte, "
-            f"{len(self.tensors)} in {len(self.files)} files, {self.size / 1e9:.3f} GB",
+            f"{len(self.tensors)} tensors in {files}, {self.size / 1e9:.3f} GB",
             *self.notes,
         ]
         return "\n".join(lines)

@@ -25,7 +25,7 @@ def test_the_two_fine_tunes_differ_in_their_method_alone(method):
 
 
 def test_without_a_checkpoint_they_say_so():
-    with pytest.raises(RecipeError, match=r"model\.path: is missing"):
+    with pytest.raises(RecipeError, match=r"model\.path: required, but missing"):
         load_recipe(FOLDER / "aux_loss.yaml")
 
 

@@ -137,7 +137,7 @@ def test_title_of_the_load_says_what_happened(tmp_path: Path):
     assert "Load is more even after fine-tuning: MaxVio 0.750 → 0.125" in page.text
     assert "Load became more even (MaxVio 0.750 → 0.125)" in page.text
     # half the absolute changes of relative load: layer 1 moved 6 of 12, layer 2 nothing
-    assert "Fine-tuning moved 25 % of the load to other experts" in page.text
+    assert "Fine-tuning sent 25 % of the load to other experts" in page.text
 
 
 def test_verdicts_on_the_page_are_those_of_the_numbers(runs: list[Path], tmp_path: Path):

@@ -154,7 +154,7 @@ def test_a_wrong_study_key_is_refused_with_its_place(write_study, values, messag
 
 
 def test_a_study_without_seeds_is_refused(write_study):
-    with pytest.raises(StudyError, match="seeds: is missing"):
+    with pytest.raises(StudyError, match="seeds: required, but missing"):
         load_study(write_study({"base": BASE}))
 
 

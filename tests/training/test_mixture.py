@@ -143,7 +143,7 @@ def test_a_source_that_does_not_fit_its_file_is_refused(files, changes, message)
     ("source", "message"),
     [
         ({"path": "a", "wher": {}}, "data.train.0.wher: unknown key; did you mean 'where'?"),
-        ({"limit": 2}, "data.train.0.path: is missing"),
+        ({"limit": 2}, "data.train.0.path: required, but missing"),
         (
             {"path": "a", "columns": {"text": "b"}, "template": {"text": "{b}"}},
             "data.train.0: columns and template cannot be combined; keep one of them",

@@ -58,7 +58,7 @@ def _load_title(shots: list[Snapshot]) -> str:
         tail = "after fine-tuning" if verb != "as even" else "after fine-tuning as before"
         return f"Load is {verb} {tail}: MaxVio {number(first)} → {number(last)}"
     best = min(shots, key=_max_violation)
-    where = "before fine-tuning" if best.before else f"after {best.run}"
+    where = "before fine-tuning" if best.before else f"after the run {best.run}"
     values = [_max_violation(shot) for shot in shots]
     return f"Load is most even {where}: MaxVio {listed(shots, values)}"
 
@@ -97,14 +97,12 @@ def load_change(report: Report) -> Markup | None:
             shot, change_LE, (-reach, reach), "× even share", differences=True,
         )  # fmt: skip
         parts.append(panel(shot, picture, f"{share} moved"))
-    told = f"{number(min(moved), 2)} %"
-    if len(moved) > 1:
-        told += f" to {number(max(moved), 2)} %"
+    told = " to ".join(dict.fromkeys(f"{number(part, 2)} %" for part in (min(moved), max(moved))))
     bar = legend(
         (-reach, reach), "change of load (after − before)", differences=True, clipped=beyond
     )
     return figure(
-        f"Fine-tuning moved {told} of the load to other experts",
+        f"Fine-tuning sent {told} of the load to other experts",
         panels(parts, pairs[0][0].routing.num_experts),
         bar,
         note="Blue: chosen less often than before; orange: more often.",

@@ -139,8 +139,8 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
     grid = table("Mutual coherence", columns, rows)
     content.append(tag("details", tag("summary", "In numbers"), grid) if len(content) > 1 else grid)
     note = (
-        "Below the dashed barrier 1/(2k−1) a token's experts are sure to be told apart; above it "
-        "they may be."
+        "Below the dashed barrier 1/(2k−1) a token's experts can certainly be told apart; above "
+        "it there is no such guarantee."
     )
     return group("Coherence", figure(title, *content, note=note, wide=True))
 
