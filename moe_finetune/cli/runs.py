@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +98,21 @@ def train(
         page, saved = run / "report" / "index.html", str(run / "recipe.yaml")
         own = [saved, "data.train=my.jsonl", "--output", f"{run}-mine"]
         end_run({"after": run}, None, next_commands(page, run / "merged", own))
+
+
+@app.command()
+def preview(
+    items: RecipeItems,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to show.")] = 3,
+) -> None:
+    """Show what a recipe's data become: format, rows, learned tokens, lengths, steps.
+
+    Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
+    """
+    from moe_finetune.recipe import load_recipe
+    from moe_finetune.training.preview import preview as show
+
+    print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
 
 
 @app.command()

@@ -165,6 +165,8 @@ def _prepare(
         rows = _rows(listed, data, name, seed)
         return dataclasses.asdict(_write(rows, len(listed), data, tokenizer, name, folder))
 
+    for line in detected(listed, data):
+        log.info("%s data: %s", name, line)
     dataset, counted, found = prepared_once(key, make)
     counts = Counts(**counted)
     summary, *losses = counts.lines(data.max_length)
@@ -172,6 +174,19 @@ def _prepare(
     for loss in losses:
         log.warning("%s data: %s", name, loss)
     return dataset, counts
+
+
+def detected(sources: list[str | DataSource], data: DataSection) -> Iterator[str]:
+    """Yield for each source the layout that its first row was found to have."""
+    for source in sources:
+        reader = SourceReader.of(source, data)
+        # Without its limit: a draw would read the whole source.
+        reader = dataclasses.replace(
+            reader, source=reader.source.model_copy(update={"limit": None})
+        )
+        next(iter(reader), None)
+        if reader.former.detected:
+            yield f"{reader.source.path}: {reader.former.detected}"
 
 
 def _identity(source: str | DataSource, data: DataSection) -> list[Any]:

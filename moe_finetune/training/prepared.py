@@ -22,7 +22,7 @@ from moe_finetune.io import output_folder, output_lock, sync
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 2
+FORMAT = 3
 """To be raised when the code makes other tokens or labels of the same input."""
 
 _COUNTS = "counts.json"

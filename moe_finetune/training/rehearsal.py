@@ -243,14 +243,7 @@ def _plan(
         arguments = training_arguments(recipe, Path(folder))
     # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
     tokens = pc.sum(pc.list_value_length(train.data.column("input_ids"))).as_py()
-    packed = recipe.data.packing
-    sequences = math.ceil(tokens / recipe.data.max_length) if packed else len(train)
-    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
-    accumulation = arguments.gradient_accumulation_steps
-    steps = arguments.max_steps
-    if steps <= 0:
-        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
-        steps = math.ceil(arguments.num_train_epochs * an_epoch)
+    batch, steps = count_steps(recipe, arguments, len(train), tokens)
     return Plan(
         method=recipe.method.preset or "no preset",
         terms=list(recipe.method.terms),
@@ -260,11 +253,23 @@ def _plan(
         rows=len(train),
         tokens=tokens,
         validation=None if validation is None else len(validation),
-        batch=device_batch * accumulation,
+        batch=batch,
         steps=steps,
-        packed=packed,
+        packed=recipe.data.packing,
         remarks=list(_remarks(arguments, steps, validation is not None)),
     )
+
+
+def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
+    """Sequences that a step takes, and steps; with packing, rows are counted as if full."""
+    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
+    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
+    accumulation = arguments.gradient_accumulation_steps
+    steps = arguments.max_steps
+    if steps <= 0:
+        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
+        steps = math.ceil(arguments.num_train_epochs * an_epoch)
+    return device_batch * accumulation, steps
 
 
 def _machine(memory: Memory) -> int:

@@ -22,6 +22,12 @@ FIELDS: dict[Form, tuple[str, ...]] = {
 }
 QUESTION_TEMPLATE = {"prompt": "Question: {question}\nAnswer:", "completion": " {answer}"}
 """GSM8K's layout as lm-evaluation-harness asks it; used for ``question``/``answer`` rows."""
+_ASKED = {"prompt": "{question}\nAnswer:", "completion": " {answer}"}
+_ALPACA = {"prompt": "Instruction: {instruction}\nResponse:", "completion": " {output}"}
+_ALPACA_INPUT = {
+    "prompt": "Instruction: {instruction}\nInput: {input}\nResponse:",
+    "completion": " {output}",
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 
@@ -43,6 +49,7 @@ class Former:
         template: Mapping[str, str] | None = None,
     ):
         self.form = form
+        self.detected = ""
         self.columns = columns or {}
         self.template = template or {}
         ours = {field for fields in FIELDS.values() for field in fields}
@@ -56,6 +63,8 @@ class Former:
     def __call__(self, place: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
         row = self._mapped(place, row)
+        if self.form == "auto" and not self.detected:
+            self.detected = " and ".join(FIELDS[_detect(place, row)])
         if self.form == "auto":
             self.form = _detect(place, row)
         if self.form == "messages":
@@ -75,8 +84,11 @@ class Former:
 
     def _mapped(self, place: str, row: Row) -> Row:
         template = self.template
-        if not template and not self.columns and {"question", "answer"} <= row.keys():
-            template = {} if _has_form(row) else QUESTION_TEMPLATE
+        if not template and not self.columns and not _has_form(row):
+            if isinstance(row.get("conversations"), list):
+                self.detected = "ShareGPT: 'conversations' are taken as messages"
+                return {"messages": row["conversations"]}
+            template = self._known(row)
         if template:
             return {
                 f: _fill(text, row, f"{place}: data.template.{f}") for f, text in template.items()
@@ -90,6 +102,29 @@ class Former:
                 )
             mapped[ours] = row[theirs]
         return mapped
+
+    def _known(self, row: Row) -> Mapping[str, str]:
+        """The template of a layout that many data sets share; none for any other row."""
+        if {"question", "answer"} <= row.keys():
+            asked = str(row["question"]).lstrip().startswith("Question:")
+            template = _ASKED if asked else QUESTION_TEMPLATE
+            self.detected = self.detected or _wrapped("question and answer", template)
+            return template
+        if {"instruction", "output"} <= row.keys():
+            more = row.get("input")
+            if self.form == "messages":  # the chat template says who speaks
+                asked_with = "{instruction}\n\n{input}" if more else "{instruction}"
+                self.detected = "Alpaca: instruction, input and output are taken as a chat"
+                return {"prompt": asked_with, "completion": "{output}"}
+            template = _ALPACA_INPUT if more else _ALPACA
+            self.detected = self.detected or _wrapped("Alpaca", template)
+            return template
+        return {}
+
+
+def _wrapped(name: str, template: Mapping[str, str]) -> str:
+    text = template["prompt"] + template["completion"]
+    return f"{name}, wrapped as {text!r}; data.template changes that"
 
 
 def _has_form(row: Row) -> bool:
@@ -105,9 +140,9 @@ def _detect(place: str, row: Row) -> Form:
     if found:
         raise DataError(f"{place}: fits {' and '.join(found)}; set data.format. {has}")
     raise DataError(
-        f"{place}: wanted 'messages', 'prompt' and 'completion', 'question' and 'answer', or "
-        f"'text'; {has}. Name yours with data.columns, for example "
-        "data.columns={prompt: instruction, completion: output}"
+        f"{place}: wanted 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
+        f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. "
+        "Name yours with data.columns, for example data.columns={prompt: ask, completion: reply}"
     )
 
 

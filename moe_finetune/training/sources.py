@@ -17,14 +17,16 @@ from moe_finetune.text_file import refuse_twice, short_lines
 Row = dict[str, Any]
 Placed = tuple[str, Row]
 MAX_FILE = 256 << 20  # characters of a .json file, which is read whole
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_SUFFIXES = (*_TABLES, ".txt")
 
 
 def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     """Yield ``(place, row)`` of a file, a folder of files, a saved dataset, or a hub dataset.
 
     ``place`` is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
-    may name a configuration: ``openai/gsm8k:main``.
+    may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``; in a
+    folder with files of rows it is taken for a note about them and left out.
 
     Raises:
         DataError: no such file or dataset, or a line that cannot be parsed.
@@ -84,7 +86,8 @@ def _read_folder(folder: Path, split: str) -> Iterator[Placed]:
     files = sorted(p for p in folder.iterdir() if p.is_file() and _suffix(p) in _SUFFIXES)
     if not files:
         raise DataError(f"the folder {folder} holds none of {', '.join(_SUFFIXES)}")
-    for file in files:
+    tables = [file for file in files if _suffix(file) in _TABLES]
+    for file in tables or files:
         yield from _read_file(file)
 
 
@@ -133,6 +136,8 @@ def _read_file(path: Path) -> Iterator[Placed]:
                             f"{path}:{reader.line_num}: wanted {wanted} fields as in the header"
                         )
                     yield f"{path}:{reader.line_num}", row
+            elif suffix == ".txt":
+                yield str(path), {"text": _whole(path, f)}
             elif suffix == ".json":
                 yield from _read_json(path, f)
             else:
@@ -153,9 +158,7 @@ def _read_lines(path: Path, lines: Iterable[str]) -> Iterator[Placed]:
 
 def _read_json(path: Path, file: IO[str]) -> Iterator[Placed]:
     """A JSON array of objects, or JSON lines under the name ``.json``."""
-    text = file.read(MAX_FILE + 1)
-    if len(text) > MAX_FILE:
-        raise DataError(f"{path}: has more than {MAX_FILE >> 20} MiB of text; write it as .jsonl")
+    text = _whole(path, file)
     if not text.lstrip().startswith("["):
         yield from _read_lines(path, text.splitlines())
         return
@@ -167,6 +170,13 @@ def _read_json(path: Path, file: IO[str]) -> Iterator[Placed]:
         if not isinstance(row, dict):
             raise DataError(f"{path}: row {number}: wanted an object, got {short(row)}")
         yield f"{path}: row {number}", row
+
+
+def _whole(path: Path, file: IO[str]) -> str:
+    text = file.read(MAX_FILE + 1)
+    if len(text) > MAX_FILE:
+        raise DataError(f"{path}: has more than {MAX_FILE >> 20} MiB of text; write it as .jsonl")
+    return text
 
 
 def _parse(line: str, place: str) -> Row:

@@ -1,0 +1,83 @@
+"""``moe-finetune preview``: what a recipe's rows become, before any training."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.recipe import Recipe
+from moe_finetune.training.data import load_dataset_for
+from moe_finetune.training.rehearsal import count_steps
+from moe_finetune.training.sft import training_arguments
+from moe_finetune.training.tokenize import IGNORED
+
+BINS, BAR = 8, 40
+COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
+
+
+def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
+    """The first rows as the model will see them, their lengths, and what a step takes.
+
+    Prepares the data as a run would (and so that the run finds them prepared); needs the tokenizer
+    and no weights.
+
+    Args:
+        recipe: the run.
+        rows: how many rows to show, in the order of training.
+        color: mark learned tokens by colour; else by double brackets.
+    """
+    from moe_finetune.families.loading import load_tokenizer, local_folder
+
+    base = local_folder(recipe.model.path, False, recipe.model.revision)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
+    train = load_dataset_for(recipe.data, tokenizer, recipe.seed)[0]
+    lengths_N = np.array([len(ids) for ids in train["input_ids"]])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(recipe, Path(folder))
+    batch, steps = count_steps(recipe, arguments, len(train), int(lengths_N.sum()))
+    shown = [
+        f"row {number}: {len(row['input_ids'])} tokens, "
+        f"{sum(label != IGNORED for label in row['labels'])} learned\n"
+        + marked(row["input_ids"], row["labels"], tokenizer, COLOURED if color else PLAIN)
+        for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
+    ]
+    packed = recipe.data.packing
+    per_step = batch * (recipe.data.max_length if packed else lengths_N.mean())
+    about, kind = ("about ", "packed ") if packed else ("", "")
+    return "\n\n".join(
+        [
+            f"learned tokens are {'green' if color else 'between ' + ' and '.join(PLAIN)}",
+            *shown,
+            histogram(lengths_N),
+            f"{about}{steps:,} steps of {batch} {kind}sequences, about {per_step:,.0f} tokens "
+            "a step",
+        ]
+    )
+
+
+def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, str]) -> str:
+    """The text of ``ids`` with each stretch of learned tokens between ``marks``."""
+    text = ""
+    pairs = zip(ids, labels, strict=True)
+    for learned, stretch in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORED):
+        piece = tokenizer.decode([token for token, _ in stretch])
+        text += f"{marks[0]}{piece}{marks[1]}" if learned else piece
+    return text
+
+
+def histogram(lengths_N: np.ndarray) -> str:
+    """Lengths in tokens, as bars of about equal ranges of whole numbers."""
+    low, high = int(lengths_N.min()), int(lengths_N.max())
+    edges = np.unique(np.linspace(low, high + 1, BINS + 1).astype(int))
+    counts, _ = np.histogram(lengths_N, bins=edges)
+    lines = [
+        f"  {f'{start}–{end - 1}':>13}  {count:>9,}  {'█' * round(BAR * count / counts.max())}"
+        for count, start, end in zip(counts, edges, edges[1:], strict=False)
+    ]
+    middle, most = np.percentile(lengths_N, [50, 95])
+    head = f"tokens in a row: median {middle:.0f}, 95 % have {most:.0f} or less, longest {high}"
+    return "\n".join([head, *(line.rstrip() for line in lines)])

@@ -1,0 +1,113 @@
+"""What rows become: layouts that are known by their fields, folders of texts, the preview."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from moe_finetune.layered_yaml import Tree
+from moe_finetune.recipe import recipe_from_tree
+from moe_finetune.training.preview import histogram, marked, preview
+from moe_finetune.training.rows import Former
+from moe_finetune.training.sources import read_rows
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "made", "told"),
+    [
+        (
+            "auto",
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "ShareGPT",
+        ),
+        (
+            "auto",
+            {"instruction": "Add.", "input": "1 2", "output": "3"},
+            {"prompt": "Instruction: Add.\nInput: 1 2\nResponse:", "completion": " 3"},
+            "Alpaca, wrapped as",
+        ),
+        (
+            "auto",
+            {"instruction": "Greet.", "input": "", "output": "Hi"},
+            {"prompt": "Instruction: Greet.\nResponse:", "completion": " Hi"},
+            "Alpaca, wrapped as",
+        ),
+        (
+            "messages",
+            {"instruction": "Add.", "input": "1 2", "output": "3"},
+            {
+                "messages": [
+                    {"role": "user", "content": "Add.\n\n1 2"},
+                    {"role": "assistant", "content": "3"},
+                ]
+            },
+            "taken as a chat",
+        ),
+        (
+            "auto",
+            {"question": "Why?", "answer": "So."},
+            {"prompt": "Question: Why?\nAnswer:", "completion": " So."},
+            "wrapped as 'Question: {question}",
+        ),
+        (
+            "auto",
+            {"question": "Question: Why?", "answer": "So."},
+            {"prompt": "Question: Why?\nAnswer:", "completion": " So."},
+            "wrapped as '{question}",
+        ),
+        ("auto", {"text": "a"}, {"text": "a"}, "text"),
+    ],
+)
+def test_layouts_are_known_by_their_fields(form, row, made, told):
+    former = Former(form)
+    assert former("f:1", row) == made
+    assert told in former.detected
+
+
+def test_own_columns_come_first():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    former = Former("auto", {"prompt": "input", "completion": "output"})
+    assert former("f:1", row) == {"prompt": "1 2", "completion": "3"}
+
+
+def test_texts_of_a_folder_are_rows_unless_it_has_files_of_rows(tmp_path):
+    (tmp_path / "b.txt").write_text("second\n\ntext")
+    (tmp_path / "a.txt").write_text("first")
+    assert [row for _, row in read_rows(str(tmp_path))] == [
+        {"text": "first"}, {"text": "second\n\ntext"},
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
+    assert [row for _, row in read_rows(str(tmp_path))] == [{"text": "row"}]
+
+
+def test_learned_tokens_are_marked():
+    ids = tiny.tokenizer()("abcde")["input_ids"]
+    labels = [-100, -100, ids[2], ids[3], -100]
+    assert marked(ids, labels, tiny.tokenizer(), ("<", ">")) == "ab<cd>e"
+
+
+def test_histogram_counts_every_row():
+    text = histogram(np.array([3, 3, 4, 20, 7]))
+    bars = text.splitlines()[1:]
+    assert sum(int(line.split()[1]) for line in bars) == 5
+    assert bars[0].split()[:2] == ["3–4", "3"] and bars[-1].split()[1] == "1"
+    assert histogram(np.array([5, 5])).splitlines()[1].split()[:2] == ["5–5", "2"]
+
+
+def test_preview_shows_rows_lengths_and_steps(tiny_checkpoint, tmp_path, caplog):
+    rows = [{"question": f"What is {n}?", "answer": "x" * n} for n in range(1, 11)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "model": {"path": str(tiny_checkpoint("qwen3_moe"))},
+        "data": {"train": str(tmp_path / "d.jsonl"), "max_length": 64},
+        "trainer": {"per_device_train_batch_size": 3, "num_train_epochs": 2},
+    }
+    caplog.set_level("INFO", logger="moe_finetune")
+    text = preview(recipe_from_tree(Tree(tree)), rows=2)
+    assert "wrapped as 'Question: {question}\\nAnswer: {answer}'" in caplog.text
+    assert text.count("\nQuestion: What is ") == 2 and text.count("Answer:⟦ x") == 2
+    assert "longest 41" in text and "8 steps of 3 sequences, about 107 tokens a step" in text
