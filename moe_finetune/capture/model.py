@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moe_finetune.capture.checkpointing import inside
 from moe_finetune.capture.context import ForwardContext
 from moe_finetune.capture.experts import ExpertsResult
 from moe_finetune.capture.records import Projection, ProjectionFactors
@@ -50,14 +51,6 @@ def causal_lm(model: nn.Module) -> Any:
     """The language model itself, under PEFT and wrappers too."""
     inner: Any = getattr(model, "module", model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-
-
-def inside(decoder_layer: Any) -> Any:
-    """The layer itself, under torch's checkpoint wrapper (accelerate's activation checkpointing).
-
-    Only what is inside runs again in the backward.
-    """
-    return getattr(decoder_layer, "_checkpoint_wrapped_module", decoder_layer)
 
 
 def backbone_of(model: nn.Module) -> Any:

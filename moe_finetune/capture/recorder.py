@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_finetune.capture.checkpointing import check_block, check_layers, inside
 from moe_finetune.capture.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.capture.experts import LoraFactors, run_experts
 from moe_finetune.capture.grouped import Kernel, grouped_products
@@ -33,7 +33,6 @@ from moe_finetune.capture.model import (
     backbone_of,
     causal_lm,
     check_experts,
-    inside,
     moe_layers,
 )
 from moe_finetune.capture.perturbation import Perturbation
@@ -139,6 +138,7 @@ class Recorder:
     def _install(self) -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         for layer in self.layers:
+            check_block(layer.block, layer.index)
             check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError("this model is being recorded already; restore it first")
@@ -211,7 +211,10 @@ class Recorder:
         train = module.training and torch.is_grad_enabled()
         labels, self._labels = self._labels, None
         if train:
-            _refuse_reentrant(module)
+            use_cache = kwargs.get("use_cache")
+            if use_cache is None:
+                use_cache = getattr(module.config, "use_cache", False)
+            check_layers(module.layers, use_cache)
         context = ForwardContext(
             train=train and (self.objective is not None or self.perturbation is not None),
             observe=bool(self.observers) and (train or self.observe == "all"),
@@ -453,15 +456,3 @@ def _projection(
     if lora is None:
         return ProjectionFactors(weight[:, rows])
     return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
-
-
-def _refuse_reentrant(backbone: Any) -> None:
-    for layer in backbone.layers[:1]:
-        function: Any = getattr(layer, "_gradient_checkpointing_func", None)
-        active = getattr(layer, "gradient_checkpointing", False) and isinstance(function, partial)
-        wrapped = getattr(layer, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
-        if wrapped or (active and function.keywords.get("use_reentrant") is not False):
-            raise CaptureError(
-                "reentrant gradient checkpointing gives wrong gradients of losses between "
-                "layers; set gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )

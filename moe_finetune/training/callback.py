@@ -184,7 +184,11 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         """What transformers puts into a checkpoint's ``trainer_state.json``."""
         tables = self.table_state() if self.specialization is not None else {}
         return {
-            "args": {"method": self.method.model_dump(mode="json"), "dropout": self.dropout},
+            "args": {
+                "method": self.method.model_dump(mode="json"),
+                "dropout": self.dropout,
+                "kernel": self.kernel,
+            },
             "attributes": {"saved_tables": to_text(tables)},
         }
 

@@ -154,16 +154,25 @@ def _prepare(
     drawn = data.limit is not None or any(
         isinstance(source, DataSource) and source.limit is not None for source in listed
     )
+    identities = [_identity(source, data) for source in listed]
     key = data_key(
         tokenizer,
         data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
-        [_identity(source, data) for source in listed],
+        identities,
         [name, seed] if drawn else [],
     )
 
     def make(folder: Path) -> dict[str, Any]:
         rows = _rows(listed, data, name, seed)
-        return dataclasses.asdict(_write(rows, len(listed), data, tokenizer, name, folder))
+        counts = dataclasses.asdict(_write(rows, len(listed), data, tokenizer, name, folder))
+        for source, identity in zip(listed, identities, strict=True):
+            if _identity(source, data) != identity:
+                path = source if isinstance(source, str) else source.path
+                raise DataError(
+                    f"data.{name}: {path} changed while it was being prepared; start again when "
+                    "nothing writes to it"
+                )
+        return counts
 
     for line in detected(listed, data):
         log.info("%s data: %s", name, line)

@@ -114,6 +114,29 @@ def test_rows_are_mapped_from_disk_also_when_packed(cache, source, tmp_path):
     assert len(list(cache.rglob("cache-*.arrow"))) == 1, "packed twice"
 
 
+def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
+    cache, source, tmp_path, monkeypatch
+):
+    """Else the rows of the new content would be found under the old content's name for ever."""
+    other, before = tmp_path / "other.jsonl", source.read_text()
+    other.write_text('{"prompt": "p", "completion": "c"}\n')
+    real = data_module._rows
+
+    def edited(*args):
+        source.write_text(before.replace("say 3", "say 4"))
+        return real(*args)
+
+    both = [str(other), str(source)]
+    section = DataSection(train=both)
+    with monkeypatch.context() as meanwhile, pytest.raises(DataError, match=r"rows\.jsonl changed"):
+        meanwhile.setattr(data_module, "_rows", edited)
+        prepare(both, section, tiny.tokenizer(), "train")
+    assert not list(cache.rglob("*.arrow"))
+    source.write_text(before)
+    rows = prepare(both, section, tiny.tokenizer(), "train").to_list()
+    assert tiny.tokenizer().decode(rows[4]["input_ids"]).endswith("say 3<|endoftext|>")
+
+
 def test_what_fails_leaves_nothing(cache, source, tokenized, monkeypatch):
     text = source.read_text()
     source.write_text(text + '{"prompt": 3}\n')

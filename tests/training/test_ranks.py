@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.ranks import run_ranks
 from tests.training.ranks_worker import COMPARED, SHARE, STEPS, TRANSITION, WRONG
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1e-5
-
-
-def start(out, rank, world, port):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.ranks_worker", str(out)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "ACCELERATE_USE_CPU": "true",
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        },
-    )
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     found = []
     for world in (1, 2):
         out = folder / str(world)
-        running = [start(out, rank, world, port) for rank in range(world)]
-        for process in running:
-            _, text = process.communicate(timeout=600)
-            assert process.returncode == 0, text[-4000:]
+        run_ranks("tests.training.ranks_worker", world, out)
         found.append(
             (json.loads((out / "logged.json").read_text()), load_file(out / "w.safetensors"))
         )

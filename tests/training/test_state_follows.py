@@ -153,7 +153,8 @@ def test_a_checkpoint_made_without_the_callback_can_be_gone_on_with(tmp_path):
 
 
 def test_transformers_may_restore_the_callback_itself(tmp_path):
-    made, recall = stock(tmp_path, adapted(), SpecializationCallback(BIASED), max_steps=2)
+    first = SpecializationCallback(BIASED, dropout=0.1, kernel="grouped")
+    made, recall = stock(tmp_path, adapted(), first, max_steps=2)
     made.train()
     again, _ = stock(
         tmp_path,
@@ -165,7 +166,9 @@ def test_transformers_may_restore_the_callback_itself(tmp_path):
     without(again, Recall)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     (new,) = [c for c in again.callback_handler.callbacks if isinstance(c, SpecializationCallback)]
-    assert new.method == SpecializationCallback(BIASED).method
+    assert new is not first and new.method == first.method
+    assert (new.dropout, new.kernel) == (0.1, "grouped")
+    assert new.specialization.recorder.kernel == "grouped"
     assert all(name in new.table_state() for name in recall.after[2])
 
 

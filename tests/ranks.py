@@ -1,0 +1,46 @@
+"""Start one program on several ranks of this machine (gloo, CPU)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 600
+
+
+def run_ranks(module: str, world: int, *arguments: object) -> None:
+    """Run ``python -m module ARGUMENTS`` as ``world`` ranks; an assertion shows what one said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in running:
+            _, text = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, text[-4000:]
+    finally:
+        for process in running:  # the others wait for ever for one that failed
+            process.kill()
+            process.wait()
