@@ -214,7 +214,7 @@ class Recorder:
             use_cache = kwargs.get("use_cache")
             if use_cache is None:
                 use_cache = getattr(module.config, "use_cache", False)
-            check_layers(module.layers, use_cache)
+            check_layers(self.backbone.layers, use_cache)
         context = ForwardContext(
             train=train and (self.objective is not None or self.perturbation is not None),
             observe=bool(self.observers) and (train or self.observe == "all"),
