@@ -11,9 +11,14 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.studies import expand, load_study
 from moe_finetune.studies.effects.settings import is_miniature
 from moe_finetune.studies.slurm import batch_script, shard_command
+from moe_finetune.studies.strength import is_strength_study
 
 STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
-FILES = [f for f in sorted(STUDIES.glob("*.yaml")) if not is_miniature(f)]
+FILES = [
+    file
+    for file in sorted(STUDIES.glob("*.yaml"))
+    if not (is_miniature(file) or is_strength_study(file))
+]
 PAPER0_BENCHMARKS = {
     "glue", "bbh", "livebench", "mmlu", "mmlu_pro", "gpqa", "gsm8k", "math500", "numinamath",
     "humaneval", "mbpp",
