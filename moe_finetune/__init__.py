@@ -8,12 +8,21 @@ if TYPE_CHECKING:
     from moe_finetune.recipe import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.specialization import Specialization
     from moe_finetune.training.strength import measure_strength
 
-__all__ = ["Recipe", "SpecializationCallback", "__version__", "measure_strength", "run_recipe"]
+__all__ = [
+    "Recipe",
+    "Specialization",
+    "SpecializationCallback",
+    "__version__",
+    "measure_strength",
+    "run_recipe",
+]
 __version__ = "0.1.0"
 _HOMES = {
     "Recipe": "moe_finetune.recipe",
+    "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
     "measure_strength": "moe_finetune.training.strength",
     "run_recipe": "moe_finetune.run",
