@@ -47,6 +47,22 @@ def failed_file(output: Path, name: str) -> Path:
     return output / "logs" / f"{name}.{FAILED}"
 
 
+def _check_same(runs: Sequence[Run], output: Path) -> None:
+    """Refuse the folder of a study that has no run in common with this one.
+
+    Others are the same study with more or fewer seeds, models or methods.
+    """
+    remedy = "restore the file, or choose another --output"
+    held = read_object(output / MANIFEST, StudyError, remedy).get("runs")
+    rows = held if isinstance(held, list) else []
+    known = {row.get("recipe_sha256") for row in rows if isinstance(row, dict)}
+    if known and known.isdisjoint(run.recipe.hash for run in runs):
+        raise OutputExistsError(
+            f"{output} holds another study, none of whose runs is one of this; choose another "
+            "--output"
+        )
+
+
 def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool) -> None:
     """Check the folder and write ``study.json`` and the runs' recipes into it.
 
@@ -62,6 +78,8 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             raise OutputExistsError(
                 f"{output} holds a study; choose another --output, or add --resume to go on with it"
             )
+    if held:
+        _check_same(runs, output)
     for run in runs:
         check_run(run, output)
     names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from moe_finetune.cli import main
+from moe_finetune.errors import OutputExistsError
 from moe_finetune.studies import expand, load_study
 from moe_finetune.studies.folder import prepare, record_finished, run_folder
 
@@ -61,6 +62,20 @@ def test_a_damaged_finished_run_ends_with_2(write_study, tmp_path, capsys):
     (folder / "metrics.jsonl").write_text("")
     assert main(["study", str(file), "--output", str(output), "--resume"]) == 2
     assert f"{folder / 'metrics.jsonl'}: was changed" in capsys.readouterr().err
+
+
+def test_another_study_does_not_take_the_folder(write_study, tmp_path):
+    """Shards go into a folder that others have made: only of the same study."""
+    file, output = write_study(STUDY), tmp_path / "out"
+    study = load_study(file)
+    prepare(study, expand(study), output, resume=False)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    other = load_study(file, ["trainer.max_steps=77"])
+    with pytest.raises(OutputExistsError, match="holds another study"):
+        prepare(other, expand(other), output, resume=True)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    fewer = load_study(file, ["only.method=[none]"])
+    prepare(fewer, expand(fewer), output, resume=True)
 
 
 def test_plan_starts_nothing(write_study, tmp_path, capsys, tiny_checkpoint):
