@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_finetune.lora.targets import add_lora
@@ -70,6 +71,34 @@ def test_gradients_are_those_of_the_loop(family, wrapper):
         model.enable_input_require_grads()
     kernel = "grouped" if wrapper == "router in full" else "loop"
     assert furthest(ours(model, batches, TERMS, kernel), wanted) <= LIMIT
+
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+ADAPTERS = {
+    "rslora": ({"use_rslora": True, "target_parameters": STACKS}, 7.0 / 3**0.5),
+    "dora": ({"use_dora": True, "modules_to_save": ["mlp.gate"]}, SCALING),
+    "experts in full": ({"modules_to_save": ["mlp.gate", "experts"]}, SCALING),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_other_adapters_have_the_gradients_of_the_loop(kind):
+    options, scaling = ADAPTERS[kind]
+    torch.manual_seed(1)
+    adapter = LoraConfig(
+        r=3, lora_alpha=7, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options
+    )
+    model = get_peft_model(tiny.model("qwen3_moe"), adapter).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.normal_(0, 0.1)
+            elif "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    batches = [tiny.batch(rows=2, length=7, seed=4)]
+    wanted = reference_loop.gradients(model, batches, TERMS, scaling)
+    assert furthest(ours(model, batches, TERMS), wanted) <= LIMIT
 
 
 def test_a_weight_that_is_a_hundredth_off_is_seen():
