@@ -78,10 +78,10 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             raise OutputExistsError(
                 f"{output} holds a study; choose another --output, or add --resume to go on with it"
             )
-    if held:
-        _check_same(runs, output)
     for run in runs:
         check_run(run, output)
+    if held:
+        _check_same(runs, output)
     names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
