@@ -100,7 +100,9 @@ def serve_command(folder: Path, options: ServeOptions, cpu: bool) -> list[str]:
     if twice:
         raise RecipeError(f"{twice[0]} is set by serve already; use serve's own option")
     if cpu:
-        defaults = {"--dtype": "float32", "--enforce-eager": None}
+        defaults: dict[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
+        if "--dtype" not in given:  # see engine_arguments: AMX's kernel has no float32
+            defaults["--attention-backend"] = "CPU_MLA"
         ours |= {key: value for key, value in defaults.items() if key not in given}
     for key, value in ours.items():
         command += [key] if value is None else [key, value]

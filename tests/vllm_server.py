@@ -76,6 +76,7 @@ def _serve(request: Path, answer: Path) -> None:
         enforce_eager=True,
         max_model_len=512,
         trust_remote_code=False,
+        attention_backend="CPU_MLA",  # AMX's kernel of latent attention has no float32
     )
     sampling = SamplingParams(
         temperature=0.0, max_tokens=wanted["max_tokens"], ignore_eos=True, logprobs=0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,11 +50,20 @@ class _Pipe:
             self._other.flush()
 
 
+def _can_break(stream: TextIO) -> bool:
+    """Whether the stream has a reader that may go: a pipe or a socket, not a file or a terminal."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
 @contextmanager
 def closed_pipes_ignored() -> Iterator[None]:
     """Let the work go on when standard output or standard error is a pipe that nobody reads."""
     out, err = sys.stdout, sys.stderr
-    if out is None or err is None:
+    if out is None or err is None or not (_can_break(out) or _can_break(err)):
         yield
         return
     sys.stdout, sys.stderr = (  # type: ignore[assignment]

@@ -34,6 +34,10 @@ def engine_arguments(
     else:
         arguments |= {"gpu_memory_utilization": 0.9}
     merged = arguments | overrides
+    if cpu and merged["dtype"] == "float32":
+        # On processors with AMX vLLM takes a kernel for latent attention that has no float32;
+        # models with ordinary attention ignore this.
+        merged.setdefault("attention_backend", "CPU_MLA")
     if merged.get("trust_remote_code"):
         raise EvaluationError("vllm.trust_remote_code is never on; remove it")
     if int(merged.get("data_parallel_size") or 1) > 1 and merged.get("enable_expert_parallel"):

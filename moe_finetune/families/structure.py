@@ -54,10 +54,8 @@ def _text(config: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _on_meta(model_type: str, text: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type].from_dict(json.loads(text))
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    from moe_finetune.families.loading import meta_model
+
+    return meta_model(CONFIG_MAPPING[model_type].from_dict(json.loads(text)))

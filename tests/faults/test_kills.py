@@ -17,7 +17,7 @@ from tests.faults.harness import SAVE_STEPS, adapter_hash, logged
 pytestmark = pytest.mark.faults
 
 # clear, weights, optimizer, ranks, tables, trainer, manifest, rename, sync
-WRITES = 9
+WRITES = 8
 
 
 def test_a_save_killed_before_each_of_its_writes(server, straight, tmp_path):
