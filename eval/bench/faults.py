@@ -37,7 +37,7 @@ from tests.faults.harness import (  # noqa: E402
     write_inputs,
 )
 
-WRITES = 9
+WRITES = 8
 
 
 class Bench:
