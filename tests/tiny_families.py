@@ -12,6 +12,8 @@ from moe_finetune.families import FAMILIES
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4
 
+BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": HIDDEN,
@@ -54,8 +56,19 @@ _LINEAR = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 3,
 }
+_GRANITE = {
+    "num_local_experts": EXPERTS,
+    "intermediate_size": WIDTH,
+    "shared_intermediate_size": 56,
+}
 _CHANGES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_experts": EXPERTS, "num_shared_experts": 2, "route_scale": 1.7},
+    "aria_text": {
+        "moe_num_experts": EXPERTS,
+        "moe_topk": TOP_K,
+        "intermediate_size": WIDTH,
+        "moe_num_shared_experts": 3,
+    },
     "axk1": _MLA,
     "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
     "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
@@ -71,6 +84,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA | _INDEXER,
+    "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
+    "granitemoe": _GRANITE,
+    "granitemoe_swa": _GRANITE,
+    "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": {
         "num_experts": EXPERTS,
         "moe_topk": TOP_K,
@@ -105,6 +122,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "block_size": 8,
     },
     "minimax_m2": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
+    "minimax_m3": {
+        "num_local_experts": EXPERTS,
+        "intermediate_size": WIDTH,
+        "dense_intermediate_size": 72,
+        "shared_intermediate_size": 56,
+        "head_dim": 32,
+    },
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
     "qwen3_next": _LINEAR | {"num_experts": EXPERTS},
@@ -118,7 +142,7 @@ def config(family: str, **changes: Any) -> Any:
     sizes = _SIZES | {"num_experts_per_tok": TOP_K}
     if not {"num_experts", "num_local_experts", "moe_num_experts"} & own.keys():
         sizes["n_routed_experts"] = EXPERTS
-    if "moe_k" in own:
+    if {"moe_k", "moe_topk"} & own.keys():
         del sizes["num_experts_per_tok"]
     return kind(**(sizes | own | changes))
 
@@ -135,6 +159,6 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
             elif parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
         for name, tensor in [*built.named_buffers(), *built.named_parameters()]:
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(BIASES):
                 tensor.normal_(0, 0.1)
     return built.eval()

@@ -3,9 +3,9 @@
 Steps, for T tokens that select K of E experts each (S = T*K rows sorted by expert):
 
 1. rows ``x_SH`` of each expert are gathered from the input;
-2. ``gate_up = x W^T + s (drop(x) A^T) B^T`` with grouped products;
-3. ``z = act(gate) * up``;
-4. ``y = z V^T + s (drop(z) A'^T) B'^T``;
+2. ``gate_up = x W^T + b + s (drop(x) A^T) B^T`` with grouped products;
+3. ``z = act(gate) * up``, or what the class's own gate makes of ``gate_up``;
+4. ``y = z V^T + c + s (drop(z) A'^T) B'^T``;
 5. ``out = sum_k w_k y_k``.
 
 The whole is one autograd node. Its backward is written out so that it keeps only the input, the
@@ -37,6 +37,7 @@ from moe_finetune.capture.grouped import (
     Groups,
     OuterSums,
     Part,
+    RowSums,
     add_rows_times,
     add_rows_times_transposed,
     rows_times,
@@ -106,6 +107,8 @@ def run_experts(
     needs: frozenset[str] = frozenset(),
     expert_dropout: float = 0.0,
     grouped: bool = False,
+    bias_up_E2D: Tensor | None = None,
+    bias_down_EH: Tensor | None = None,
 ) -> ExpertsResult:
     """Run the experts on ``hidden_TH`` and return the combined output and what ``needs`` names.
 
@@ -113,9 +116,10 @@ def run_experts(
         hidden_TH: input, any float dtype; computed in the experts' dtype, returned in its own.
         index_TK: int64 experts of each token.
         weights_TK: routing weights.
-        gate_up_E2DH: stacked gate and up projections, gate rows first.
-        down_EHD: stacked down projections.
-        activation: elementwise function of the gate (``model.act_fn``).
+        gate_up_E2DH: stacked gate and up projections, gate rows first; rows as ``activation``
+            takes them where it is an :class:`OwnGate`. Any strides.
+        down_EHD: stacked down projections. Any strides.
+        activation: elementwise function of the gate (``model.act_fn``), or an ``OwnGate``.
         lora_up: factors on ``gate_up_E2DH``; dropout draws one mask a token.
         lora_down: factors on ``down_EHD``; dropout draws one mask a row.
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
@@ -123,6 +127,7 @@ def run_experts(
             activations is z without it.
         grouped: one product for all experts instead of one for each, see ``grouped_products``;
             the factors' rank must be aligned too.
+        bias_up_E2D, bias_down_EH: what the projections add, or None.
     """
     call = _Call(
         index_TK=index_TK,
@@ -150,6 +155,8 @@ def run_experts(
         lora_up.b_EOr if lora_up else None,
         lora_down.a_ErI if lora_down else None,
         lora_down.b_EOr if lora_down else None,
+        bias_up_E2D,
+        bias_down_EH,
     )
     return ExpertsResult(out.to(hidden_TH.dtype), z_gram, y_gram, z, y)
 
@@ -159,10 +166,12 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down
-    ):
+        ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
+        bias_up, bias_down,
+    ):  # fmt: skip
         tokens, selected = call.index_TK.shape
         (_, hidden, width), pairs = down.shape, call.index_TK.numel()
+        flat_S = call.index_TK.reshape(-1)
         with without_autocast(hidden_TH.device):
             groups = Groups.of(call.index_TK, call.num_experts, call.grouped)
             mask_TH = keep_mask(hidden_TH.shape, call.dropout_up, hidden_TH)
@@ -170,7 +179,7 @@ class _Experts(torch.autograd.Function):
             mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
             lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
 
-            rows_S2D = groups.buffer(2 * width, hidden_TH)
+            rows_S2D = groups.buffer(gate_up.shape[1], hidden_TH)
             p_up_Sr = p_down_Sr = None
             if a_up is not None:
                 p_up_Sr = groups.buffer(a_up.shape[1], hidden_TH)
@@ -184,6 +193,8 @@ class _Experts(torch.autograd.Function):
             for part in _parts(groups, hidden_TH):
                 x = hidden_TH.index_select(0, part.tokens_P)
                 rows = rows_times_transposed(x, gate_up, part, out=rows_S2D)
+                if bias_up is not None:
+                    rows.add_(bias_up[flat_S[part.slots_P]])
                 p_up = p_down = None
                 if a_up is not None:
                     if mask_TH is not None:
@@ -195,6 +206,8 @@ class _Experts(torch.autograd.Function):
                     z_TKD.view(-1, width).index_copy_(0, part.slots_P, z)
                 z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
                 y = rows_times_transposed(z, down, part)
+                if bias_down is not None:
+                    y.add_(bias_down[flat_S[part.slots_P]])
                 if a_down is not None:
                     z = dropped(z, _rows(mask_SD, part), call.dropout_down)
                     p_down = rows_times_transposed(z, a_down, part, out=p_down_Sr)
@@ -211,7 +224,7 @@ class _Experts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[2] or call.outputs_gram or call.outputs
         ctx.save_for_backward(
-            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
+            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
             rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
             expert_mask_SD,
         )  # fmt: skip
@@ -228,11 +241,12 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out, grad_z_gram, grad_y_gram, grad_z, grad_y):
         (
-            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
+            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
             rows_S2D, p_up_Sr, p_down_Sr, y_TKH, mask_TH, mask_SD, expert_mask_SD,
         ) = ctx.saved_tensors  # fmt: skip
         call, groups = ctx.call, ctx.groups
         _, needs_h, needs_w, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        needs_bias_up, needs_bias_down = ctx.needs_input_grad[-2:]
         hidden = down.shape[1]
         with without_autocast(hidden_TH.device):
             grad_weights = None
@@ -254,13 +268,15 @@ class _Experts(torch.autograd.Function):
                 del z_SD
             lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
 
-            sums = {
+            sums: dict[str, Any] = {
                 "gate_up": OuterSums(gate_up if needs_gate_up else None, groups),
                 "down": OuterSums(down if needs_down else None, groups),
                 "a_up": OuterSums(a_up, groups),
                 "b_up": OuterSums(b_up, groups, call.scaling_up),
                 "a_down": OuterSums(a_down, groups),
                 "b_down": OuterSums(b_down, groups, call.scaling_down),
+                "bias_up": RowSums(bias_up if needs_bias_up else None, groups),
+                "bias_down": RowSums(bias_down if needs_bias_down else None, groups),
             }
             separate = mask_TH is not None
             dx_SH: Any = None
@@ -284,6 +300,8 @@ class _Experts(torch.autograd.Function):
 
                 # down projection
                 dz = rows_times(dy, down, part)
+                if needs_bias_down:
+                    sums["bias_down"].add(dy, part)
                 if needs_down:
                     sums["down"].add(dy, z, part)
                 if a_down is not None:
@@ -303,6 +321,8 @@ class _Experts(torch.autograd.Function):
                     dz.add_(dz_own_SD[part.rows])
                 drows = gated_gradient(rows, dz, call.activation)
                 del dz
+                if needs_bias_up:
+                    sums["bias_up"].add(drows, part)
 
                 # gate and up projections
                 if needs_gate_up or (a_up is not None and not separate):
@@ -330,7 +350,7 @@ class _Experts(torch.autograd.Function):
             if needs_h and separate:
                 through_TH = sum_over_choices(dx_lora_SH, rows_S, call.index_TK.shape)
                 grad_hidden.add_(dropped(through_TH, mask_TH, call.dropout_up))
-        return (None, grad_hidden, grad_weights, *(total.sums_EOI for total in sums.values()))
+        return (None, grad_hidden, grad_weights, *(total.result() for total in sums.values()))
 
 
 def _parts(groups: Groups, hidden_TH: Tensor) -> list[Part]:

@@ -1,15 +1,33 @@
-"""The gate of an expert, ``z = act(gate) * up``, and dropout, each with its gradient."""
+"""What is between an expert's two projections, and dropout, each with its gradient.
+
+Usually ``z = act(gate) * up`` of stacked projections, gate first; a class with a gate of its own
+(clamped, interleaved, or no gate at all) has it called as it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class OwnGate:
+    """A class's own function from the first projection's rows to z, differentiated by autograd."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, rows_SU: Tensor) -> Tensor:
+        """``z_SD``."""
+        return self.function(rows_SU)
+
+
 def gated(rows_S2D: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """``z_SD`` of stacked gate and up projections, gate first."""
+    """``z_SD`` of stacked gate and up projections, gate first, or what an :class:`OwnGate` says."""
+    if isinstance(activation, OwnGate):
+        return activation(rows_S2D)
     gate, up = rows_S2D.chunk(2, dim=-1)
     return activation(gate).mul_(up) if is_silu(activation) else activation(gate) * up
 
@@ -18,6 +36,11 @@ def gated_gradient(
     rows_S2D: Tensor, dz_SD: Tensor, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Gradient of ``gated`` with respect to its rows."""
+    if isinstance(activation, OwnGate):
+        with torch.enable_grad():
+            leaf = rows_S2D.detach().requires_grad_()
+            value = activation(leaf)
+        return torch.autograd.grad(value, leaf, dz_SD)[0]
     gate, up = rows_S2D.chunk(2, dim=-1)
     out_S2D = torch.empty_like(rows_S2D)
     dgate, dup = out_S2D.chunk(2, dim=-1)

@@ -214,7 +214,7 @@ def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
 class OuterSums:
     """``sums[e] = scale * sum over the rows of e of left[p] right[p]^T``: a weight's gradient.
 
-    Filled part by part; the sum over no rows is 0. ``sums_EOI`` stays None without a weight.
+    Filled part by part; the sum over no rows is 0. The result stays None without a weight.
     """
 
     def __init__(self, like_EOI: Tensor | None, groups: Groups, scale: float = 1.0):
@@ -234,3 +234,25 @@ class OuterSums:
         sums = self.sums_EOI[part.experts].unbind(0)
         for into, left, right in zip(sums, part.split(left_PO), part.split(right_PI), strict=True):
             _product(left.t(), right, self.scale, out=into)
+
+    def result(self) -> Tensor | None:
+        """The sums (E, O, I)."""
+        return self.sums_EOI
+
+
+class RowSums:
+    """``sums[e] = sum over the rows of e``: a bias's gradient, in a fixed order."""
+
+    def __init__(self, like_EO: Tensor | None, groups: Groups):
+        # As a product with ones, which both kernels have; as many of them as their rows need.
+        like_EOI = None if like_EO is None else like_EO.unsqueeze(2).expand(-1, -1, ALIGNMENT_BYTES)
+        self.outer = OuterSums(like_EOI, groups)
+
+    def add(self, rows_PO: Tensor, part: Part) -> None:
+        """Add the rows of ``part``; every part once."""
+        self.outer.add(rows_PO, rows_PO.new_ones(rows_PO.shape[0], ALIGNMENT_BYTES), part)
+
+    def result(self) -> Tensor | None:
+        """The sums (E, O)."""
+        sums_EOI = self.outer.sums_EOI
+        return None if sums_EOI is None else sums_EOI[:, :, 0]

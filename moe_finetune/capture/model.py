@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_finetune.capture.checkpointing import inside
 from moe_finetune.capture.context import ForwardContext
 from moe_finetune.capture.experts import ExpertsResult
+from moe_finetune.capture.gated import OwnGate
 from moe_finetune.capture.records import Projection, ProjectionFactors
 from moe_finetune.errors import CaptureError
 from moe_finetune.families import Family, family_of
@@ -105,18 +106,29 @@ def config_facts(config: Any) -> ModelFacts:
 def check_experts(layer: MoeLayer) -> None:
     """Refuse experts whose layout or execution this forward does not have."""
     experts, where = layer.experts, f"layer {layer.index}"
-    flags = {
-        "has_gate": True,
-        "has_bias": False,
-        "is_transposed": False,
-        "is_concatenated": True,
-        "_is_expert_parallel": False,
-    }
-    for name, wanted in flags.items():
-        if getattr(experts, name, None) != wanted:
+    for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"):
+        if not isinstance(getattr(experts, name, None), bool):
             raise CaptureError(
-                f"{where}: experts with {name}={getattr(experts, name, None)} are not supported "
-                f"(needed: {wanted})"
+                f"{where}: {type(experts).__name__} has no {name}: it does not follow the experts "
+                "interface of this transformers version"
             )
+    if getattr(experts, "_is_expert_parallel", None) is not False:
+        raise CaptureError(f"{where}: experts that are spread over ranks are not supported")
+
+
+def stacks(experts: Any) -> tuple[Tensor, Tensor]:
+    """The two projections of all experts as (E, rows, H) and (E, H, D), however they are stored."""
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    down = experts.down_proj
+    if experts.is_transposed:
+        return up.transpose(1, 2), down.transpose(1, 2)
+    return up, down
+
+
+def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """The function of the gate, or the class's own step between its projections."""
+    if not experts.has_gate:
+        return OwnGate(experts.act_fn)
     if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
-        raise CaptureError(f"{where}: {type(experts).__name__} gates in its own way")
+        return OwnGate(experts._apply_gate)
+    return experts.act_fn

@@ -30,10 +30,12 @@ from moe_finetune.capture.grouped import Kernel, grouped_products
 from moe_finetune.capture.inject import inject
 from moe_finetune.capture.model import (
     MoeLayer,
+    activation_of,
     backbone_of,
     causal_lm,
     check_experts,
     moe_layers,
+    stacks,
 )
 from moe_finetune.capture.perturbation import Perturbation
 from moe_finetune.capture.records import Projection, ProjectionFactors, RoutingRecord
@@ -183,7 +185,9 @@ class Recorder:
     def _check_kernel(self) -> None:
         """Refuse a kernel that cannot run here, and say when a GPU has to do without its own."""
         experts = self.layers[0].experts
-        up, down = experts.gate_up_proj, experts.down_proj
+        up, down = experts.down_proj, experts.down_proj
+        if up.dim() == 3:
+            up, down = stacks(experts)
         if up.dim() != 3 or grouped_products(self.kernel, up, down):
             return  # partitioned weights have their shape in the forward alone
         if self.kernel == "auto" and up.device.type == "cuda":
@@ -270,17 +274,20 @@ class Recorder:
         return (hidden.to(weight.dtype), *args[1:])
 
     def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
+        returns = layer.family.router_returns
         if not (isinstance(output, tuple) and len(output) == 3):
             raise CaptureError(
                 f"layer {layer.index}: the router of this {layer.family.title} does not return "
-                "(logits, weights, index); this transformers version is not supported"
+                f"({', '.join(returns)}); this transformers version is not supported"
             )
-        logits, weights, index = output
+        named = dict(zip(returns, output, strict=True))
+        logits, weights, index = named["logits"], named["weights"], named["index"]
         if self.perturbation is not None:
             weights, index = self.perturbation.routing(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index)
-        return logits, weights, index
+        named |= {"weights": weights, "index": index}
+        return tuple(named[name] for name in returns)
 
     def _run_experts(
         self,
@@ -292,9 +299,11 @@ class Recorder:
     ) -> Tensor:
         context = layer.context
         _, wrappers = parameter_wrappers(layer.outer_experts)
-        dtype = experts.gate_up_proj.dtype
-        grouped = grouped_products(self.kernel, experts.gate_up_proj, experts.down_proj)
-        up = expert_factors(wrappers.get("gate_up_proj"), dtype, self.dropout, grouped)
+        gate_up, down_proj = stacks(experts)
+        dtype = gate_up.dtype
+        grouped = grouped_products(self.kernel, gate_up, down_proj)
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        up = expert_factors(wrappers.get(first), dtype, self.dropout, grouped)
         down = expert_factors(wrappers.get("down_proj"), dtype, self.dropout, grouped)
         needs: frozenset[str] = frozenset()
         expert_dropout = 0.0
@@ -309,14 +318,16 @@ class Recorder:
             hidden_TH,
             index_TK,
             weights_TK,
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.act_fn,
+            gate_up,
+            down_proj,
+            activation_of(experts),
             up,
             down,
             needs,
             expert_dropout,
             grouped,
+            getattr(experts, f"{first}_bias") if experts.has_bias else None,
+            experts.down_proj_bias if experts.has_bias else None,
         )
         if context is not None and context.wanted:
             layer.result = result
@@ -447,12 +458,22 @@ def _projection(
     experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
 ) -> ProjectionFactors:
     """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
+    gate_up, down_proj = stacks(experts)
     if name == "down":
-        weight, lora, rows = experts.down_proj, down, slice(None)
+        weight, lora, rows = down_proj, down, slice(None)
     else:
-        weight, lora = experts.gate_up_proj, up
-        width = weight.shape[1] // 2
-        rows = slice(0, width) if name == "gate" else slice(width, None)
+        weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
     if lora is None:
         return ProjectionFactors(weight[:, rows])
     return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
+
+
+def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
+    """The rows of the stacked gate and up projections that are one of them."""
+    if not experts.has_gate:
+        if name == "gate":
+            raise CaptureError(f"{type(experts).__name__} has no gate projection")
+        return slice(None)
+    if not experts.is_concatenated:
+        return slice(0 if name == "gate" else 1, None, 2)
+    return slice(0, rows // 2) if name == "gate" else slice(rows // 2, None)

@@ -17,8 +17,12 @@ from moe_finetune.registry import Registry
 class DiskLayout:
     """Tensor names of one MoE layer in the published checkpoint, with ``{layer}``/``{expert}``.
 
-    Every family here stores one matrix per expert and projection; in memory transformers fuses
-    them to ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``.
+    Most families store one matrix per expert and projection; in memory transformers fuses them to
+    ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. Where ``gate_up`` is
+    given the files hold these two stacks themselves, under the names ``gate_up`` and ``down``,
+    ``transposed`` where the class stores (E, in, out).
+
+    ``per_expert`` are further tensors of the block with one row an expert.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -28,8 +32,23 @@ class DiskLayout:
     up: str = "experts.{expert}.up_proj.weight"
     down: str = "experts.{expert}.down_proj.weight"
 
+    gate_up: str | None = None
+    transposed: bool = False
+    per_expert: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether a tensor of the files holds all experts."""
+        return self.gate_up is not None
+
+    def parts(self, parameter: str) -> tuple[str, ...]:
+        """What the loaded model's ``gate_up_proj`` or ``down_proj`` is in the files."""
+        if parameter == "down_proj":
+            return ("down",)
+        return ("gate_up",) if self.fused else ("gate", "up")
+
     def name(self, part: str, layer: int, expert: int | None = None) -> str:
-        """Full name of ``part``: ``router``, ``router_bias``, ``gate``, ``up`` or ``down``."""
+        """Full name of ``part``, one of this class's patterns."""
         pattern = getattr(self, part)
         if pattern is None:
             raise KeyError(f"this layout has no {part}")
@@ -45,6 +64,8 @@ class Family:
     are relative to a decoder layer of the loaded transformers model: ``attention_targets`` and
     ``shared_targets`` too, which name linear layers, of which a layer may lack some. ``groups`` is
     the number of groups of experts and how many of them a token may select from.
+    ``router_weight`` is where the weight is in the router's module, ``router_returns`` the order in
+    which that module returns what it computes.
     """
 
     name: str
@@ -58,6 +79,7 @@ class Family:
     block_path: str = "mlp"
     router_name: str = "gate"
     router_weight: str = "weight"
+    router_returns: tuple[str, str, str] = ("logits", "weights", "index")
     experts_name: str = "experts"
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)

@@ -69,6 +69,34 @@ W1_W3_W2 = DiskLayout(
 )
 """Mixtral's names."""
 
+_STACKS = DiskLayout(
+    router_bias="gate.e_score_correction_bias",
+    gate_up="experts.gate_up_proj",
+    down="experts.down_proj",
+)
+"""The loaded model's own names."""
+
+_GRANITE_SHARED = under("shared_mlp", "input_linear", "output_linear")
+_granite = partial(
+    Family,
+    score="softmax",
+    attention_targets=QKVO,
+    disk=DiskLayout(
+        block="model.layers.{layer}.block_sparse_moe",
+        router="router.layer.weight",
+        gate_up="input_linear.weight",
+        down="output_linear.weight",
+    ),
+    block_path="block_sparse_moe",
+    router_name="router",
+    router_returns=("index", "weights", "logits"),
+    num_experts=_key("num_local_experts"),
+    renormalize=_yes,
+    expert_width=_key("intermediate_size"),
+    moe_layers=layers_with_experts,
+)
+"""IBM's Granite: experts fused in the files, the router's index first."""
+
 # DeepSeek-V3's router: sigmoid, a correction bias on the selection, groups, scaled weights.
 _sigmoid = partial(
     Family,
@@ -112,6 +140,25 @@ FAMILIES = (
         renormalize=_yes,
         scaling=_scaled("route_scale"),
         groups=_ungrouped,
+    ),
+    _softmax(
+        "aria_text",
+        "aria_text",
+        "AriaTextForCausalLM",
+        "Aria (text)",
+        shared_targets=SHARED_EXPERTS,
+        disk=DiskLayout(
+            router="router.weight",
+            gate_up="experts.fc1.weight",
+            down="experts.fc2.weight",
+            transposed=True,
+        ),
+        router_name="router",
+        router_returns=("index", "weights", "logits"),
+        num_experts=_key("moe_num_experts"),
+        top_k=_key("moe_topk"),
+        renormalize=_yes,
+        expert_width=_key("intermediate_size"),
     ),
     _sigmoid("axk1", "axk1", "AXK1ForCausalLM", "A.X K1", attention_targets=MLA),
     _sigmoid(
@@ -186,6 +233,45 @@ FAMILIES = (
         expert_width=_key("intermediate_size"),
         check=_check_hunyuan,
     ),
+    _softmax(
+        "gpt_oss",
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "gpt-oss",
+        disk=DiskLayout(
+            router="router.weight",
+            gate_up="experts.gate_up_proj",
+            down="experts.down_proj",
+            transposed=True,
+            per_expert=("router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"),
+        ),
+        router_name="router",
+        num_experts=_key("num_local_experts"),
+        renormalize=_yes,
+        expert_width=_key("intermediate_size"),
+    ),
+    _granite("granitemoe", "granitemoe", "GraniteMoeForCausalLM", "Granite 3 MoE"),
+    _granite(
+        "granitemoe_swa",
+        "granitemoe_swa",
+        "GraniteMoeSWAForCausalLM",
+        "Granite MoE SWA",
+        shared_targets=_GRANITE_SHARED,
+        disk=DiskLayout(
+            block="model.layers.{layer}.block_sparse_moe",
+            router="router.weight",
+            gate_up="experts.gate_up_proj",
+            down="experts.down_proj",
+        ),
+        router_returns=("logits", "weights", "index"),
+    ),
+    _granite(
+        "granitemoeshared",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        "Granite MoE shared",
+        shared_targets=_GRANITE_SHARED,
+    ),
     _sigmoid(
         "hy_v3",
         "hy_v3",
@@ -253,6 +339,19 @@ FAMILIES = (
         "MiniMax-M2",
         shared_targets=(),
         disk=replace(W1_W3_W2, router_bias="e_score_correction_bias"),
+        num_experts=_key("num_local_experts"),
+        renormalize=_yes,
+        scaling=_unscaled,
+        groups=_ungrouped,
+        expert_width=_key("intermediate_size"),
+    ),
+    _sigmoid(
+        "minimax_m3",
+        "minimax_m3_vl_text",
+        "MiniMaxM3VLForCausalLM",
+        "MiniMax-M3 (text)",
+        shared_targets=under("mlp.shared_experts", "gate_up_proj", "down_proj"),
+        disk=_STACKS,
         num_experts=_key("num_local_experts"),
         renormalize=_yes,
         scaling=_unscaled,

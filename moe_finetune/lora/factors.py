@@ -71,10 +71,6 @@ def expert_factors(
     name = active_adapter(wrapper) if wrapper is not None else None
     if wrapper is None or name is None:
         return None
-    if not wrapper._did_swap_in_out_features:
-        raise CaptureError(
-            f"experts that store '{wrapper.parameter_name}' as (E, in, out) are not supported"
-        )
     experts = wrapper.num_experts
     packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
     packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]

@@ -181,7 +181,7 @@ def widen_routers(model: nn.Module) -> None:
 
 def _is_router(model: nn.Module, name: str) -> bool:
     family = family_of(backbone_of(model).config)
-    return name.endswith(f"{family.block_path}.{family.router_name}.weight")
+    return name.endswith(f".{family.router_target}")
 
 
 def _any_ends(names: list[str], suffix: str) -> bool:

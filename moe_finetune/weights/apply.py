@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.families import FUSED
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.weights.adapter import Adapter
 from moe_finetune.weights.bias import BiasExport
@@ -109,7 +110,7 @@ def merge_adapter(
         copied=sum(tensor.copied for tensor in plan.tensors.values()),
         bytes_written=0 if dry_run else plan.size,
         seconds=time.perf_counter() - started,
-        delta_norms=norms,
+        delta_norms={name: norm for name, norm in norms.items() if name in plan.tensors},
         expert_norms=_expert_norms(opened, norms),
     )
 
@@ -137,7 +138,10 @@ def apply_plan(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> dict[str, float]:
-    """Carry out ``plan`` and return the norm of the change of each changed tensor."""
+    """Carry out ``plan`` and return the norm of the change of each changed tensor.
+
+    And of each expert, under ``name[expert]``, where a tensor holds a stack of them.
+    """
     from moe_finetune.weights.compute import Factors, Merged
     from moe_finetune.weights.values import check_values
     from moe_finetune.weights.writer import Copy, Literal, write_files
@@ -158,7 +162,8 @@ def apply_plan(
         for name, content in plan.small_files.items():
             write_small(folder, name, content)
         write_files(folder, plan.files, contents, workers or default_workers(), progress)
-    return {name: norms[name] for name in plan.tensors if name in norms}
+    order = {name: number for number, name in enumerate(plan.tensors)}
+    return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def default_workers() -> int:
@@ -185,7 +190,11 @@ def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, lis
     found: dict[int, list[float]] = {}
     for layer, experts in base.experts.items():
         parts = [
-            [norms.get(disk.name(part, layer, expert)) for part in ("gate", "up", "down")]
+            [
+                norms.get(disk.name(part, layer, expert) + (f"[{expert}]" if disk.fused else ""))
+                for parameter in FUSED
+                for part in disk.parts(parameter)
+            ]
             for expert in range(experts)
         ]
         if any(norm is not None for expert in parts for norm in expert):

@@ -118,6 +118,8 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
     disk = checkpoint.family.disk
+    if disk.fused:
+        return _count_stacked(checkpoint)
     parts = {}
     for part in ("gate", "up", "down"):
         literal = re.escape(f"{disk.block}.{getattr(disk, part)}")
@@ -138,11 +140,30 @@ def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
                     f"{checkpoint.folder}: tensor '{disk.name(part, number, expert)}' is missing; "
                     "a shard is missing or the checkpoint is incomplete"
                 )
-        for part in ("router", *(["router_bias"] if disk.router_bias else [])):
-            if disk.name(part, number) not in checkpoint.tensors:
-                raise CheckpointError(
-                    f"{checkpoint.folder}: tensor '{disk.name(part, number)}' is missing; "
-                    "a shard is missing or the checkpoint is incomplete"
-                )
+        _check_present(checkpoint, number, ())
         counts[number] = count
     return counts
+
+
+def _count_stacked(checkpoint: Checkpoint) -> dict[int, int]:
+    """Experts of each layer where a tensor holds all of them: its first dimension."""
+    disk = checkpoint.family.disk
+    names = [re.escape(f"{disk.block}.{part}") for part in (disk.gate_up, disk.down)]
+    regex = re.compile("|".join(name.replace(r"\{layer\}", r"(\d+)") for name in names))
+    counts: dict[int, int] = {}
+    for name, info in checkpoint.tensors.items():
+        if match := regex.fullmatch(name):
+            counts.setdefault(int(match[1] or match[2]), info.shape[0] if info.shape else 0)
+    for number in counts:
+        _check_present(checkpoint, number, ("gate_up", "down"))
+    return dict(sorted(counts.items()))
+
+
+def _check_present(checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
+    disk = checkpoint.family.disk
+    for part in ("router", *(["router_bias"] if disk.router_bias else []), *parts):
+        if disk.name(part, layer) not in checkpoint.tensors:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor '{disk.name(part, layer)}' is missing; "
+                "a shard is missing or the checkpoint is incomplete"
+            )

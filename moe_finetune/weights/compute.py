@@ -87,7 +87,8 @@ def _unpack_b(packed_ORn: Tensor, slots: int) -> Tensor:
 class Merged:
     """Content of a changed or converted tensor: ``source + sum of updates``, cast and written.
 
-    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name.
+    ``norms`` receives the Frobenius norm of the float32 change under the tensor's name, and where
+    it holds a stack of experts of each expert's change under ``name[expert]``.
     """
 
     plan: TensorPlan
@@ -98,47 +99,69 @@ class Merged:
         """See :class:`moe_finetune.weights.writer.Content`."""
         source = self.plan.source
         assert source is not None
-        left_OR, right_RI = self._low_rank()
-        squares = 0.0
+        stacked = self.plan.stacked
         columns = target.shape[-1] if len(target.shape) > 1 else 1
-        rows = target.size // ITEM_BYTES[target.dtype] // columns
-        step, block = max(1, _CHUNK // columns), max(1, _BLOCK // columns)
+        rows = target.size // ITEM_BYTES[target.dtype] // columns // stacked
         file = os.open(source.file, os.O_RDONLY)
         try:
-            for first in range(0, rows, step):
-                last = min(first + step, rows)
-                at = target.offset + first * columns * ITEM_BYTES[target.dtype]
-                chunk_OI = _buffer("in", last - first, columns, source.dtype, at)
-                start = source.offset + first * columns * ITEM_BYTES[source.dtype]
-                read_into(file, as_bytes(chunk_OI), start)
-                out_OI = chunk_OI
-                if target.dtype != source.dtype:
-                    out_OI = _buffer("out", last - first, columns, target.dtype, at)
-                for top in range(0, last - first, block):
-                    rows_here = slice(top, min(top + block, last - first))
-                    work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
-                    work_OI.copy_(chunk_OI[rows_here])
-                    for update in self.plan.updates:
-                        if isinstance(update, Replace):
-                            if not finite(work_OI):
-                                raise self._not_finite(source)
-                            squares += self._replace(work_OI, update, (first + top) * columns)
-                    if left_OR is not None and right_RI is not None:
-                        below = slice(first + rows_here.start, first + rows_here.stop)
-                        work_OI.addmm_(left_OR[below], right_RI)
-                    _check_range(work_OI, target)
-                    out_OI[rows_here].copy_(work_OI)
-                    if not finite(out_OI[rows_here]):
-                        raise self._not_finite(source)
-                out.write(out_OI.view(-1).view(torch.uint8), at)
+            changes = [
+                self._matrix(out, target, source, file, expert, rows, columns)
+                for expert in range(stacked)
+            ]
         finally:
             os.close(file)
         if self.plan.updates:
-            if left_OR is not None and right_RI is not None:
-                # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
-                gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
-                squares += max(gram.sum().item(), 0.0)
-            self.norms[target.name] = squares**0.5
+            if stacked > 1:
+                for expert, squares in enumerate(changes):
+                    self.norms[f"{target.name}[{expert}]"] = squares**0.5
+            self.norms[target.name] = sum(changes) ** 0.5
+
+    def _matrix(
+        self,
+        out: Output,
+        target: TensorInfo,
+        source: TensorInfo,
+        file: int,
+        expert: int,
+        rows: int,
+        columns: int,
+    ) -> float:
+        """Write one matrix of the tensor (its only one, or an expert's); square of its change."""
+        left_OR, right_RI = self._low_rank(expert)
+        squares = 0.0
+        start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            begin = (start_row + first) * columns
+            at = target.offset + begin * ITEM_BYTES[target.dtype]
+            chunk_OI = _buffer("in", last - first, columns, source.dtype, at)
+            start = source.offset + begin * ITEM_BYTES[source.dtype]
+            read_into(file, as_bytes(chunk_OI), start)
+            out_OI = chunk_OI
+            if target.dtype != source.dtype:
+                out_OI = _buffer("out", last - first, columns, target.dtype, at)
+            for top in range(0, last - first, block):
+                rows_here = slice(top, min(top + block, last - first))
+                work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
+                work_OI.copy_(chunk_OI[rows_here])
+                for update in self.plan.updates:
+                    if isinstance(update, Replace):
+                        if not finite(work_OI):
+                            raise self._not_finite(source)
+                        squares += self._replace(work_OI, update, begin + top * columns)
+                if left_OR is not None and right_RI is not None:
+                    below = slice(first + rows_here.start, first + rows_here.stop)
+                    work_OI.addmm_(left_OR[below], right_RI)
+                _check_range(work_OI, target)
+                out_OI[rows_here].copy_(work_OI)
+                if not finite(out_OI[rows_here]):
+                    raise self._not_finite(source)
+            out.write(out_OI.view(-1).view(torch.uint8), at)
+        if left_OR is not None and right_RI is not None:
+            # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
+            gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
+            squares += max(gram.sum().item(), 0.0)
+        return squares
 
     def _not_finite(self, source: TensorInfo) -> MoeFinetuneError:
         """Whose fault it is that the result is not finite: the base's, or the adapters'."""
@@ -153,9 +176,13 @@ class Merged:
             "lora_alpha are too large; take an earlier checkpoint, or look at adapter_config.json"
         )
 
-    def _low_rank(self) -> tuple[Tensor | None, Tensor | None]:
-        """All low-rank updates as one pair: their factors side by side."""
-        pairs = [self.factors.pair(u) for u in self.plan.updates if isinstance(u, LowRank)]
+    def _low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
+        pairs = [
+            self.factors.pair(update)
+            for update in self.plan.updates
+            if isinstance(update, LowRank) and update.expert in (None, expert)
+        ]
         if len(pairs) < 2:
             return pairs[0] if pairs else (None, None)
         return torch.cat([left for left, _ in pairs], 1), torch.cat([right for _, right in pairs])

@@ -155,7 +155,10 @@ def places_on_disk(
         if match is None or stack != family.experts_name or parameter not in FUSED:
             yield name, [(name_on_disk(mapping, name), shape)]
             continue
-        parts = ("gate", "up") if parameter == FUSED[0] else ("down",)
+        parts = disk.parts(parameter)
+        if disk.fused:
+            yield name, [(disk.name(parts[0], int(match[1])), shape)]
+            continue
         part_shape = (shape[1] // len(parts), shape[2])
         yield (
             name,

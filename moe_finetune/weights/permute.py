@@ -42,7 +42,7 @@ class PermuteReport:
 
 @dataclass(frozen=True)
 class Rows:
-    """Content whose row i is row ``order[i]`` of a small stored tensor (router, bias)."""
+    """Content whose row i is row ``order[i]`` of a stored tensor (router, bias, fused stack)."""
 
     source: TensorInfo
     order: tuple[int, ...]
@@ -53,9 +53,10 @@ class Rows:
         from moe_finetune.weights.values import check_values
 
         check_values([self.source], CheckpointError, "copy or download the checkpoint again")
-        rows = read_bytes(self.source.file, self.source.offset, self.source.size)
-        rows = rows.view(len(self.order), -1)[list(self.order)]
-        out.write(rows.reshape(-1), target.offset)
+        size = self.source.size // len(self.order)
+        for place, row in enumerate(self.order):
+            one = read_bytes(self.source.file, self.source.offset + row * size, size)
+            out.write(one, target.offset + place * size)
 
 
 @one_writer
@@ -175,8 +176,14 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
     found: dict[str, Content] = {}
     for part in ("router", *(["router_bias"] if disk.router_bias else [])):
         found[disk.name(part, layer)] = Rows(base.tensors[disk.name(part, layer)], order)
+    block = disk.block.format(layer=layer)
+    if disk.fused:
+        stacks = (disk.name("gate_up", layer), disk.name("down", layer))
+        for name in (*stacks, *(f"{block}.{part}" for part in disk.per_expert)):
+            found[name] = Rows(base.tensors[name], order)
+        return found
     # Whatever else an expert has on disk (scales of a quantised one) moves with it.
-    head = f"{disk.block.format(layer=layer)}.{disk.gate.partition('{expert}')[0]}"
+    head = f"{block}.{disk.gate.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
         number, dot, rest = name.removeprefix(head).partition(".")
         if not (name.startswith(head) and dot and number.isdigit()):

@@ -47,6 +47,13 @@ class TensorPlan:
     value: bytes | None = field(default=None, repr=False)
 
     @property
+    def stacked(self) -> int:
+        """How many experts the tensor's changes are on, one below the other; 1 for a matrix."""
+        if any(u.stacked if isinstance(u, Replace) else u.expert is not None for u in self.updates):
+            return self.target.shape[0]
+        return 1
+
+    @property
     def copied(self) -> bool:
         """Whether the stored bytes are the base's."""
         return (
@@ -229,7 +236,9 @@ def _target_header(
 
 def _row(plan: TensorPlan) -> tuple[str, ...]:
     target, source = plan.target, plan.source
-    change = [_describe(update) for update in plan.updates]
+    # A stack's experts change alike; one of them stands for all.
+    one_each = {(u.adapter, u.a if isinstance(u, LowRank) else u.key): u for u in plan.updates}
+    change = [_describe(update) for update in one_each.values()]
     if plan.value is not None:
         change.append("routing bias")
     dtype = target.dtype
@@ -249,5 +258,7 @@ def _describe(update: Update) -> str:
     if isinstance(update, Replace):
         return f"adapter {update.adapter}: {update.key}"
     place = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
+    if update.expert is not None:
+        place = f" on each of {update.slots} experts"
     rows = f" rows {update.rows[0]}-{update.rows[1]}" if update.rows else ""
     return f"adapter {update.adapter}: {update.scale:g} B A, rank {update.rank}{place}{rows}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.families.structure import name_on_disk
 from moe_finetune.weights.adapter import PREFIX, Adapter, open_adapter
 from moe_finetune.weights.checkpoint import Checkpoint
 from moe_finetune.weights.expand import expand_selection
@@ -49,12 +50,23 @@ def compare_tensors(
                         deltas[target] = deltas.get(target, 0) + weight * delta
     errors = {}
     for name, delta in deltas.items():
-        wanted = read_tensor(base.tensors[name]).float() + delta
-        difference = (read_tensor(merged.tensors[name]).float() - wanted).abs().max().item()
+        wanted = _read(base, name) + delta
+        difference = (_read(merged, name) - wanted).abs().max().item()
         errors[name] = difference, difference / max(wanted.abs().max().item(), 1e-30)
     if not errors:
         raise CheckpointError("this adapter has no LoRA factors to sample; verify by logits")
     return errors
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor in float32; ``name[expert]`` is one matrix of a stack."""
+    name, _, expert = name.partition("[")
+    whole = read_tensor(checkpoint.tensors[name])
+    return (whole[int(expert.rstrip("]"))] if expert else whole).float()
+
+
+def _stored_name(base: Checkpoint, name: str) -> str:
+    return name if name in base.tensors else name_on_disk(base.config, name)
 
 
 def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:
@@ -104,12 +116,8 @@ def _deltas(
     family, clean = base.family, path.replace(".base_layer", "")
     head, _, tail = clean.partition(f".{family.block_path}.")
     layer = int(head.rpartition(".")[2]) if tail else -1
-    router = f"{family.router_name}."
     if module is None:
-        name = path
-        if tail.startswith(router):
-            part = "router" if tail == f"{router}weight" else "router_bias"
-            name = family.disk.name(part, layer)
+        name = _stored_name(base, path)
         saved = read_tensor(adapter.tensors[path]).float()
         yield name, saved - read_tensor(base.tensors[name]).float()
         return
@@ -117,15 +125,17 @@ def _deltas(
         weight = read_tensor(adapter.tensors[f"{path}.{factor}.weight"]).float()
         getattr(module, factor)["default"].weight = torch.nn.Parameter(weight)
     if tail != family.experts_name:
-        name = family.disk.name("router", layer) if f"{tail}." == router else f"{clean}.weight"
         lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
-        yield name, module.scaling["default"] * (lora_b @ lora_a)
+        yield _stored_name(base, f"{clean}.weight"), module.scaling["default"] * (lora_b @ lora_a)
         return
     lhs, rhs, scaling = module.get_delta_factors("default")
     # The same two for every adapter and parameter, so that their changes can be summed.
     for expert in random.Random(f"{seed} {layer}").sample(range(len(lhs)), 2):
         delta = scaling * (lhs[expert] @ rhs[expert])
-        if module.parameter_name == "gate_up_proj":
+        if family.disk.fused:
+            (part,) = family.disk.parts(module.parameter_name)
+            yield f"{family.disk.name(part, layer)}[{expert}]", delta
+        elif module.parameter_name == "gate_up_proj":
             gate, up = delta.chunk(2)
             yield family.disk.name("gate", layer, expert), gate
             yield family.disk.name("up", layer, expert), up

@@ -30,7 +30,8 @@ class LowRank:
 
     ``a`` and ``b`` are keys of the adapter. ``slot`` of ``slots`` is the expert's place in the
     packing; ``rows`` the range of B's rows that belong to this tensor (gate or up half), all when
-    None. ``transposed``: the sum is ``(B @ A)^T``, as PEFT has it for embeddings.
+    None. ``transposed``: the sum is ``(B @ A)^T``, as PEFT has it for embeddings. ``expert`` is the
+    one matrix of a stack that it is added to, None for a tensor that is a matrix.
     """
 
     adapter: int
@@ -42,15 +43,20 @@ class LowRank:
     slots: int = 1
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Puts a saved tensor in place of the base's; ``first`` is its first element in the key."""
+    """Puts a saved tensor in place of the base's; ``first`` is its first element in the key.
+
+    ``stacked``: the tensor holds a matrix of each expert.
+    """
 
     adapter: int
     key: str
     first: int = 0
+    stacked: bool = False
 
 
 Update = LowRank | Replace
@@ -176,7 +182,10 @@ class _Resolver:
         rule = f"{path}.{parameter}"
         rank = self._rank(rule, a, len(chosen))
         scale = self.adapter.scaling(rule)
-        parts = ("gate", "up") if parameter == "gate_up_proj" else ("down",)
+        parts = disk.parts(parameter)
+        if disk.fused:
+            yield from self._stacked(disk.name(parts[0], layer), chosen, rank, scale, a, b)
+            return
         out_size, in_size = self._matrix(disk.name(parts[0], layer, chosen[0]))
         self._shape(a, (len(chosen) * rank, in_size), rule)
         self._shape(b, (len(parts) * out_size, rank * len(chosen)), rule)
@@ -187,6 +196,19 @@ class _Resolver:
                     disk.name(part, layer, expert),
                     LowRank(self.number, a, b, rank, scale, slot, len(chosen), rows),
                 )
+
+    def _stacked(
+        self, name: str, chosen: tuple[int, ...], rank: int, scale: float, a: str, b: str
+    ) -> Iterator[tuple[str, Update]]:
+        """Updates of the matrices in a stack of the files, one for each expert."""
+        transposed = self.base.family.disk.transposed
+        sizes = self.base.tensors[name].shape[1:]
+        out_size, in_size = reversed(sizes) if transposed else sizes
+        self._shape(a, (len(chosen) * rank, in_size), name)
+        self._shape(b, (out_size, rank * len(chosen)), name)
+        for slot, expert in enumerate(chosen):
+            place = {"slot": slot, "slots": len(chosen), "expert": expert}
+            yield name, LowRank(self.number, a, b, rank, scale, transposed=transposed, **place)
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
         name = key.replace(".base_layer.", ".")
@@ -203,7 +225,12 @@ class _Resolver:
         disk, total = self.base.family.disk, self.base.experts.get(layer)
         if total is None:
             raise self._no_experts(key, layer)
-        parts = ("gate", "up") if parameter == "gate_up_proj" else ("down",)
+        parts = disk.parts(parameter)
+        if disk.fused:
+            name = disk.name(parts[0], layer)
+            self._shape(key, self.base.tensors[name].shape, name)
+            yield name, Replace(self.number, key, stacked=True)
+            return
         out_size, in_size = self._matrix(disk.name(parts[0], layer, 0))
         self._shape(key, (total, len(parts) * out_size, in_size), parameter)
         for place in range(total * len(parts)):

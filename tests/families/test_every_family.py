@@ -22,9 +22,12 @@ from moe_finetune.training.reach import check_reach
 from moe_finetune.weights import merge_adapter
 from moe_finetune.weights.checkpoint import open_checkpoint
 from moe_finetune.weights.fit import check_fit
+from moe_finetune.weights.permute import permute_experts
 from tests import tiny_families as tiny
 
 NAMES = [family.name for family in table.FAMILIES]
+# Their own gate's SiLU is taken over all rows at once: the last of a vector round otherwise.
+OWN_GATE = {"minimax_m3"}
 NEEDS_A_FILE = {"supervised_routing"}
 LORA = LoraSection(rank=4, alpha=12.0)
 
@@ -62,7 +65,8 @@ def test_recorded_equals_stock(family):
         records = []
         with Recorder(plain, observers=[lambda r, _: records.append(r)], observe="all"):
             recorded = plain(**batch()).logits
-    assert torch.equal(before, recorded)
+    rounding = 2e-6 * float(before.abs().max()) if family in OWN_GATE else 0.0
+    assert torch.allclose(before, recorded, rtol=0, atol=rounding)
     facts = model_facts(plain)
     assert [record.layer for record in records] == list(facts.moe_layers)
     assert {record.probs_TE.shape for record in records} == {(51, tiny.EXPERTS)}
@@ -149,6 +153,21 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     # PEFT's own merge of a linear attention is off by 3e-5 of the largest logit.
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
     assert float((wanted - untouched).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("family", [name for name in NAMES if FAMILIES[name].disk.fused])
+def test_permuted_stacks_compute_the_same(family, tmp_path):
+    stock = tiny.model(family)
+    stock.save_pretrained(tmp_path / "base")
+    order = [3, 0, 9, 1, 8, 2, 7, 4, 6, 5]
+    layer = FAMILIES[family].moe_layers(stock.config)[1]
+    permute_experts(tmp_path / "base", {layer: order}, tmp_path / "moved")
+    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval()
+    with torch.no_grad():
+        wanted, found = stock(**batch()).logits, moved(**batch()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    before, after = (moe_layers(model)[1].experts.down_proj for model in (stock, moved))
+    assert torch.equal(before[order], after)
 
 
 @pytest.mark.parametrize("family", NAMES)
