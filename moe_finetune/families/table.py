@@ -118,6 +118,14 @@ def _check_cohere(config: Any) -> None:
     require(config, expert_selection_fn=("softmax",))
 
 
+def _check_gpt_oss(config: Any) -> None:
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"{config.model_type}: the checkpoint is quantised; save it in bfloat16 first "
+            "(transformers: Mxfp4Config(dequantize=True)), or take one that is"
+        )
+
+
 def _check_hunyuan(config: Any) -> None:
     for key in ("num_experts", "moe_topk"):
         if not isinstance(getattr(config, key), int):
@@ -238,6 +246,7 @@ FAMILIES = (
         "gpt_oss",
         "GptOssForCausalLM",
         "gpt-oss",
+        check=_check_gpt_oss,
         disk=DiskLayout(
             router="router.weight",
             gate_up="experts.gate_up_proj",

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.balancing.selection import Rule, select_with_bias
 from moe_finetune.capture.model import model_facts, moe_layers
 from moe_finetune.capture.recorder import Recorder
-from moe_finetune.families import FAMILIES, table
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.families import FAMILIES, family_of, table
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
@@ -168,6 +169,12 @@ def test_permuted_stacks_compute_the_same(family, tmp_path):
     assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     before, after = (moe_layers(model)[1].experts.down_proj for model in (stock, moved))
     assert torch.equal(before[order], after)
+
+
+def test_a_quantised_gpt_oss_is_refused():
+    quantised = tiny.config("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match="quantised; save it in bfloat16"):
+        family_of(quantised)
 
 
 @pytest.mark.parametrize("family", NAMES)
