@@ -12,7 +12,7 @@ from moe_finetune.families import FAMILIES
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4
 
-BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
+BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias", "o_proj.bias")
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 400,
