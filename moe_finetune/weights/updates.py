@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_finetune.errors import AdapterError
 from moe_finetune.families.base import FUSED
@@ -207,8 +207,8 @@ class _Resolver:
         self._shape(a, (len(chosen) * rank, in_size), name)
         self._shape(b, (out_size, rank * len(chosen)), name)
         for slot, expert in enumerate(chosen):
-            place = {"slot": slot, "slots": len(chosen), "expert": expert}
-            yield name, LowRank(self.number, a, b, rank, scale, transposed=transposed, **place)
+            update = LowRank(self.number, a, b, rank, scale, slot, len(chosen))
+            yield name, replace(update, transposed=transposed, expert=expert)
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
         name = key.replace(".base_layer.", ".")
