@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.capture.model import model_facts
@@ -114,6 +114,34 @@ COMMON = {
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "router_aux_loss_coef": 0.0,
 }
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sft(tmp_path, accumulation):
+    """Padded rows of unequal length, whole windows and micro-batches."""
+    rows = Dataset.from_list(
+        [{"prompt": f"Say {i} " * (1 + i % 3), "completion": f"It is {i}."} for i in range(6)]
+    )
+
+    def make(model, callback):
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=accumulation,
+                max_length=64,
+                seed=5,
+                **COMMON,
+            ),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            callbacks=[callback],
+        )
+        return trainer, callback
+
+    got, wanted = difference(make)
+    assert_close(got, wanted, 2e-3)
 
 
 def test_dpo(tmp_path):
