@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from moe_finetune import cli
+from moe_finetune.families import FAMILIES
 from moe_finetune.recipe import Recipe
 from moe_finetune.studies.recipe import StudyRecipe
 from moe_finetune.validation import _models
@@ -25,6 +26,11 @@ def table(text: str, heading: str) -> dict[str, str]:
 def test_the_table_of_verbs_has_every_verb_and_no_other():
     found = table((ROOT / "README.md").read_text(), "## Command line")
     assert {cell.strip("`") for cell in found} == VERBS
+
+
+def test_every_family_is_named():
+    text = (ROOT / "README.md").read_text()
+    assert not [name for name in FAMILIES if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize(
