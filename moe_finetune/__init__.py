@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_finetune.recipe import Recipe
+    from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.specialization import Specialization
@@ -21,7 +21,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    "Recipe": "moe_finetune.recipe",
+    "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
     "measure_strength": "moe_finetune.training.strength",

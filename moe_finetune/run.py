@@ -25,9 +25,9 @@ from moe_finetune.errors import (
     UnsupportedModelError,
 )
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
-from moe_finetune.json_file import read_object
-from moe_finetune.recipe import Recipe
-from moe_finetune.terminal import terminal
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.terminal import terminal
+from moe_finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from moe_finetune.training.rehearsal import Plan
@@ -133,7 +133,7 @@ def plan_run(
 
 def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
     """Refuse a folder that holds something else, or another recipe's run."""
-    from moe_finetune.recipe import load_recipe
+    from moe_finetune.recipe.schema import load_recipe
 
     saved = output / RECIPE_FILE
     if resume and output.is_dir() and not contents(output):
@@ -156,7 +156,7 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
 
 def base_folder(recipe: Recipe) -> Path:
     """The folder of the recipe's checkpoint, at its revision where it is one of the hub's."""
-    from moe_finetune.families.loading import local_folder
+    from moe_finetune.models.loading import local_folder
 
     weights = recipe.model.init == "checkpoint"
     return local_folder(recipe.model.path, weights, recipe.model.revision)
@@ -168,8 +168,8 @@ def start_model(recipe: Recipe) -> Any:
     Without LoRA all weights train, and are float32 whatever ``model.dtype`` is (the trainer then
     computes in that): updates at usual learning rates are below the resolution of bfloat16.
     """
-    from moe_finetune.families.fresh import fresh_config, fresh_model
-    from moe_finetune.families.loading import load_model
+    from moe_finetune.models.fresh import fresh_config, fresh_model
+    from moe_finetune.models.loading import load_model
 
     base, attention = base_folder(recipe), recipe.model.attn_implementation
     if recipe.model.init == "random":
@@ -191,18 +191,18 @@ class Inputs:
 
 def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
-    from moe_finetune.capture.model import config_facts
+    from moe_finetune.checkpoint.bias import bias_config
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.data.examples import load_examples
     from moe_finetune.evaluation.catalog import prepare
     from moe_finetune.evaluation.suites import load_suite, select
-    from moe_finetune.families import family_of
-    from moe_finetune.families.fresh import check_vocabulary, fresh_config
-    from moe_finetune.families.loading import load_config, load_tokenizer
     from moe_finetune.lora.targets import adapts
     from moe_finetune.losses.objective import Objective
-    from moe_finetune.training.data import load_examples
+    from moe_finetune.models import family_of
+    from moe_finetune.models.fresh import check_vocabulary, fresh_config
+    from moe_finetune.models.loading import load_config, load_tokenizer
+    from moe_finetune.moe.layers import config_facts
     from moe_finetune.training.rehearsal import check_arguments, rehearse
-    from moe_finetune.weights.bias import bias_config
-    from moe_finetune.weights.checkpoint import open_checkpoint
 
     check_arguments(recipe)
     base = base_folder(recipe)
@@ -240,7 +240,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
 
 def begin(recipe: Recipe, output: Path) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
-    from moe_finetune.environment import describe_environment
+    from moe_finetune.io.environment import describe_environment
 
     # The recipe makes the folder a run that can be resumed, so it comes first, and whole. A resumed
     # run's is equal, and has the weights found for shares in it.
@@ -327,7 +327,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
 def merge(recipe: Recipe, output: Path) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
-    from moe_finetune.weights import merge_adapter
+    from moe_finetune.checkpoint import merge_adapter
 
     adapter = (output / "adapter").exists()
     # A run that was killed after the merge and before its note merges again: what the note says
@@ -356,14 +356,14 @@ def merge(recipe: Recipe, output: Path) -> None:
 
 def exported_bias(recipe: Recipe, output: Path) -> dict[int, list[float]] | None:
     """The routing bias that the merged checkpoint gets, by decoder layer."""
-    from moe_finetune.weights.adapter import read_bias
+    from moe_finetune.checkpoint.adapter import read_bias
 
     return read_bias(output / "adapter") if recipe.method.export_bias == "write" else None
 
 
 def verify(recipe: Recipe, output: Path) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
-    from moe_finetune.weights.verify import verify_merge
+    from moe_finetune.checkpoint.verify import verify_merge
 
     base, bias = base_folder(recipe), exported_bias(recipe, output)
     result = verify_merge(base, output / "adapter", output / "merged", bias=bias)

@@ -8,10 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from moe_finetune import cli
-from moe_finetune.families import FAMILIES
-from moe_finetune.recipe import Recipe
-from moe_finetune.studies.recipe import StudyRecipe
-from moe_finetune.validation import _models
+from moe_finetune.experiments.recipe import StudyRecipe
+from moe_finetune.models import FAMILIES
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.validation import _models
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = {command.name or command.callback.__name__ for command in cli.app.registered_commands}

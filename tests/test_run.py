@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.layered_yaml import Tree
-from moe_finetune.recipe import recipe_from_tree
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import start_model
 
 

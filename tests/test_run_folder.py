@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from moe_finetune import cli
-from moe_finetune.capture.trace_writer import TraceWriter
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import CheckpointError
-from moe_finetune.families.convert import convert_checkpoint
 from moe_finetune.io import output_lock
-from moe_finetune.run_folder import checkpoint_in, results_in
-from moe_finetune.weights import merge_adapter
-from moe_finetune.weights.permute import permute_experts
-from tests.weights.helpers import adapter as random_adapter
+from moe_finetune.io.run_folder import checkpoint_in, results_in
+from moe_finetune.routing.trace_writer import TraceWriter
+from tests.checkpoint.helpers import adapter as random_adapter
 
 
 @pytest.fixture

@@ -129,8 +129,8 @@ def config(family: str):
         moonlight.scoring_func = "sigmoid"
         return moonlight
     if family == "deepseek_moe":
-        from moe_finetune.families.deepseek_moe import register
-        from moe_finetune.families.deepseek_moe.configuration import DeepseekConfig
+        from moe_finetune.models.deepseek_moe import register
+        from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
 
         register()
         return DeepseekConfig(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moe_finetune.families import FAMILIES
+from moe_finetune.models import FAMILIES
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4
 

@@ -51,9 +51,9 @@ def anonymous_mb() -> float:
 
 def measured(file: str, processes: int) -> dict[str, Any]:
     """What this process takes to prepare ``file`` and to read it through once."""
+    from moe_finetune.data.examples import load_dataset_for
     from moe_finetune.demo.tokenizer import train_tokenizer
-    from moe_finetune.sections import DataSection
-    from moe_finetune.training.data import load_dataset_for
+    from moe_finetune.recipe.sections import DataSection
 
     tokenizer = train_tokenizer([], 300)
     section = DataSection(train=file, max_length=4096, num_proc=processes)

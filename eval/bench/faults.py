@@ -141,8 +141,8 @@ def soak(steps: int) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    from moe_finetune.layered_yaml import merge_mappings
-    from moe_finetune.recipe import Recipe
+    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.recipe.tree import merge_mappings
     from moe_finetune.run import run_recipe
     from moe_finetune.training import sft
 
@@ -194,7 +194,7 @@ def main() -> None:
             bench = Bench(Path(folder), options.families)
             found = globals()[options.part](bench, options.repeat)
             bench.server.close()
-    from moe_finetune.environment import describe_environment
+    from moe_finetune.io.environment import describe_environment
 
     environment = describe_environment()
     row = {

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from saved import add_save, finish
 
-from moe_finetune.safetensors_header import build_header
+from moe_finetune.io.safetensors_header import build_header
 
 HIDDEN, WIDTH, EXPERTS, HEADS, KV_HEADS, HEAD, VOCABULARY = 2048, 768, 128, 32, 4, 128, 151936
 RANK, ALPHA, SHARD = 32, 128, 2_000_000_000
@@ -174,7 +174,7 @@ print(json.dumps({"seconds": round(seconds, 3),
 MERGE = (
     """
 import sys
-from moe_finetune.weights import merge_adapter
+from moe_finetune.checkpoint import merge_adapter
 seconds = merge_adapter(sys.argv[1], sys.argv[2], sys.argv[3]).seconds
 """
     + _REPORT

@@ -26,7 +26,7 @@ from saved import add_save, finish
 MERGE = """
 import sys
 import torch
-from moe_finetune.weights import merge_adapter, verify  # noqa: F401
+from moe_finetune.checkpoint import merge_adapter, verify  # noqa: F401
 print("begin", flush=True)
 sys.stdin.readline()
 merge_adapter(*sys.argv[1:4])

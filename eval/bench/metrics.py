@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from saved import add_save, finish
 
-from moe_finetune.capture.trace import RoutingTrace, TraceWriter
 from moe_finetune.metrics import placement_metrics
-from moe_finetune.metrics.summary import summarize_trace
+from moe_finetune.routing.summary import summarize_trace
+from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 26, 64, 6, 2048
 

@@ -37,8 +37,8 @@ def prepare(folder: Path) -> dict[str, list[list[str]]]:
     import torch
 
     from tests import tiny
+    from tests.checkpoint.helpers import adapter
     from tests.faults.harness import write_inputs
-    from tests.weights.helpers import adapter
 
     torch.set_num_threads(1)
     bases = [folder / name / "qwen3_moe" for name in "ab"]
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=40)
     options = parser.parse_args()
     from moe_finetune import cli  # noqa: F401
-    from moe_finetune.environment import describe_environment
+    from moe_finetune.io.environment import describe_environment
 
     row = {"date": datetime.date.today().isoformat(), "repeat": options.repeat, "verbs": {}}
     with tempfile.TemporaryDirectory() as name:

@@ -23,8 +23,8 @@ from pathlib import Path
 from saved import add_save, finish
 
 from moe_finetune.evaluation.code import human_eval_program
-from moe_finetune.evaluation.files import read_rows
 from moe_finetune.evaluation.sandbox import Sandbox
+from moe_finetune.io.rows import read_rows
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.environment import describe_environment
+from moe_finetune.io.environment import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

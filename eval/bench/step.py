@@ -25,8 +25,8 @@ from saved import add_save, finish
 from transformers import AutoModelForCausalLM
 from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
-from moe_finetune.capture.model import backbone_of
-from moe_finetune.families import family_of
+from moe_finetune.models import family_of
+from moe_finetune.moe.layers import backbone_of
 
 
 def batch_of(arguments, vocab):

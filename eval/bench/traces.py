@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from saved import add_save, finish
 
-from moe_finetune.capture.trace import RoutingTrace, TraceWriter
+from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 
 LAYERS, EXPERTS, WIDTH, BATCH = 26, 64, 6, 4096
 

@@ -8,12 +8,12 @@ import torch
 from geometries import config_of
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.capture.model import backbone_of, model_facts
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.recipe.sections import LoraSection
 
 ALL_TERMS = {
     "load_balance": {"weight": 1e-3, "variant": "deepseek"},
@@ -85,7 +85,7 @@ class Variant:
         terms = terms_of(name)
         self.context = contextlib.nullcontext
         if terms is not None:
-            from moe_finetune.capture.statistics import TrainingStatistics
+            from moe_finetune.training.statistics import TrainingStatistics
 
             facts = model_facts(model)
             objective = Objective.from_options(terms, facts) if terms else None

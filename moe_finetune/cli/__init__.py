@@ -16,7 +16,7 @@ from moe_finetune.cli import checkpoints, evaluation, experts, runs  # noqa: F40
 from moe_finetune.cli.app import app, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.terminal import OWN, Records, Terminal, use
+from moe_finetune.io.terminal import OWN, Records, Terminal, use
 
 
 def main(argv: Sequence[str] | None = None) -> int:

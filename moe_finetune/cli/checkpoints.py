@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_finetune.cli.app import Output, app
-from moe_finetune.run_folder import checkpoint_in
+from moe_finetune.io.run_folder import checkpoint_in
 
 
 class Format(StrEnum):
@@ -42,8 +42,8 @@ def inspect(
     """
     from json import dumps
 
-    from moe_finetune.inspection import inspect_checkpoint
-    from moe_finetune.recipe import load_recipe
+    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.training.inspection import inspect_checkpoint
 
     json = json or format is Format.json
     checkpoint = str(checkpoint_in(checkpoint))
@@ -70,8 +70,8 @@ def convert(
 
     Example: moe-finetune convert moonshotai/Moonlight-16B-A3B --output ./moonlight
     """
-    from moe_finetune.families.convert import convert_checkpoint
-    from moe_finetune.families.loading import local_folder
+    from moe_finetune.checkpoint.convert import convert_checkpoint
+    from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint_in(checkpoint))
     print(f"checkpoint: {convert_checkpoint(folder, output)}")
@@ -107,10 +107,10 @@ def merge(
 
     Example: moe-finetune merge runs/erc --verify --output merged/erc
     """
-    from moe_finetune.families.loading import local_folder
-    from moe_finetune.weights import merge_adapter
-    from moe_finetune.weights.adapter import read_bias
-    from moe_finetune.weights.push import check_push, push_checkpoint
+    from moe_finetune.checkpoint import merge_adapter
+    from moe_finetune.checkpoint.adapter import read_bias
+    from moe_finetune.checkpoint.push import check_push, push_checkpoint
+    from moe_finetune.models.loading import local_folder
 
     adapter = source / "adapter" if (source / "adapter").is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
@@ -131,7 +131,7 @@ def merge(
     print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
     print("\n".join(report.plan.kinds()))
     if verify:
-        from moe_finetune.weights.verify import verify_merge
+        from moe_finetune.checkpoint.verify import verify_merge
 
         check = verify_merge(folder, adapter, output, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
@@ -141,9 +141,9 @@ def merge(
 
 def base_of(adapter: Path) -> Path:
     """The folder of the base checkpoint that an adapter names, at the revision it names."""
+    from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.errors import AdapterError, CheckpointError
-    from moe_finetune.families.loading import local_folder
-    from moe_finetune.weights.adapter import open_adapter
+    from moe_finetune.models.loading import local_folder
 
     config = open_adapter(adapter).config
     named = config.get("base_model_name_or_path")
@@ -191,8 +191,8 @@ def serve(
     Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
     -- --max-model-len 4096
     """
-    from moe_finetune.serving import ServeOptions
-    from moe_finetune.serving import serve as run_server
+    from moe_finetune.vllm.serve import ServeOptions
+    from moe_finetune.vllm.serve import serve as run_server
 
     options = ServeOptions(
         host=host,
@@ -222,8 +222,8 @@ def permute(
 
     Example: moe-finetune permute ./my-moe --permutation order.json --output ./my-moe-placed
     """
-    from moe_finetune.families.loading import local_folder
-    from moe_finetune.weights.permute import permute_experts
+    from moe_finetune.checkpoint.permute import permute_experts
+    from moe_finetune.models.loading import local_folder
 
     folder = local_folder(checkpoint_in(checkpoint))
     permute_experts(folder, read_order(permutation, folder), output)
@@ -232,10 +232,10 @@ def permute(
 
 def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
     """Old expert at each new place by layer, from a plan for this model or a plain permutation."""
-    from moe_finetune.checkpoint_files import read_config
+    from moe_finetune.checkpoint.permute import read_mapping, read_permutation
     from moe_finetune.errors import CheckpointError
+    from moe_finetune.io.checkpoint_files import read_config
     from moe_finetune.placement.plan import PlacementPlan
-    from moe_finetune.weights.permute import read_mapping, read_permutation
 
     if file.is_file() and "format" not in read_mapping(file):
         return read_permutation(file)

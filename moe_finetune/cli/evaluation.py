@@ -11,7 +11,7 @@ import typer
 
 from moe_finetune.cli.app import app, write_json
 from moe_finetune.io import write_new
-from moe_finetune.run_folder import results_in
+from moe_finetune.io.run_folder import results_in
 
 
 class Backend(enum.StrEnum):
@@ -119,7 +119,7 @@ def evaluate(
     What they said:             eval eval/aux eval/erc --annotations F.csv --key study/.../key.json
     """
     from moe_finetune.evaluation.commands import Request, run
-    from moe_finetune.layered_yaml import load_tree
+    from moe_finetune.recipe.tree import load_tree
 
     if batch_size != "auto" and not (batch_size.isdigit() and int(batch_size)):
         raise typer.BadParameter(f"--batch-size {batch_size}: wanted a number or auto")
@@ -173,9 +173,9 @@ def compare(
 
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
-    from moe_finetune.analysis import find_trace
     from moe_finetune.errors import DataError
     from moe_finetune.io.atomic import refuse_existing
+    from moe_finetune.report.analysis import find_trace
 
     if output is not None and output.suffix not in (".html", ".json"):
         raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
@@ -196,7 +196,7 @@ def compare(
 
 def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
     """Print, and write where asked, the comparison of evaluations."""
-    from moe_finetune.evaluation.compare import compare as compare_results
+    from moe_finetune.evaluation.comparison import compare as compare_results
 
     comparison = compare_results([results_in(path) for path in results])
     print(comparison.to_text())
@@ -207,9 +207,9 @@ def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
 
 def compare_two_traces(first: Path, second: Path, output: Path | None) -> None:
     """Print, and write where asked, the comparison of two traces."""
-    from moe_finetune.analysis import comparison_text
-    from moe_finetune.capture.trace import RoutingTrace
-    from moe_finetune.metrics.compare import compare_traces
+    from moe_finetune.report.analysis import comparison_text
+    from moe_finetune.routing.comparison import compare_traces
+    from moe_finetune.routing.trace import RoutingTrace
 
     found = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
     print(comparison_text(first, second, found))

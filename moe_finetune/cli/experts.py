@@ -71,10 +71,10 @@ def analyze(
     Example: moe-finetune analyze ./my-moe --domain law=law.jsonl --domain math=math.jsonl
     --limit 200 --output analysis/my-moe
     """
-    from moe_finetune.analysis import analyze as run_analysis
     from moe_finetune.errors import DataError
-    from moe_finetune.json_file import read_object
-    from moe_finetune.layered_yaml import load_tree
+    from moe_finetune.io.json_file import read_object
+    from moe_finetune.recipe.tree import load_tree
+    from moe_finetune.report.analysis import analyze as run_analysis
 
     page = run_analysis(
         source,
@@ -152,9 +152,9 @@ def place(
     \b
     moe-finetune place traces/aux --against traces/coupling --ranks 8 --bench law.jsonl -o bench
     """
-    from moe_finetune.analysis import open_trace
     from moe_finetune.placement.held_out import plan_trace
     from moe_finetune.placement.throughput import Bench, run_bench
+    from moe_finetune.report.analysis import open_trace
 
     if bench is not None:
         asked = Bench(
@@ -195,8 +195,8 @@ def select(
 
     Example: moe-finetune select traces/law --top-p 0.2 --output law.json
     """
-    from moe_finetune.analysis import open_trace
     from moe_finetune.lora.select import ExpertSelection, select_experts
+    from moe_finetune.report.analysis import open_trace
 
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p {top_p:g}: wanted a share above 0 and at most 1")

@@ -39,7 +39,7 @@ def demo(
 
     Example: moe-finetune demo --output runs/demo
     """
-    from moe_finetune.demo.path import run_demo, say_outcome
+    from moe_finetune.demo.demo import run_demo, say_outcome
 
     page = run_demo(output, backend, steps, resume)
     print(f"report: {page}")
@@ -57,7 +57,7 @@ def doctor(
 
     Example: moe-finetune doctor --fix
     """
-    from moe_finetune.doctor import as_json, examine, healthy, text
+    from moe_finetune.cli.doctor import as_json, examine, healthy, text
 
     checks = examine(fix)
     print(as_json(checks) if json else text(checks))
@@ -84,8 +84,8 @@ def train(
     Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
-    from moe_finetune.outcome import end_run, next_commands
-    from moe_finetune.recipe import load_recipe
+    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.report.outcome import end_run, next_commands
     from moe_finetune.run import plan_run, run_recipe
 
     recipe = load_recipe(*split_items(items))
@@ -109,7 +109,7 @@ def preview(
 
     Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
     """
-    from moe_finetune.recipe import load_recipe
+    from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.training.preview import preview as show
 
     print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
@@ -172,7 +172,7 @@ def study(
 
     Example: moe-finetune study recipes/studies/paper0_table1.yaml seeds=[1,2,3] --output table1
     """
-    from moe_finetune.studies.commands import carry_out_study, show_plan
+    from moe_finetune.experiments.commands import carry_out_study, show_plan
 
     if plan:
         show_plan(recipe, overrides or [], output)

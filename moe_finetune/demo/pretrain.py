@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.cache_folder import cache_folder
 from moe_finetune.demo.batches import IGNORED, Mixture, base_problem, batches
 from moe_finetune.demo.corpus import Document, library_folder, read_corpus, source_files
 from moe_finetune.demo.data import task_problem
 from moe_finetune.io import output_folder, output_lock, sync
+from moe_finetune.io.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +126,9 @@ def pretrain(
     """
     import torch
 
-    from moe_finetune.capture.model import model_facts
-    from moe_finetune.capture.recorder import Recorder
     from moe_finetune.losses.objective import Objective
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import model_facts
 
     documents = read_corpus()
     tokenizer = make_tokenizer(documents, config.vocab_size, seed)

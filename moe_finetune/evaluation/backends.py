@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint_files import read_config
-from moe_finetune.config_file import DTYPES
 from moe_finetune.errors import CheckpointError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.exchange import ServerError, ask
-from moe_finetune.evaluation.files import checkpoint_hash, sha256_json
-from moe_finetune.evaluation.vllm_install import require_vllm
-from moe_finetune.terminal import terminal
+from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.io.config_file import DTYPES
+from moe_finetune.io.hashes import checkpoint_hash, sha256_json
+from moe_finetune.io.terminal import terminal
+from moe_finetune.vllm.install import require_vllm
 
 if TYPE_CHECKING:
-    from moe_finetune.capture.recorder import Recorder
+    from moe_finetune.moe.hooks import Recorder
 
 BACKENDS = ("vllm", "hf", "server")
 
@@ -57,7 +57,7 @@ class Backend:
     def close(self) -> None:
         """Free the engine."""
         if self.kind == "vllm":
-            from moe_finetune.evaluation.vllm_backend import shutdown
+            from moe_finetune.vllm.engine import shutdown
 
             shutdown(self.lm)
         if self.routing is not None:
@@ -125,13 +125,13 @@ def open_backend(
             backend = "hf"
             notes.append(f"evaluating with transformers: {error}")
             terminal().say(notes[-1], "warning")
-    import moe_finetune.families  # noqa: F401  (registers native models with the Auto classes)
+    import moe_finetune.models  # noqa: F401  (registers native models with the Auto classes)
 
     if backend == "server":
         opened = _open_server(checkpoint, base_url, model, seed)
     else:
-        from moe_finetune.weights.checkpoint import open_checkpoint
-        from moe_finetune.weights.gate import check_adapter
+        from moe_finetune.checkpoint.gate import check_adapter
+        from moe_finetune.checkpoint.opened import open_checkpoint
 
         folder = local_folder(checkpoint)
         base = open_checkpoint(folder, values=True)
@@ -141,7 +141,7 @@ def open_backend(
         if adapter is not None:
             identity = sha256_json([identity, checkpoint_hash(adapter)])
         if backend == "vllm":
-            from moe_finetune.evaluation.vllm_backend import open_vllm
+            from moe_finetune.vllm.engine import open_vllm
 
             opened = open_vllm(folder, identity, vllm or {}, batch_size, dtype, seed)
         else:
@@ -189,10 +189,10 @@ def _open_hf(
     import torch
     from transformers import GenerationConfig
 
-    from moe_finetune.capture.recorder import Recorder
-    from moe_finetune.capture.tracing_checkpoint import stored_bias, with_adapter
     from moe_finetune.evaluation.hf_backend import SpecialsKeptHFLM
-    from moe_finetune.families.loading import load_model
+    from moe_finetune.models.loading import load_model
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
 
     cuda = torch.cuda.is_available()
     model: Any = load_model(folder, dtype=dtype, device_map="cuda" if cuda else None)

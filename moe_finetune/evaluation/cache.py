@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.files import sha256_json, to_json
 from moe_finetune.io import write_atomic
+from moe_finetune.io.hashes import sha256_json, to_json
 
 
 class ReplyStore:

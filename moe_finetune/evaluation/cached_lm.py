@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all
-from moe_finetune.terminal import terminal
+from moe_finetune.io.terminal import terminal
 
 Overflow = Literal["error", "truncate"]
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.files import ROW_FORMATS, sha256_file, sha256_json
 from moe_finetune.evaluation.rows import load_rows
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
+from moe_finetune.io.hashes import sha256_file, sha256_json
+from moe_finetune.io.rows import ROW_FORMATS
 
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
-from moe_finetune.evaluation.files import read_rows, write_jsonl
 from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, wanted
+from moe_finetune.io.rows import read_rows, write_jsonl
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 

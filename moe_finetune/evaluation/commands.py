@@ -11,7 +11,7 @@ from typing import Any
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.suites import Suite, load_suite, select
 from moe_finetune.io import output_lock
-from moe_finetune.run_folder import checkpoint_in, results_in
+from moe_finetune.io.run_folder import checkpoint_in, results_in
 
 _PARITY_ITEMS = 200
 
@@ -127,7 +127,7 @@ def _chosen(request: Request) -> Suite:
 
 def _check(request: Request) -> int:
     from moe_finetune.evaluation.offline import check_suite, render_checks
-    from moe_finetune.families.loading import load_tokenizer
+    from moe_finetune.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(request.sources[0])
     checks = check_suite(
@@ -187,7 +187,7 @@ def _evaluate(request: Request, output: Path) -> None:
 
 
 def _validate(request: Request, folders: list[Path]) -> None:
-    from moe_finetune.evaluation import validation
+    from moe_finetune.evaluation import agreement as validation
 
     tasks = validation.generation_tasks(folders, request.only)
     if request.judge:

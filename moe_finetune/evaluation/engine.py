@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
-from moe_finetune.environment import describe_environment
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf, prepare
-from moe_finetune.evaluation.files import sha256_json, sha256_text, to_json, write_jsonl
 from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
 from moe_finetune.evaluation.sandbox_install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
-from moe_finetune.json_file import read_object
-from moe_finetune.terminal import terminal
+from moe_finetune.io.environment import describe_environment
+from moe_finetune.io.hashes import sha256_json, sha256_text, to_json
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.terminal import terminal
 
 _RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 

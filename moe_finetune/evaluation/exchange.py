@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.json_file import JsonError, parse_json
+from moe_finetune.io.json_file import JsonError, parse_json
 
 MAX_REPLY_BYTES = 64 << 20
 _PASSING = (408, 409, 425, 429, 500, 502, 503, 504)

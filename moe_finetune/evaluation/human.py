@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
-from moe_finetune.evaluation.files import read_rows, sha256_text, to_json
 from moe_finetune.evaluation.judge import ITEM_FIELDS, item_texts, one_row_per_item
 from moe_finetune.io import write_atomic
-from moe_finetune.json_file import read_object
+from moe_finetune.io.hashes import sha256_text, to_json
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.rows import read_rows
 
 COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")
 _YES = {"correct", "yes", "y", "1", "true", "right"}

@@ -21,8 +21,9 @@ from typing import Any
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.exchange import ServerError, ask
-from moe_finetune.evaluation.files import read_rows, sha256_json, write_jsonl
-from moe_finetune.json_file import JsonError, parse_json
+from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.json_file import JsonError, parse_json
+from moe_finetune.io.rows import read_rows, write_jsonl
 
 DEFAULT_MODEL = "gpt-4o"
 DEFAULT_URL = "https://api.openai.com/v1"

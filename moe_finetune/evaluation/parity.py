@@ -10,10 +10,10 @@ from typing import Any
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.files import to_json
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.suites import Suite
 from moe_finetune.io import write_atomic
+from moe_finetune.io.hashes import to_json
 
 _SERVER_ONLY = ("base_url", "model")
 

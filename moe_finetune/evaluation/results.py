@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.json_file import read_object
+from moe_finetune.io.json_file import read_object
 
 SCHEMA = 1
 
@@ -112,6 +112,6 @@ def samples_file(folder: str | Path, task: TaskResult) -> Path:
 
 def load_samples(folder: str | Path, task: TaskResult) -> list[dict[str, Any]]:
     """Read the per-item samples of one task."""
-    from moe_finetune.evaluation.files import read_rows
+    from moe_finetune.io.rows import read_rows
 
     return read_rows(samples_file(folder, task))

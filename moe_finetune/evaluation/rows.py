@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.evaluation.files import numbered_rows
+from moe_finetune.io.rows import numbered_rows
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ def load_rows(path: Path, template: str | None = None) -> Any:
     """Return the rows of a local file as a ``datasets.Dataset``.
 
     Args:
-        path: see :func:`moe_finetune.evaluation.files.read_rows` for the kinds of file.
+        path: see :func:`moe_finetune.io.rows.read_rows` for the kinds of file.
         template: the template whose rows these are; they are checked and brought into its form.
 
     Raises:

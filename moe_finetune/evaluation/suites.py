@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
-from moe_finetune.yaml_file import read_yaml
+from moe_finetune.io.yaml_file import read_yaml
 
 _NAME, _LONGEST = re.compile(r"\w[\w .+-]*"), 120
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.families import Family, family_of
+from moe_finetune.models import Family, family_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +147,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
-    from moe_finetune.lora.selected import SelectedExpertsLora
+    from moe_finetune.moe.lora_selected import SelectedExpertsLora
 
     for module in model.modules():
         if isinstance(module, SelectedExpertsLora):

@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_finetune.errors import DataError
 from moe_finetune.io import write_new
-from moe_finetune.json_file import read_json
+from moe_finetune.io.json_file import read_json
 from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 
 Score = Literal["token", "gate"]

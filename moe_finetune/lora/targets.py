@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from moe_finetune.capture.model import backbone_of, moe_layers
 from moe_finetune.errors import DataError, RecipeError
-from moe_finetune.families import family_of
-from moe_finetune.lora.factors import parameter_wrappers
 from moe_finetune.lora.select import ExpertSelection
-from moe_finetune.lora.selected import SelectedExpertsLora, materialize
+from moe_finetune.models import family_of
+from moe_finetune.moe.layers import backbone_of, moe_layers
+from moe_finetune.moe.lora_factors import parameter_wrappers
+from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from moe_finetune.sections import LoraSection
+    from moe_finetune.recipe.sections import LoraSection
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.registry import Registry
 
 Need = Literal[

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, distributed
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,

@@ -6,9 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_lengths
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,

@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from moe_finetune.capture.records import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
 from moe_finetune.losses.gram import off_diagonal
+from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import (
     at_least_float32,
     check_shapes,

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, distributed
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, Term, TermOptions
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     at_least_float32,
     blank,

@@ -11,9 +11,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
+from moe_finetune.losses.record import RoutingRecord
 
 _FOUND = "strength."
 """Begins the state's keys of weights that were found for shares."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import cosines, gram
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import check_shapes, full_precision
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.base import LayerContext, Need, Term
 from moe_finetune.losses.gram import cosines, gram
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,

@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.base import LayerContext, Term
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,

@@ -14,7 +14,7 @@ from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.simulate import baseline_placements
 
 if TYPE_CHECKING:
-    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.routing.trace import RoutingTrace
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_finetune.errors import DataError
 from moe_finetune.io import write_new
-from moe_finetune.json_file import parse_json
+from moe_finetune.io.json_file import parse_json
 from moe_finetune.metrics.arrays import Array, integers
 
 FORMAT = "moe-finetune placement plan"

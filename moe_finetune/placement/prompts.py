@@ -25,9 +25,9 @@ def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> No
     Raises:
         DataError: too few rows, or one that cannot be used.
     """
-    from moe_finetune.families.loading import load_tokenizer
-    from moe_finetune.training.rows import Former
-    from moe_finetune.training.sources import read_rows
+    from moe_finetune.data.rows import Former
+    from moe_finetune.data.sources import read_rows
+    from moe_finetune.models.loading import load_tokenizer
 
     tokenizer, former = load_tokenizer(checkpoint), Former()
     count = sum(files.values())

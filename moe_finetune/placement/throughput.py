@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.io import check_output, write_atomic
-from moe_finetune.json_file import read_object
+from moe_finetune.io.json_file import read_object
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import write_prompts
 from moe_finetune.placement.simulate import baseline_placements
 
 if TYPE_CHECKING:
-    from moe_finetune.capture.trace import RoutingTrace
+    from moe_finetune.routing.trace import RoutingTrace
 
 PORT = 8017
 READY_SECONDS = 3600.0
@@ -106,7 +106,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
 
 def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
     """Round robin and plan for the first trace's checkpoint, plan for every other's."""
-    from moe_finetune.serving import merged_folder
+    from moe_finetune.vllm.serve import merged_folder
 
     arms: list[Arm] = []
     for trace in traces:
@@ -120,7 +120,7 @@ def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
 
 def server_command(bench: Bench, arm: Arm, cpu: bool) -> tuple[Any, list[str]]:
     """Options of the server, and its arguments."""
-    from moe_finetune.serving import ServeOptions, serve_command
+    from moe_finetune.vllm.serve import ServeOptions, serve_command
 
     chosen = any(word.endswith("enable-prefix-caching") for word in bench.extra)
     options = ServeOptions(
@@ -182,7 +182,7 @@ def require_gpus(ranks: int) -> None:
     """Raise DependencyError unless there are as many GPUs as ranks, and a vLLM for them."""
     import torch
 
-    from moe_finetune.evaluation.vllm_install import require_vllm
+    from moe_finetune.vllm.install import require_vllm
 
     found = torch.cuda.device_count()
     if found < ranks:
@@ -197,7 +197,7 @@ def require_gpus(ranks: int) -> None:
 
 def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
     """Write an arm's plan and checkpoint; its placement metrics on held-out tokens."""
-    from moe_finetune.weights.permute import permute_experts
+    from moe_finetune.checkpoint.permute import permute_experts
 
     found = plan_trace(arm.trace, bench.ranks, bench.max_imbalance, bench.groups)
     plan, info = found.plan, arm.trace.info
@@ -225,7 +225,7 @@ def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
     Raises:
         EvaluationError: the server was not ready or the client failed; what they said is on stderr.
     """
-    from moe_finetune.serving import watch
+    from moe_finetune.vllm.serve import watch
 
     speeds: list[float] = []
     options, command = server_command(bench, arm, cpu)
@@ -268,7 +268,7 @@ def read_speed(result: Path, samples: int) -> float:
 
 def write_results(bench: Bench, found: Sequence[dict[str, Any]]) -> None:
     """Write ``bench.json`` with what has been measured so far."""
-    from moe_finetune.environment import describe_environment
+    from moe_finetune.io.environment import describe_environment
 
     document = {
         "ranks": bench.ranks,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from moe_finetune.evaluation.compare import ALPHA, item_values, paired_test
+from moe_finetune.evaluation.comparison import ALPHA, item_values, paired_test
 from moe_finetune.evaluation.results import TaskResult
 from moe_finetune.report.markup import DASH, is_number, number, signed
 

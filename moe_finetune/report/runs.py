@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.json_file import JsonError, parse_json, read_object
+from moe_finetune.io.json_file import JsonError, parse_json, read_object
+from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.report.compare import Score
 from moe_finetune.report.markup import is_number
 from moe_finetune.report.routing import Routing
-from moe_finetune.yaml_file import read_yaml
 
 AXES = ("kind", "step", "epoch")
 MARKS = (

@@ -22,11 +22,11 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from moe_finetune.capture.grouped import Kernel
-from moe_finetune.capture.model import backbone_of
 from moe_finetune.errors import CheckpointError, ObjectiveError
-from moe_finetune.json_file import read_object
-from moe_finetune.method import Method, resolve_method
+from moe_finetune.io.json_file import read_object
+from moe_finetune.moe.grouped import Kernel
+from moe_finetune.moe.layers import backbone_of
+from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, set_seed
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.io import write_atomic
-from moe_finetune.recipe import Recipe
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.strength import measure_strength
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 
 from transformers import TrainerCallback
 
-from moe_finetune.report.words import word
-from moe_finetune.terminal import curve, duration, terminal
+from moe_finetune.io.terminal import curve, duration, terminal
+from moe_finetune.metrics.words import word
 
 _SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entropy")
 

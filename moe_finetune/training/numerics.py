@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import NumericsError
 from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint, step_of
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_finetune.checkpoint_files import INDEX, SINGLE, read_headers, tensors_of
+from moe_finetune.checkpoint.fit import places_on_disk
+from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.families import FAMILIES
-from moe_finetune.safetensors_header import read_header
+from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_headers, tensors_of
+from moe_finetune.io.safetensors_header import read_header
+from moe_finetune.models import FAMILIES
 from moe_finetune.training.whole import plain_name
-from moe_finetune.weights.fit import places_on_disk
-from moe_finetune.weights.tensors import read_tensor
 
 
 def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:

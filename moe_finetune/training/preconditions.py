@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.method import Method
+from moe_finetune.recipe.method import Method
 
 OWN_BALANCE_LOSS = (
     "the trainer adds the checkpoint's own load-balancing loss (router_aux_loss_coef); pass "

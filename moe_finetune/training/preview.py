@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.recipe import Recipe
-from moe_finetune.training.data import load_dataset_for
+from moe_finetune.data.examples import load_dataset_for
+from moe_finetune.data.tokenize import IGNORED
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.rehearsal import count_steps
 from moe_finetune.training.sft import training_arguments
-from moe_finetune.training.tokenize import IGNORED
 
 BINS, BAR = 8, 40
 COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
@@ -30,7 +30,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
         rows: how many rows to show, in the order of training.
         color: mark learned tokens by colour; else by double brackets.
     """
-    from moe_finetune.families.loading import load_tokenizer, local_folder
+    from moe_finetune.models.loading import load_tokenizer, local_folder
 
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)

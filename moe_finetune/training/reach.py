@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_finetune.capture.grouped import Kernel
-from moe_finetune.capture.model import backbone_of, inside
-from moe_finetune.capture.recorder import Recorder
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
+from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.moe.grouped import Kernel
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import backbone_of, inside
 from moe_finetune.training import ranks
 
 PROBE_TOKENS = (2, 24)

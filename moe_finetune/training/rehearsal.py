@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError
-from moe_finetune.inspection import GIB, Memory, estimate_memory, memory_lines, meta_model
-from moe_finetune.recipe import Recipe
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
+from moe_finetune.training.inspection import GIB, Memory, estimate_memory, memory_lines, meta_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -113,9 +113,9 @@ def rehearse(
     """
     import torch
 
-    from moe_finetune.families import family_of
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
+    from moe_finetune.models import family_of
 
     attention = recipe.model.attn_implementation
     try:

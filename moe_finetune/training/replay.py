@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moe_finetune.capture.context import CONTEXT_KEY
-from moe_finetune.capture.recorder import Recorder
-from moe_finetune.capture.tokens import Tokens
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.context import CONTEXT_KEY
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
 
 _NOT_AN_INPUT = {CONTEXT_KEY, "past_key_values", "use_cache", "cache_position"}

@@ -33,7 +33,7 @@ from moe_finetune.training.checkpoint import (
 )
 from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
 from moe_finetune.training.ordinary import StoredWeights, write_model
-from moe_finetune.training.packing import pack, unpack
+from moe_finetune.training.plain_state import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
 from moe_finetune.training.save import ADAPTER_FILE, write_adapter
 from moe_finetune.training.state import TRAINER_FILE, load_state

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_finetune.capture.recorder import Recorder
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
     coherence_barrier,
     coupling_mass,
@@ -34,6 +33,7 @@ from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
 from moe_finetune.metrics.projections import gate_experts
+from moe_finetune.moe.hooks import Recorder
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
@@ -194,7 +194,7 @@ def evaluation_metrics(
     Means over layers, of this rank's share of the data. Every rank must call: with a sharded model
     each takes part in the others' forwards, which is why batches are counted and not tokens.
     """
-    from moe_finetune.capture.model import model_facts
+    from moe_finetune.moe.layers import model_facts
 
     model: Any = recorder.model
     sample = Sample(model_facts(model), pictures=False)

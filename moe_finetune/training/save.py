@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.balancing.export import add_bias, name_bias, save_beside
-from moe_finetune.capture.model import moe_layers
+from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_folder, sync
-from moe_finetune.json_file import read_object
-from moe_finetune.lora.selected import selected_experts
-from moe_finetune.recipe import Recipe
+from moe_finetune.io.json_file import read_object
+from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.layers import moe_layers
+from moe_finetune.moe.lora_selected import selected_experts
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
+from moe_finetune.training.bias_export import add_bias, name_bias, save_beside
 from moe_finetune.training.whole import trained_weights, whole_model
-from moe_finetune.weights.card import public_name, write_card
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -108,10 +108,10 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 def base_of(recipe: Recipe) -> dict[str, str]:
     """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
-    from moe_finetune.families.loading import local_folder
-    from moe_finetune.weights.checkpoint import open_checkpoint
-    from moe_finetune.weights.gate import BASE_KEY
-    from moe_finetune.weights.values import fingerprint
+    from moe_finetune.checkpoint.gate import BASE_KEY
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.values import fingerprint
+    from moe_finetune.models.loading import local_folder
 
     if recipe.model.init != "checkpoint":
         return {}
@@ -137,7 +137,7 @@ def describe_adapter(
     run: Mapping[str, Any] | None = None,
 ) -> None:
     """Write what PEFT's two files cannot hold: chosen experts, their dropout, a routing bias."""
-    from moe_finetune.weights import write_metadata
+    from moe_finetune.checkpoint import write_metadata
 
     chosen = selected_experts(model)
     write_metadata(folder, experts=chosen, experts_dropout=dropout, **(run or {}))

@@ -12,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune.io import write_atomic
-from moe_finetune.recipe import Recipe
+from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.first_window import FoundWeights
 from moe_finetune.training.live import LiveTable

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from moe_finetune.terminal import terminal
+from moe_finetune.io.terminal import terminal
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import newest_checkpoint
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.perturbation import Perturbation
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.training import ranks
 from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
 

@@ -23,20 +23,20 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.balancing.keep import KeptBias
-from moe_finetune.balancing.perturb import TrainingNoise
-from moe_finetune.capture.grouped import Kernel
-from moe_finetune.capture.model import backbone_of, model_facts
-from moe_finetune.capture.perturbation import Perturbation
-from moe_finetune.capture.recorder import Observer, Recorder
-from moe_finetune.capture.statistics import TrainingStatistics
 from moe_finetune.errors import CaptureError, ObjectiveError
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
-from moe_finetune.method import Method, resolve_method
+from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.grouped import Kernel
+from moe_finetune.moe.hooks import Observer, Recorder
+from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.moe.noise import TrainingNoise
+from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.training.bias_keep import KeptBias
 from moe_finetune.training.preconditions import check_forward
 from moe_finetune.training.reach import check_reach
+from moe_finetune.training.statistics import TrainingStatistics
 from moe_finetune.training.strength import StrengthMeter
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Specialization:
         model: a supported causal language model, with or without PEFT.
         method: a preset's name, a ``method:`` mapping, or a resolved method.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
-        kernel: the experts' products, see :class:`~moe_finetune.capture.recorder.Recorder`.
+        kernel: the experts' products, see :class:`~moe_finetune.moe.hooks.Recorder`.
         accumulation: micro-batches of an optimizer step; assign to ``accumulation`` when a window
             is shorter.
         total_steps: optimizer steps of the run, for schedules.

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import Term
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.hooks import Recorder
 from moe_finetune.training import ranks
 from moe_finetune.training.replay import Gradients, Replay, product
 

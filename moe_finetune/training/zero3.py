@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_finetune.capture.model import moe_layers
+from moe_finetune.moe.layers import moe_layers
 
 
 def set_leaf_blocks(trainer: Any, model: nn.Module) -> list[type[nn.Module]]:

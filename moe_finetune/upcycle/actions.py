@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.families.loading import local_folder
 from moe_finetune.io import write_atomic
-from moe_finetune.method import resolve_method
+from moe_finetune.models.loading import local_folder
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle.files import MEASURED_FILE, TABLE_FILE
 
 if TYPE_CHECKING:

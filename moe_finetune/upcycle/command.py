@@ -13,8 +13,8 @@ from pathlib import Path
 
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
+from moe_finetune.io.json_file import read_object
 from moe_finetune.io.lock import OutputLock
-from moe_finetune.json_file import read_object
 from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, REMEDY, RESULTS_FILE, TABLES_FILE
 from moe_finetune.upcycle.ledger import Ledger
 from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
@@ -145,7 +145,7 @@ class ExpertFailedError(MoeFinetuneError, RuntimeError):
 
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
-    from moe_finetune.environment import describe_environment
+    from moe_finetune.io.environment import describe_environment
     from moe_finetune.upcycle.page import render
     from moe_finetune.upcycle.results import read_arms, summarize
     from moe_finetune.upcycle.tables import tables

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_finetune.checkpoint_files import read_headers, tensors_of
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.safetensors_header import FLOATS, TensorInfo
+from moe_finetune.io.checkpoint_files import read_headers, tensors_of
+from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 from moe_finetune.upcycle.dense import DenseFacts, dense_facts
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 

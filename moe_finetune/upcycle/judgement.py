@@ -92,7 +92,7 @@ def questions(
 
 
 def _of_file(tokenizer: Any, section: JudgementSection) -> tuple[list[Question], list[Question]]:
-    from moe_finetune.evaluation.files import read_rows
+    from moe_finetune.io.rows import read_rows
 
     rows = read_rows(str(section.file), required=("question", "answer"))
     found = []

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.evaluation.files import sha256_json
 from moe_finetune.io import output_lock, write_atomic
-from moe_finetune.json_file import read_object
+from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.json_file import read_object
 
 log = logging.getLogger(__name__)
 FORMAT = 1

@@ -96,7 +96,7 @@ def measure(
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
     """
-    from moe_finetune.families.loading import load_model, load_tokenizer
+    from moe_finetune.models.loading import load_model, load_tokenizer
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.judgement import judge
     from moe_finetune.upcycle.passages import passages
@@ -129,8 +129,8 @@ def _of_split(
 ) -> dict[str, Any]:
     import torch
 
-    from moe_finetune.capture.model import model_facts
-    from moe_finetune.capture.recorder import Recorder
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import model_facts
 
     length, section = recipe.texts.max_length, recipe.evaluation
     rows = [

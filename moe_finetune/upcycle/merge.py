@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint_files import INDEX
+from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.merge import default_workers
 from moe_finetune.errors import CheckpointError
-from moe_finetune.families import FAMILIES
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
-from moe_finetune.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.io.checkpoint_files import INDEX
+from moe_finetune.io.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.models import FAMILIES
 from moe_finetune.upcycle.dense import DenseFacts
 from moe_finetune.upcycle.experts import (
     FEED_FORWARD,
@@ -29,11 +31,9 @@ from moe_finetune.upcycle.experts import (
     open_expert,
     tensor_names,
 )
-from moe_finetune.weights.apply import default_workers
-from moe_finetune.weights.carried import carried_files
 
 if TYPE_CHECKING:
-    from moe_finetune.weights.writer import Content, Output
+    from moe_finetune.checkpoint.writer import Content, Output
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK_BYTES = 8 << 20
@@ -58,10 +58,10 @@ class Average:
     sources: tuple[TensorInfo, ...]
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.weights.writer.Content`."""
+        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         import torch
 
-        from moe_finetune.weights.tensors import DTYPES, read_bytes, typed
+        from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, typed
 
         wide = torch.float32 if ITEM_BYTES[target.dtype] == 2 else torch.float64
         for start in range(0, target.size, _CHUNK_BYTES):
@@ -81,10 +81,10 @@ class RandomRows:
     seed: int
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.weights.writer.Content`."""
+        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         import torch
 
-        from moe_finetune.weights.tensors import DTYPES
+        from moe_finetune.checkpoint.tensors import DTYPES
 
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.randn(target.shape, generator=generator) * self.std
@@ -127,7 +127,7 @@ def merge_experts(
         UnsupportedModelError: a model type without a MoE.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.weights.writer import write_files
+    from moe_finetune.checkpoint.writer import write_files
 
     started = time.perf_counter()
     output = Path(output)
@@ -166,7 +166,7 @@ def plan(
     experts: Sequence[Expert], router_std: float, seed: int
 ) -> Iterable[tuple[str, str, tuple[int, ...], Content]]:
     """Every tensor of the MoE in the order of the file: name, dtype, shape, content."""
-    from moe_finetune.weights.writer import Copy
+    from moe_finetune.checkpoint.writer import Copy
 
     facts = experts[0].facts
     disk = FAMILIES[facts.target].disk

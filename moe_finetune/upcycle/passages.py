@@ -19,9 +19,9 @@ def passages(model: Any, tokenizer: Any, texts: Texts, count: int) -> list[dict[
     """
     import torch
 
-    from moe_finetune.capture.model import model_facts
-    from moe_finetune.capture.recorder import Recorder
     from moe_finetune.metrics import top_choice
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import model_facts
 
     layers = model_facts(model).moe_layers
     middle = len(layers) // 2

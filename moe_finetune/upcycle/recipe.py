@@ -15,10 +15,10 @@ import yaml
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
-from moe_finetune.layered_yaml import load_tree
-from moe_finetune.method import Method, resolve_method
-from moe_finetune.sections import LoraSection, Section
-from moe_finetune.validation import from_tree
+from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.recipe.sections import LoraSection, Section
+from moe_finetune.recipe.tree import load_tree
+from moe_finetune.recipe.validation import from_tree
 
 
 class PretrainSection(Section):
@@ -237,7 +237,7 @@ def _cluster_problems(clusters: ClusterSection, names: list[str], counted: bool)
 
 
 def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
-    from moe_finetune.training.arguments import check_trainer
+    from moe_finetune.recipe.arguments import check_trainer
 
     sections = {
         "dense.pretrain": recipe.dense.pretrain.trainer if recipe.dense.pretrain else {},

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.json_file import read_object
+from moe_finetune.io.json_file import read_object
 from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 

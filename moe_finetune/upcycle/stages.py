@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
-from moe_finetune.evaluation.files import sha256_file, sha256_json
-from moe_finetune.families.loading import load_tokenizer, local_folder
 from moe_finetune.io import write_atomic
-from moe_finetune.json_file import read_object
+from moe_finetune.io.hashes import sha256_file, sha256_json
+from moe_finetune.io.json_file import read_object
+from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.upcycle.actions import Measure, Merge, Train
 from moe_finetune.upcycle.clustering import check_pins, cluster_categories
 from moe_finetune.upcycle.files import CLUSTERS_FILE, REMEDY, TABLE_FILE
@@ -90,9 +90,9 @@ class Upcycle:
         Raises:
             RecipeError, DataError, CheckpointError: see the functions that are called.
         """
+        from moe_finetune.checkpoint.opened import check_folder as check_weights
         from moe_finetune.upcycle.dense import load_dense_config
         from moe_finetune.upcycle.experts import check_alike, open_expert
-        from moe_finetune.weights.checkpoint import check_folder as check_weights
 
         section, names = self.recipe.clusters, list(self.categories)
         if self.recipe.counts_clusters:

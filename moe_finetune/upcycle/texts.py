@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
-from moe_finetune.json_file import parse_json
+from moe_finetune.io.json_file import parse_json
 
 if TYPE_CHECKING:
     from moe_finetune.upcycle.recipe import TextSection
@@ -52,8 +52,8 @@ def read_categories(section: TextSection) -> dict[str, list[str]]:
 
 
 def _read(category: str, paths: str | list[str]) -> list[str]:
-    from moe_finetune.training.rows import Former
-    from moe_finetune.training.sources import read_rows
+    from moe_finetune.data.rows import Former
+    from moe_finetune.data.sources import read_rows
 
     texts = []
     for source in [paths] if isinstance(paths, str) else paths:

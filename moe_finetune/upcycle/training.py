@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.method import Method
-from moe_finetune.recipe import Recipe
-from moe_finetune.sections import DataSection, LoraSection, ModelSection
+from moe_finetune.recipe.method import Method
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import DataSection, LoraSection, ModelSection
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,8 +65,8 @@ def run_job(job: Job, work: Path, output: Path) -> None:
     """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``."""
     from transformers import set_seed
 
-    from moe_finetune.families.loading import load_model, load_tokenizer
     from moe_finetune.lora.targets import add_lora
+    from moe_finetune.models.loading import load_model, load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
     from moe_finetune.upcycle.dense import load_dense
@@ -101,7 +101,7 @@ def run_job(job: Job, work: Path, output: Path) -> None:
     saved = save_trained(model, tokenizer, recipe, work)
     output.parent.mkdir(parents=True, exist_ok=True)
     if saved.name == "adapter":
-        from moe_finetune.weights import merge_adapter
+        from moe_finetune.checkpoint import merge_adapter
 
         merge_adapter(job.start, saved, output)
     else:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_finetune.cache_folder import cache_folder
 from moe_finetune.demo import pretrain as module
 from moe_finetune.demo.batches import IGNORED, Mixture, batches, positions_of
 from moe_finetune.demo.corpus import Document
@@ -25,6 +24,7 @@ from moe_finetune.demo.pretrain import (
     make_tokenizer,
     schedule,
 )
+from moe_finetune.io.cache_folder import cache_folder
 
 CONFIG = PretrainConfig(
     vocab_size=320,

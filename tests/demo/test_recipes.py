@@ -9,7 +9,7 @@ import pytest
 from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
 from moe_finetune.errors import RecipeError
 from moe_finetune.evaluation.suites import load_suite
-from moe_finetune.recipe import load_recipe
+from moe_finetune.recipe.schema import load_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "demo"
 

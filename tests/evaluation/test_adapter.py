@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.capture.model import moe_layers
+from moe_finetune.checkpoint import merge_adapter, write_metadata
+from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias
 from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.families.loading import load_model
-from moe_finetune.weights import merge_adapter, write_metadata
-from moe_finetune.weights.adapter import BIAS_FILE, read_bias
+from moe_finetune.models.loading import load_model
+from moe_finetune.moe.layers import moe_layers
 from tests import tiny
-from tests.weights import helpers
+from tests.checkpoint import helpers
 
 
 @torch.no_grad()

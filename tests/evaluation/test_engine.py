@@ -22,8 +22,9 @@ from moe_finetune.errors import (
 )
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.files import checkpoint_hash, read_rows
 from moe_finetune.evaluation.results import load_results, load_samples
+from moe_finetune.io.hashes import checkpoint_hash
+from moe_finetune.io.rows import read_rows
 from tests import tiny
 from tests.evaluation.local import write_suite
 

@@ -13,7 +13,7 @@ from moe_finetune.evaluation.extract import (
     numbers,
     strict_number,
 )
-from moe_finetune.evaluation.files import read_rows
+from moe_finetune.io.rows import read_rows
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.evaluation.agreement import (
+    agreement_table,
+    generation_tasks,
+    judge_tasks,
+    write_sheets,
+)
 from moe_finetune.evaluation.human import (
     agreement,
     cohens_kappa,
@@ -20,12 +26,6 @@ from moe_finetune.evaluation.human import (
     rule_verdicts,
 )
 from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
-from moe_finetune.evaluation.validation import (
-    agreement_table,
-    generation_tasks,
-    judge_tasks,
-    write_sheets,
-)
 
 
 class Server(ThreadingHTTPServer):

@@ -17,9 +17,9 @@ import pytest
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program, score_code
-from moe_finetune.evaluation.files import read_rows
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox, seccomp
 from moe_finetune.evaluation.sandbox.names import wanted
+from moe_finetune.io.rows import read_rows
 from tests.evaluation.forgers import FORGERS, WIRE
 from tests.evaluation.hostile import PROGRAMS
 

@@ -22,7 +22,7 @@ from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.server_client import BadReply, only_choice, score
-from moe_finetune.evaluation.vllm_install import vllm_status
+from moe_finetune.vllm.install import vllm_status
 from tests import tiny
 from tests.evaluation.local import write_suite
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_finetune.capture.trace import TraceWriter
 from moe_finetune.cli import main
 from moe_finetune.placement.plan import PlacementPlan
+from moe_finetune.routing.trace import TraceWriter
+from tests.checkpoint import helpers
 from tests.faults.harness import write_inputs
 from tests.placement.traces import topical
-from tests.weights import helpers
 
 pytestmark = pytest.mark.faults
 

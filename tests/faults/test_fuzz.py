@@ -18,25 +18,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint.gate import check_adapter
+from moe_finetune.checkpoint.permute import read_permutation
 from moe_finetune.cli import main
+from moe_finetune.data.rows import Former
+from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.evaluation.files import read_rows as read_task_rows
 from moe_finetune.evaluation.judge import parse_verdict
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.suites import load_suite
+from moe_finetune.io.rows import read_rows as read_task_rows
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.placement.plan import PlacementPlan
-from moe_finetune.recipe import load_recipe
+from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.runs import read_run
-from moe_finetune.training.rows import Former
-from moe_finetune.training.sources import read_rows
-from moe_finetune.weights import merge_adapter, open_checkpoint
-from moe_finetune.weights.gate import check_adapter
-from moe_finetune.weights.permute import read_permutation
 from tests import tiny
+from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite
 from tests.faults.harness import write_inputs
-from tests.weights import helpers
 
 pytestmark = pytest.mark.faults
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_finetune.checkpoint import open_checkpoint
+from moe_finetune.checkpoint.adapter_metadata import write_metadata
+from moe_finetune.checkpoint.gate import BASE_KEY, check_adapter
+from moe_finetune.checkpoint.values import fingerprint
 from moe_finetune.cli import main
 from moe_finetune.errors import CheckpointError
-from moe_finetune.families.loading import load_model
+from moe_finetune.models.loading import load_model
 from moe_finetune.upcycle.dense import load_dense
-from moe_finetune.weights import open_checkpoint
-from moe_finetune.weights.gate import BASE_KEY, check_adapter
-from moe_finetune.weights.selection import write_metadata
-from moe_finetune.weights.values import fingerprint
 from tests import tiny
+from tests.checkpoint import helpers
 from tests.evaluation.local import write_suite
 from tests.faults.harness import write_inputs
-from tests.weights import helpers
 
 pytestmark = pytest.mark.faults
 
@@ -393,8 +393,8 @@ def test_a_fingerprint_is_of_contents_and_not_of_files(tmp_path, monkeypatch):
     tiny.model("olmoe").save_pretrained(tmp_path / "many", max_shard_size="900KB")
     tiny.model("olmoe", seed=1).save_pretrained(tmp_path / "other")
     for whole in (1 << 30, 0):
-        monkeypatch.setattr("moe_finetune.weights.values._WHOLE_BYTES", whole)
-        monkeypatch.setattr("moe_finetune.weights.values._known_prints", {})
+        monkeypatch.setattr("moe_finetune.checkpoint.values._WHOLE_BYTES", whole)
+        monkeypatch.setattr("moe_finetune.checkpoint.values._known_prints", {})
         one, many, other = (
             fingerprint(open_checkpoint(tmp_path / name).tensors.values())
             for name in ("one", "many", "other")

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from moe_finetune import cli, run
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import OutputBusyError
-from moe_finetune.families.convert import convert_checkpoint
+from moe_finetune.experiments import runner
 from moe_finetune.io import output_lock
-from moe_finetune.layered_yaml import Tree
-from moe_finetune.recipe import recipe_from_tree
-from moe_finetune.studies import runner
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.upcycle.merge import merge_experts
-from moe_finetune.weights import merge_adapter
-from moe_finetune.weights.permute import permute_experts
 
 NOWHERE = "nowhere-at-all"
 COMMANDS = {
@@ -141,7 +141,7 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
         output.mkdir(exist_ok=True)
         return Result()
 
-    monkeypatch.setattr("moe_finetune.weights.merge_adapter", merging)
+    monkeypatch.setattr("moe_finetune.checkpoint.merge_adapter", merging)
     monkeypatch.setattr(run, "base_folder", lambda recipe: tmp_path)
     monkeypatch.setattr(run, "exported_bias", lambda recipe, output: None)
     (tmp_path / "adapter").mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_finetune.lora.targets import lora_config
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_finetune.capture.records import RoutingRecord
 from moe_finetune.losses import functional
+from moe_finetune.losses.record import RoutingRecord
 from tests.losses import reference
 
 # T, E, K, H, D, V: no two equal but where E = K is the point.

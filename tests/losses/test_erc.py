@@ -7,11 +7,11 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import silu
 
-from moe_finetune.capture.records import ProjectionFactors
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS, erc
 from moe_finetune.losses.base import LayerContext, ModelFacts
 from moe_finetune.losses.functional import erc_from_table, erc_loss, erc_table
+from moe_finetune.losses.record import ProjectionFactors
 from tests.losses import reference
 from tests.losses.cases import make, record
 

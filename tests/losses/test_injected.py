@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
 from tests import tiny
 
 TERMS = {

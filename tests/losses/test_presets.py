@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import RecipeError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.method import resolve_method
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.method import resolve_method
 from tests import tiny
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from moe_finetune import cli
-from moe_finetune.capture.trace import RoutingTrace, TraceWriter
 from moe_finetune.errors import DataError, EvaluationError, TraceError
-from moe_finetune.families.loading import load_tokenizer
 from moe_finetune.metrics import placement_metrics
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import prompt_of, write_prompts
@@ -29,6 +28,7 @@ from moe_finetune.placement.throughput import (
     server_command,
     table,
 )
+from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 from tests.placement.traces import topical
 from tests.vllm_server import needs_vllm
 
@@ -161,7 +161,7 @@ def test_no_turn_finds_its_prompts_in_the_cache(inputs, tmp_path):
 
 
 def test_an_arm_computes_what_its_base_does(inputs, tmp_path):
-    from moe_finetune.families.loading import load_model
+    from moe_finetune.models.loading import load_model
     from tests import tiny
 
     bench = Bench(ranks=4, rows=inputs[2], output=tmp_path / "b")

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.recipe import Recipe
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.sft import build_trainer
 from moe_finetune.training.specialization import Specialization

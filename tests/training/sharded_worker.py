@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.specialization import Specialization
 from tests import tiny

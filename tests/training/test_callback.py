@@ -11,13 +11,13 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.sft import RunLog
 from tests import tiny

@@ -8,19 +8,19 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.balancing.export import add_bias
-from moe_finetune.capture.model import moe_layers
-from moe_finetune.families.loading import load_config, load_model, load_tokenizer
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.fit import check_fit
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
-from moe_finetune.serving import merged_folder
+from moe_finetune.models.loading import load_config, load_model, load_tokenizer
+from moe_finetune.moe.layers import moe_layers
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.bias_export import add_bias
 from moe_finetune.training.ordinary import StoredWeights
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.whole import live_weights
-from moe_finetune.weights import merge_adapter
-from moe_finetune.weights.adapter import open_adapter
-from moe_finetune.weights.checkpoint import open_checkpoint
-from moe_finetune.weights.fit import check_fit
+from moe_finetune.vllm.serve import merged_folder
 from tests import tiny
 from tests.training.test_callback import collate, rows
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import NumericsError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.sft import GuardedTrainer

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 

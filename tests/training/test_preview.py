@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from moe_finetune.layered_yaml import Tree
-from moe_finetune.recipe import recipe_from_tree
+from moe_finetune.data.rows import Former
+from moe_finetune.data.sources import read_rows
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.preview import histogram, marked, preview
-from moe_finetune.training.rows import Former
-from moe_finetune.training.sources import read_rows
 from tests import tiny
 
 

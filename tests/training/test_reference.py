@@ -12,12 +12,12 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
-from moe_finetune.lora.active import TrainedAdapter
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.lora_active import TrainedAdapter
+from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
 
 FAMILY = "olmoe"

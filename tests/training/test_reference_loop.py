@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import reference_loop, tiny
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_finetune import cli
 from moe_finetune.errors import RecipeError
-from moe_finetune.recipe import load_recipe
+from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.run import check_inputs, plan_run
 from moe_finetune.training import sft
 

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import resumable
 from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.resumable import ResumableTrainer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.balancing.bias import BiasBalancer
-from moe_finetune.capture.model import model_facts
 from moe_finetune.errors import RecipeError
-from moe_finetune.layered_yaml import Tree
-from moe_finetune.recipe import recipe_from_tree
+from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import check_inputs
 from moe_finetune.training.save import save_trained
 from tests import tiny

@@ -11,13 +11,13 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
+from moe_finetune.data.examples import load_examples
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
 from moe_finetune.metrics.experts import separation
-from moe_finetune.sections import DataSection, LoraSection
-from moe_finetune.training.data import load_examples
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.sections import DataSection, LoraSection
 from moe_finetune.training.sample import Sample, evaluation_metrics
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny

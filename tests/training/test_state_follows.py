@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.balancing.export import BIAS_FILE
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.bias_export import BIAS_FILE
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.training.test_callback import collate, rows
@@ -244,7 +244,7 @@ def layers(model):
 
 
 def test_a_whole_model_is_saved_with_the_bias_where_it_has_a_place(tmp_path, caplog):
-    from moe_finetune.families.loading import load_model
+    from moe_finetune.models.loading import load_model
 
     model, callback = tiny.model("moonlight"), SpecializationCallback(WRITTEN)
     made, _ = stock(tmp_path / "run", model, callback, max_steps=2, learning_rate=1e-4)

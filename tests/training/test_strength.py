@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from transformers import Trainer, TrainingArguments
 
 from moe_finetune import SpecializationCallback, measure_strength
-from moe_finetune.capture.model import model_facts, moe_layers
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import Objective
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 
@@ -336,7 +336,7 @@ def test_inspect_measures_what_the_run_then_logs_and_the_recipe_notes_the_weight
     from typer.testing import CliRunner
 
     from moe_finetune.cli import app
-    from moe_finetune.recipe import load_recipe
+    from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.run import run_recipe
 
     checkpoint = tiny.save("qwen3_moe", tmp_path / "model", num_hidden_layers=2)

@@ -9,12 +9,12 @@ from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.capture.model import model_facts
-from moe_finetune.capture.recorder import Recorder
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import Objective
-from moe_finetune.sections import LoraSection
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import reference_loop, tiny
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from moe_finetune.metrics.words import Word, word
 from moe_finetune.report.charts.bars import bars
 from moe_finetune.report.context import Report, Section
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
-from moe_finetune.report.words import Word, word
 
 METRICS = (
     "eval_routing/expert_overlap", "eval_routing/score_variance", "eval_routing/entropy",

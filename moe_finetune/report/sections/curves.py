@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.lines import SMOOTH_FROM, Series, line_chart
 from moe_finetune.report.context import Report, Section, figure, group, table
 from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
-from moe_finetune.report.words import word
 
 GROUPS = ("Loss", "Loss terms", "Routing during training", "Optimisation")
 OTHERS = "Other logged values"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.intervals import forest
 from moe_finetune.report.compare import Difference, difference
 from moe_finetune.report.context import Report, Section, group, listed
 from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Run
-from moe_finetune.report.words import word
 
 VERDICTS = {
     "better": ("▲", "better"),

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
+from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
 from moe_finetune.report.context import Report, Section, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.sections.load import frequencies, load, load_change
 from moe_finetune.report.sections.panels import expert_map, expert_names, panel, panels
-from moe_finetune.report.words import word
 
 
 def _render(report: Report) -> Markup | None:

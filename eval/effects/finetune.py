@@ -1,0 +1,192 @@
+"""One arm and seed: the demo's checkpoint fine-tuned by the real trainer, and measured on the way.
+
+Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback, set_seed
+
+from eval.effects.probe import measure
+from eval.effects.score import HeldOutTasks
+from eval.effects.settings import TABLE, FinetuneSection, with_table
+from moe_finetune.data.examples import prepare
+from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
+from moe_finetune.demo.pretrain import ensure_demo_checkpoint
+from moe_finetune.io import output_folder, output_lock, write_atomic
+from moe_finetune.io.json_file import parse_json
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.metrics import path_stability
+from moe_finetune.models.loading import load_config, load_model, load_tokenizer, local_folder
+from moe_finetune.moe.layers import config_facts
+from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.tree import Tree, merge_mappings
+from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.sft import METRICS_FILE, build_trainer
+
+TOPICS_SEED = 0
+
+
+class Workbench:
+    """What all arms of a study share: checkpoint, data, held-out tasks, token frequencies.
+
+    Args:
+        section: the study's ``finetune``; its ``recipe.model.path``, where there is one, takes the
+            place of the demo's checkpoint.
+        folder: where data and token frequencies are written.
+    """
+
+    def __init__(self, section: FinetuneSection, folder: Path):
+        self.section = section
+        named = section.recipe.get("model", {}).get("path")
+        self.checkpoint = local_folder(named) if named else ensure_demo_checkpoint()
+        self.folder = folder
+        self.data = folder / "data"
+        with output_lock(self.data, wait=True):  # other shards of the study may need it now
+            if not self.data.is_dir():
+                with output_folder(self.data, 0) as made:
+                    write_demo_data(made)
+        self.tokenizer = load_tokenizer(self.checkpoint)
+        self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
+        data = self.recipe({"preset": "none"}, seed=0).data
+        self.train = prepare(data.train, data, self.tokenizer, "train")
+        held_out = str(self.data / VALIDATION_FILE)
+        self.validation = prepare(held_out, data, self.tokenizer, "validation").to_list()
+        facts = config_facts(load_config(self.checkpoint))
+        documents = [row["input_ids"] for row in self.train.to_list()]
+        self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)
+        write_table(self.frequencies_VE, folder / TABLE)
+        self.start = self._measure_start()
+
+    def _measure_start(self) -> tuple[dict[str, float], np.ndarray]:
+        """The untrained model's measures; an adapter of zeros changes nothing."""
+        model = load_model(self.checkpoint, dtype="float32")
+        return self.measure(model)
+
+    def measure(
+        self, model: Any, perturbation: Perturbation | None = None
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """Metrics on the held-out examples and ``top1_TL``; draws no random numbers."""
+        return measure(
+            model,
+            self.validation,
+            self.frequencies_VE,
+            embeddings=self.section.embeddings,
+            perturbation=perturbation,
+        )
+
+    def recipe(self, method: dict[str, Any], seed: int) -> Recipe:
+        """The recipe of one arm and seed."""
+        own = {
+            "model": {"path": str(self.checkpoint), "dtype": "float32"},
+            "data": {
+                "train": str(self.data / TRAIN_FILE),
+                "format": "prompt_completion",
+            },
+            "method": with_table(method, str(self.folder / TABLE)),
+            "trainer": {"seed": seed, "save_strategy": "no", "report_to": "none"},
+            "export": {"merge": False},
+        }
+        return recipe_from_tree(Tree(merge_mappings(self.section.recipe, own)))
+
+
+def topic_frequencies(
+    documents: Sequence[Sequence[int]], vocabulary: int, experts: int
+) -> np.ndarray:
+    """``(V, E)`` float32: how often each token occurs in each of E groups of like documents.
+
+    Groups are k-means clusters of the documents' token shares, in the place of P3's clusters of
+    embeddings. Every token has a little of every group, so that rows exist for all; they sum to 1.
+    """
+    from sklearn.cluster import KMeans
+
+    counts_DV = np.stack([np.bincount(ids, minlength=vocabulary) for ids in documents])
+    shares_DV = counts_DV / counts_DV.sum(1, keepdims=True)
+    groups_D = KMeans(experts, n_init=1, random_state=TOPICS_SEED).fit_predict(np.sqrt(shares_DV))
+    table_VE = np.full((vocabulary, experts), 1e-3)
+    np.add.at(table_VE.T, groups_D, counts_DV)
+    return (table_VE / table_VE.sum(1, keepdims=True)).astype(np.float32)
+
+
+def write_table(frequencies_VE: np.ndarray, path: Path) -> None:
+    """Write the table as ``supervised_routing`` reads it."""
+    from safetensors.numpy import save_file
+
+    save_file({"token_frequencies": frequencies_VE}, path)
+
+
+class Probe(TrainerCallback):
+    """Measures the model on held-out examples ``count`` times, equally far apart.
+
+    Attributes:
+        rows: metrics by probe, with ``step``, from the untrained model's on; ``stability`` is the
+            share of held-out tokens and layers whose top-1 expert is that of the probe before.
+    """
+
+    def __init__(self, bench: Workbench, method: SpecializationCallback, count: int):
+        self.bench, self.method, self.count = bench, method, count
+        start, self._top1_TL = bench.start
+        self.rows: list[dict[str, float]] = [{"step": 0, **start}]
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):  # noqa: D102
+        # Probe i of n lies at step i/n of the run, rounded up.
+        done, total = state.global_step, state.max_steps
+        if done * self.count // total == (done - 1) * self.count // total:
+            return
+        work = self.method.specialization
+        assert work is not None
+        work.recorder.restore()  # a model is recorded once at a time
+        try:
+            metrics, top1_TL = self.bench.measure(model, work.perturbation)
+        finally:
+            work.recorder.install()
+        metrics["stability"] = path_stability(self._top1_TL, top1_TL)
+        self._top1_TL = top1_TL
+        self.rows.append({"step": done, **metrics})
+
+
+def run_finetune(
+    bench: Workbench, method: dict[str, Any], seed: int, folder: Path
+) -> dict[str, Any]:
+    """Train one arm in the run's folder ``folder`` and return what it showed.
+
+    Keys ``probes`` (see :class:`Probe`), ``log`` (rows of ``metrics.jsonl``) and ``scores`` of the
+    held-out tasks after training.
+    """
+    recipe = bench.recipe(method, seed)
+    write_atomic(folder / "recipe.yaml", recipe.to_yaml())
+    (folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that was interrupted
+    model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
+    set_seed(seed)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    train = bench.train.shuffle(seed)
+    trainer, callback = build_trainer(recipe, folder, model, bench.tokenizer, train, None)
+    probe = Probe(bench, callback, bench.section.probes)
+    trainer.add_callback(probe)
+    try:
+        trainer.train()
+    finally:
+        callback.close()
+    assert callback.specialization is not None
+    return {
+        "probes": probe.rows,
+        "log": _log(folder / METRICS_FILE),
+        "scores": bench.tasks.score(model, callback.specialization.perturbation),
+    }
+
+
+def _log(path: Path) -> list[dict[str, float]]:
+    rows = [
+        parse_json(line, finite=False) for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {key: value for key, value in row.items() if isinstance(value, int | float)}
+        for row in rows
+        if row["kind"] == "train"
+    ]

@@ -1,0 +1,152 @@
+"""The recipe of a miniature: which arms train on what, with which seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.tree import load_tree, merge_mappings
+from moe_finetune.recipe.validation import from_tree
+
+TABLE = "token_frequencies.safetensors"
+
+
+def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"unknown key '{name}'{did_you_mean(name, known)}")
+    return values
+
+
+class RecoverySection(Section):
+    """Figure 2 of P4: sizes of :func:`eval.effects.theory.recovery.coherence_sweep`."""
+
+    count: int = Field(default=16, ge=2)
+    k: int = Field(default=6, ge=1)
+    width: int = Field(default=32, ge=2)
+    trials: int = Field(default=40, ge=1)
+
+
+class ClassificationSection(Section):
+    """Figure 3 of P4. ``setting`` changes keys of its :class:`Setting`, which is the paper's."""
+
+    arms: list[Literal["baseline", "orthogonality", "dpp", "ncl"]] = Field(min_length=1)
+    setting: dict[str, int | float] = Field(default_factory=dict)
+
+    @field_validator("setting")
+    @classmethod
+    def _known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from eval.effects.theory.classification import Setting
+
+        return _fields_of(Setting, value)
+
+
+class FinetuneSection(Section):
+    """Fine-tuning of the demo's checkpoint, one arm a method.
+
+    Attributes:
+        recipe: keys of a recipe that all arms share; ``model.path`` and the data are filled in.
+        arms: name -> ``method:`` of a recipe.
+        once: arms that run with the first seed alone.
+        probes: times that the model is measured on held-out examples while it trains, equally far
+            apart; the untrained model is measured once for all.
+        embeddings: tokens that expert overlap is measured on.
+        tasks: most passages of the held-out code and prose tasks.
+    """
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    once: list[str] = Field(default_factory=list)
+    probes: int = Field(default=4, ge=1)
+    embeddings: int = Field(default=1500, ge=20)
+    tasks: int = Field(default=200, ge=1)
+
+
+class ScratchSection(Section):
+    """Pretraining from random weights, one arm a method.
+
+    Attributes:
+        arms: name -> ``method:`` of a recipe.
+        model: changes to :class:`moe_finetune.demo.pretrain.PretrainConfig`.
+        mixture: changes to :class:`moe_finetune.demo.batches.Mixture`.
+        steps, learning_rate: of AdamW, with linear warm-up over a tenth and a cosine after it.
+    """
+
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    model: dict[str, int | float] = Field(default_factory=dict)
+    mixture: dict[str, int | float] = Field(default_factory=dict)
+    steps: int = Field(default=100, ge=4)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    gradient_norm: float = Field(default=1.0, gt=0)
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.demo.pretrain import PretrainConfig
+
+        return _fields_of(PretrainConfig, value)
+
+    @field_validator("mixture")
+    @classmethod
+    def _mixture(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.demo.batches import Mixture
+
+        return _fields_of(Mixture, value)
+
+
+class Miniature(Section):
+    """Everything that decides a miniature study; a part that is left out is not run."""
+
+    kind: Literal["miniature"]
+    title: str = "Headline effects in miniature"
+    seeds: list[int] = Field(min_length=1)
+    recovery: RecoverySection | None = None
+    classification: ClassificationSection | None = None
+    finetune: FinetuneSection | None = None
+    scratch: ScratchSection | None = None
+    upcycle: str | None = Field(default=None, description="folder of `upcycle`'s miniature")
+
+
+def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature:
+    """Read a miniature's recipe and check every arm's method.
+
+    Raises:
+        RecipeError: an unknown key, method or option, with its place.
+    """
+    study = from_tree(Miniature, load_tree([path], overrides))
+    for part in (study.finetune, study.scratch):
+        for arm, method in (part.arms if part else {}).items():
+            check_name(str(path), arm)
+            try:
+                resolve_method(with_table(method, TABLE))
+            except RecipeError as error:
+                raise RecipeError(f"{path}: arms.{arm}: {error}") from None
+    unknown = set(study.finetune.once) - set(study.finetune.arms) if study.finetune else set()
+    if unknown:
+        raise RecipeError(f"{path}: finetune.once: {sorted(unknown)} are not among finetune.arms")
+    return study
+
+
+def check_name(path: str, arm: str) -> None:
+    """Refuse an arm's name that cannot be a folder."""
+    if not arm.replace("_", "").replace(".", "").replace("-", "").isalnum():
+        raise RecipeError(f"{path}: arms.{arm}: wanted a name of letters, digits, '_', '-', '.'")
+
+
+def with_table(method: dict[str, Any], table: str) -> dict[str, Any]:
+    """``method`` with the token frequencies' file filled in, where it supervises routing."""
+    supervised = method.get("preset") == "supervised_routing" or (
+        "supervised_routing" in (method.get("terms") or {})
+    )
+    if not supervised:
+        return method
+    below = {"terms": {"supervised_routing": {"table": table}}}
+    return merge_mappings(below, method)

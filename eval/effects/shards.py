@@ -1,0 +1,190 @@
+"""The runs of a miniature, one file each: what is there is kept, what is missing is run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eval.effects.settings import Miniature
+from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError
+from moe_finetune.io import contents, write_atomic
+from moe_finetune.io.json_file import read_json, read_object
+
+log = logging.getLogger(__name__)
+Part = Literal["recovery", "classification", "finetune", "scratch"]
+STUDY_FILE = "study.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One run: a part of the study, an arm of it and a seed."""
+
+    part: Part
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Place below ``shards/``, without the ending."""
+        return f"{self.part}/{self.arm}/seed_{self.seed}"
+
+    def file(self, output: Path) -> Path:
+        """Where its result is."""
+        return output / "shards" / f"{self.name}.json"
+
+
+def shards_of(study: Miniature) -> list[Shard]:
+    """All runs, seed by seed, so that an interrupted study has whole seeds of every arm."""
+    found = []
+    for seed in study.seeds:
+        if study.recovery is not None:
+            found.append(Shard("recovery", "sweep", seed))
+        if study.classification is not None:
+            found += [Shard("classification", arm, seed) for arm in study.classification.arms]
+        if study.finetune is not None:
+            once = study.finetune.once if seed != study.seeds[0] else ()
+            arms = [arm for arm in study.finetune.arms if arm not in once]
+            found += [Shard("finetune", arm, seed) for arm in arms]
+        if study.scratch is not None:
+            found += [Shard("scratch", arm, seed) for arm in study.scratch.arms]
+    return found
+
+
+def begin(study: Miniature, output: Path, resume: bool = False) -> None:
+    """Make the study's folder, or with ``resume`` check that it is this study's.
+
+    A study in it may have other seeds or further arms; what decides its runs must be the same.
+
+    Raises:
+        OutputExistsError: it holds something else, or this study without ``resume``.
+        RecipeError: it holds runs of other settings.
+    """
+    settings = study.model_dump(mode="json")
+    place = output / STUDY_FILE
+    if place.exists():
+        if not resume:
+            raise OutputExistsError(
+                f"{output} holds a study; choose another --output, or add --resume to go on with it"
+            )
+        held = read_object(place, RecipeError, f"choose another --output than {output}")
+        different = [key for key in _decisive(settings) if _clash(held, settings, key)]
+        if different:
+            raise RecipeError(
+                f"{output}: holds runs of this study with other settings under "
+                f"{', '.join(different)}; choose another --output"
+            )
+    elif output.exists() and (not output.is_dir() or contents(output)):
+        raise OutputExistsError(f"{output} holds other files; choose another --output")
+    write_atomic(place, json.dumps(settings, indent=2) + "\n")
+
+
+def _decisive(settings: dict[str, Any]) -> Iterator[str]:
+    for part in ("recovery", "classification", "finetune", "scratch"):
+        if settings.get(part) is not None:
+            yield part
+
+
+def _clash(held: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
+    before, now = held.get(part), settings[part]
+    if before is None:
+        return False
+    without = ("arms", "once")
+    if {k: v for k, v in before.items() if k not in without} != {
+        k: v for k, v in now.items() if k not in without
+    }:
+        return True
+    arms, old = now.get("arms", {}), before.get("arms", {})
+    return isinstance(arms, dict) and any(arms[a] != old[a] for a in set(arms) & set(old))
+
+
+class Runner:
+    """Runs shards of one study; what several of them need is made once."""
+
+    def __init__(self, study: Miniature, output: Path):
+        self.study, self.output = study, output
+        self._bench: Any = None
+
+    def run(self, shard: Shard) -> dict[str, Any]:
+        """Run the shard and return its result (not written)."""
+        if shard.part == "recovery":
+            from eval.effects.theory.recovery import coherence_sweep
+
+            assert self.study.recovery is not None
+            return coherence_sweep(shard.seed, **self.study.recovery.model_dump())
+        if shard.part == "classification":
+            from eval.effects.theory.classification import Setting, run_arm
+
+            assert self.study.classification is not None
+            setting = Setting(**self.study.classification.setting)  # type: ignore[arg-type]
+            return run_arm(shard.arm, shard.seed, setting)  # type: ignore[arg-type]
+        if shard.part == "scratch":
+            from eval.effects.scratch import run_scratch
+
+            assert self.study.scratch is not None
+            return run_scratch(self.study.scratch, self.study.scratch.arms[shard.arm], shard.seed)
+        from eval.effects.finetune import Workbench, run_finetune
+
+        assert self.study.finetune is not None
+        if self._bench is None:
+            self._bench = Workbench(self.study.finetune, self.output)
+        method = self.study.finetune.arms[shard.arm]
+        return run_finetune(self._bench, method, shard.seed, self.output / "runs" / shard.name)
+
+
+def run_shards(study: Miniature, output: Path, part: tuple[int, int] = (1, 1)) -> list[Shard]:
+    """Run what has no result yet; return the shards that failed, whose reason is beside them.
+
+    A failed shard is tried again by the next call. ``part`` ``(i, n)`` takes every n-th shard from
+    the i-th (counted from 1), so that n processes share a study.
+    """
+    runner, failed = Runner(study, output), []
+    shards = shards_of(study)[part[0] - 1 :: part[1]]
+    missing = [shard for shard in shards if not shard.file(output).exists()]
+    log.info("%d runs, %d of them to do", len(shards), len(missing))
+    for number, shard in enumerate(missing, start=1):
+        start = time.perf_counter()
+        file = shard.file(output)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        reason = file.with_suffix(".failed.txt")
+        try:
+            result = runner.run(shard)
+        except (MoeFinetuneError, ValueError, RuntimeError) as error:
+            write_atomic(reason, f"{type(error).__name__}: {error}\n")
+            log.error("%s failed: %s", shard.name, error)
+            failed.append(shard)
+            continue
+        seconds = time.perf_counter() - start
+        reason.unlink(missing_ok=True)
+        write_atomic(file, json.dumps({"seconds": round(seconds, 2), **_plain(result)}) + "\n")
+        log.info("%d/%d %s: %.1f s", number, len(missing), shard.name, seconds)
+    return failed
+
+
+def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:
+    """Results of the study's shards that have one.
+
+    Raises:
+        RecipeError: a result that cannot be read; delete it to run it again.
+    """
+    found = {}
+    for shard in shards_of(study):
+        file = shard.file(output)
+        if not file.exists():
+            continue
+        found[shard] = read_json(file, RecipeError, "delete it to run it again")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON has: infinity and NaN become None."""
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,85 @@
+"""A miniature from beginning to end: run what is missing, then write and print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval.effects.settings import Miniature, load_miniature
+from moe_finetune.errors import RecipeError
+from moe_finetune.io import output_lock
+
+if TYPE_CHECKING:
+    from eval.effects.claims import Effect
+
+
+def run_miniature(
+    recipe: str | Path,
+    output: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    part: tuple[int, int] = (1, 1),
+) -> int:
+    """Run the miniature in the folder ``output`` and return the number of failed runs.
+
+    ``output`` then holds ``shards/`` (one result a run), ``runs/`` (recipes and logs),
+    ``effects.md|csv|json``, ``directions.md``, and pictures of P4's experiments.
+
+    Args:
+        recipe: a file such as ``recipes/studies/miniature.yaml``.
+        output: new or empty; with ``resume`` that of this study.
+        overrides: ``key.path=value``.
+        resume: keep the runs that are there.
+        part: ``(i, n)``: run every n-th of the runs, from the i-th; the table covers all.
+
+    Raises:
+        RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
+    """
+    from eval.effects.shards import STUDY_FILE, begin, read_shards, run_shards
+    from eval.effects.table import effect_rows, markdown, write_tables
+    from eval.effects.theory.pictures import draw_pictures
+    from eval.effects.upcycled import upcycle_rows
+
+    study, output = load_miniature(recipe, overrides), Path(output)
+    if not 1 <= part[0] <= part[1]:
+        raise RecipeError(f"--shard {part[0]}/{part[1]}: wanted I/N with I from 1 to N")
+    with output_lock(output, shared=part != (1, 1)):
+        with output_lock(output / STUDY_FILE, wait=True):
+            begin(study, output, resume)
+        failed = run_shards(study, output, part)
+        with output_lock(output / "pictures", wait=True):
+            results = read_shards(study, output)
+            effects = effect_rows(results, upcycle_rows(study.upcycle), effects_of(study))
+            write_tables(effects, results, output)
+            draw_pictures(results, output / "pictures")
+    print(markdown(effects))
+    for shard in failed:
+        print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")
+    print(f"{len(results)} runs; tables: {output / 'effects.md'}, {output / 'directions.md'}")
+    return len(failed)
+
+
+def effects_of(study: Miniature) -> list[Effect]:
+    """The effects that parts of this study measure; effect 11 comes from another study."""
+    from eval.effects.claims import EFFECTS
+    from eval.effects.shards import shards_of
+
+    parts = {shard.part for shard in shards_of(study)}
+    return [
+        effect
+        for effect in EFFECTS
+        if any(comparison.part in parts for comparison in effect.comparisons)
+        or (not effect.comparisons and "finetune" in parts)
+    ]
+
+
+def plan_miniature(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The runs of a miniature, counted by part."""
+    from eval.effects.shards import shards_of
+
+    shards = shards_of(load_miniature(recipe, overrides))
+    parts = dict.fromkeys(shard.part for shard in shards)
+    lines = [f"{sum(s.part == part for s in shards):4d}  {part}" for part in parts]
+    return "\n".join([*lines, f"{len(shards):4d}  runs in all"])

@@ -1,0 +1,201 @@
+"""What the runs say about each effect: rows, and the table as Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect
+from eval.effects.paired import Interval, Verdict, t_interval, verdict_of_no_change, verdict_of_sign
+from eval.effects.readings import Result
+from eval.effects.shards import Shard
+from moe_finetune.io import write_atomic
+
+Results = Mapping[Shard, Result]
+WORDS: Mapping[Verdict, str] = {
+    "reproduced": "sign and significance",
+    "sign only": "sign only",
+    "not reproduced": "not",
+    "opposite": "**opposite**, significant",
+    "not run": "not run",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison with its numbers; ``difference`` and means are over the seeds both arms have.
+
+    ``excluded``: seeds that have no such number, such as a run that diverged. ``relative``: whether
+    the difference is a share of what an arm showed.
+    """
+
+    what: str
+    arm: str
+    baseline: str | None
+    arm_mean: float | None
+    baseline_mean: float | None
+    difference: Interval | None
+    verdict: Verdict
+    excluded: int = 0
+    relative: bool = True
+
+
+def compare(comparison: Comparison, results: Results) -> Row:
+    """Evaluate one comparison on the runs that are there."""
+    what, arm, baseline = comparison.what, comparison.arm, comparison.baseline
+    arms = _of(results, comparison.part, arm)
+    bases = arms if baseline is None else _of(results, comparison.part, baseline)
+    both = sorted(set(arms) & set(bases))
+    pairs = [_pair(comparison, arms[seed], bases[seed]) for seed in both]
+    known = [(value, base) for value, base in pairs if value is not None and base is not None]
+    excluded = len(pairs) - len(known)
+    if not known:
+        return Row(what, arm, baseline, None, None, None, "not run", excluded)
+    found = t_interval([value - base for value, base in known])
+    mean, base_mean = (float(np.mean(column)) for column in zip(*known, strict=True))
+    if comparison.sign == 0:
+        verdict = verdict_of_no_change(found, comparison.margin * abs(base_mean))
+    else:
+        verdict = verdict_of_sign(found, comparison.sign)
+        limit = comparison.at_most
+        if verdict == "reproduced" and limit is not None and mean > limit * base_mean:
+            verdict = "sign only"
+    relative = baseline is not None and comparison.pair is None
+    return Row(what, arm, baseline, mean, base_mean, found, verdict, excluded, relative)
+
+
+def _pair(comparison: Comparison, ours: Result, base: Result) -> tuple[float | None, float | None]:
+    """The two numbers of one seed that are subtracted."""
+    if comparison.pair is not None:
+        return comparison.pair(ours, base), comparison.reference
+    if comparison.baseline is None:
+        return comparison.reading(ours), comparison.reference
+    return comparison.reading(ours), comparison.reading(base)
+
+
+def _of(results: Results, part: str, arm: str) -> dict[int, Result]:
+    return {
+        shard.seed: result
+        for shard, result in results.items()
+        if shard.part == part and shard.arm == arm
+    }
+
+
+def effect_rows(
+    results: Results, upcycle: Sequence[Row] = (), effects: Sequence[Effect] = EFFECTS
+) -> list[tuple[Effect, list[Row]]]:
+    """Every effect with its rows; ``upcycle`` are effect 11's, which another study measures."""
+    return [
+        (effect, [compare(c, results) for c in effect.comparisons] or list(upcycle))
+        for effect in effects
+    ]
+
+
+def markdown(effects: Sequence[tuple[Effect, list[Row]]]) -> str:
+    """The table of effects; the verdict of an effect is its first row's."""
+    lines = [
+        "| | effect | the paper | compared | baseline -> ours | difference [95 %] | seeds | "
+        "reproduced |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for effect, rows in effects:
+        if not rows:
+            lines.append(
+                f"| {effect.number} | {effect.name} | {effect.paper} | – | – | – | – | "
+                "not run: run the upcycle miniature first |"
+            )
+        for number, row in enumerate(rows):
+            first = number == 0
+            head = (str(effect.number), effect.name, effect.paper) if first else ("", "", "")
+            lines.append("| " + " | ".join((*head, *_cells(row, bold=first))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def directions_markdown(results: Results) -> str:
+    """The table of each method's own metric."""
+    lines = [
+        "| method | metric | baseline | its value | the method's | difference [95 %] | seeds | "
+        "as the paper says |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for comparison in DIRECTIONS:
+        row = compare(comparison, results)
+        if row.difference is None:
+            continue
+        assert row.arm_mean is not None and row.baseline_mean is not None
+        moved = comparison.sign * row.difference.mean > 0
+        answer = {
+            "reproduced": "yes",
+            "sign only": "yes, within noise" if row.difference.seeds > 1 else "yes",
+            "opposite": "**no**, significantly",
+        }.get(row.verdict, "**no**")
+        limit = comparison.at_most
+        if limit is not None and moved and row.arm_mean > limit * row.baseline_mean:
+            answer = "lower, not 0"
+        lines.append(
+            f"| {row.arm} | {row.what} | {row.baseline} | {_number(row.baseline_mean)} | "
+            f"{_number(row.arm_mean)} | {_interval(row.difference)} | {row.difference.seeds} | "
+            f"{answer} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(
+    effects: Sequence[tuple[Effect, list[Row]]], results: Results, output: Path
+) -> None:
+    """Write ``effects.md``, ``effects.csv``, ``effects.json`` and ``directions.md``."""
+    write_atomic(output / "effects.md", markdown(effects))
+    write_atomic(output / "directions.md", directions_markdown(results))
+    listed = [
+        {"effect": effect.number, "name": effect.name, "paper": effect.paper, **_flat(row)}
+        for effect, rows in effects
+        for row in rows
+    ]
+    write_atomic(output / "effects.json", json.dumps(listed, indent=1) + "\n")
+    text = io.StringIO()
+    if listed:
+        writer = csv.DictWriter(text, list(listed[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(listed)
+    write_atomic(output / "effects.csv", text.getvalue())
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    values = asdict(row)
+    found = values.pop("difference") or {"mean": None, "low": None, "high": None, "seeds": 0}
+    ends = {
+        name: None if not np.isfinite(found[name] or 0) else found[name] for name in ("low", "high")
+    }
+    return {**values, "difference": found["mean"], **ends, "seeds": found["seeds"]}
+
+
+def _cells(row: Row, bold: bool) -> tuple[str, ...]:
+    against = f" against {row.baseline}" if row.baseline else ""
+    compared = f"{row.what}: {row.arm}{against}"
+    word = WORDS[row.verdict] + (f" ({row.excluded} without a value)" if row.excluded else "")
+    if bold and row.verdict != "opposite":
+        word = f"**{word}**"
+    if row.difference is None or row.arm_mean is None or row.baseline_mean is None:
+        return compared, "–", "–", "–", word
+    values = f"{_number(row.baseline_mean)} -> {_number(row.arm_mean)}"
+    difference = _interval(row.difference)
+    if row.relative and row.baseline_mean:
+        difference += f", {100 * row.difference.mean / abs(row.baseline_mean):+.3g} %"
+    return compared, values, difference, str(row.difference.seeds), word
+
+
+def _interval(found: Interval) -> str:
+    if found.seeds == 1:
+        return f"{found.mean:+.3g}"
+    return f"{found.mean:+.3g} [{found.low:+.3g}, {found.high:+.3g}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

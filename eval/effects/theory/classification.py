@@ -1,0 +1,169 @@
+"""Diverse experts on a synthetic classification task, in ten folds (P4 Fig. 3).
+
+Shape legend: M models (one a fold), N samples, T of a batch or of a fold's test part, F features,
+E experts, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.metrics.coherence import effective_rank
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.effects.theory.experts import Arm, Routed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes and schedule of the paper's experiment.
+
+    Attributes:
+        redundant: features that are random mixtures of the informative ones.
+        noise: features of noise alone.
+        clusters: of each class; 1 is ours, the paper is silent.
+        alpha: weight of the balance loss, in all arms.
+        weight: of the arm's own loss (the paper's lambda).
+    """
+
+    samples: int = 4000
+    informative: int = 10
+    redundant: int = 90
+    noise: int = 0
+    classes: int = 10
+    clusters: int = 1
+    separation: float = 0.6
+    data_seed: int = 42
+    experts: int = 16
+    hidden: int = 32
+    top_k: int = 2
+    batch: int = 128
+    learning_rate: float = 1e-3
+    epochs: int = 30
+    alpha: float = 0.01
+    weight: float = 0.1
+    folds: int = 10
+
+
+Progress = Callable[[int, int], None]
+
+
+def make_data(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
+    """``(inputs_NF float32, labels_N int64)``, the same for every seed."""
+    from sklearn.datasets import make_classification
+
+    inputs_NF, labels_N = make_classification(
+        n_samples=setting.samples,
+        n_features=setting.informative + setting.redundant + setting.noise,
+        n_informative=setting.informative,
+        n_redundant=setting.redundant,
+        n_classes=setting.classes,
+        n_clusters_per_class=setting.clusters,
+        class_sep=setting.separation,
+        random_state=setting.data_seed,
+    )
+    return inputs_NF.astype(np.float32), labels_N.astype(np.int64)
+
+
+def fold_rows(labels_N: np.ndarray, folds: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(train_MN, test_MT)`` row numbers of the stratified folds.
+
+    Raises:
+        ValueError: the folds differ in size, and so cannot be stacked.
+    """
+    from sklearn.model_selection import StratifiedKFold
+
+    splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(labels_N, labels_N)
+    train, test = zip(*splits, strict=True)
+    if len({len(rows) for rows in test}) > 1:
+        raise ValueError(f"{len(labels_N)} samples do not make {folds} folds of equal size")
+    return np.stack(train), np.stack(test)
+
+
+def run_arm(
+    arm: Arm, seed: int, setting: Setting | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train and test one arm in all folds; arms of one seed share folds, weights and batches.
+
+    Returns per fold ``accuracy``, ``effective_rank`` (of all experts' outputs on the test part,
+    rows experts, at most E) and ``pair_cosine`` (mean absolute cosine of two experts' outputs), and
+    of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E, C)``: the
+    share of a class's selections that goes to each expert.
+    """
+    import torch
+
+    from eval.effects.theory.experts import StackedMixtures, training_loss
+
+    setting = setting or Setting()
+    inputs_NF, labels_N = (torch.from_numpy(array) for array in make_data(setting))
+    train_MN, test_MT = (
+        torch.from_numpy(rows) for rows in fold_rows(labels_N.numpy(), setting.folds, seed)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = StackedMixtures(
+        setting.folds,
+        inputs_NF.shape[1],
+        setting.classes,
+        setting.experts,
+        setting.hidden,
+        setting.top_k,
+        generator,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
+    for epoch in range(setting.epochs):
+        order_MN = torch.rand(train_MN.shape, generator=generator).argsort(1)
+        for rows_MT in train_MN.gather(1, order_MN).split(setting.batch, dim=1):
+            routed = model(inputs_NF[rows_MT])
+            loss = training_loss(routed, labels_N[rows_MT], arm, setting.alpha, setting.weight)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        if progress is not None:
+            progress(epoch + 1, setting.epochs)
+    with torch.no_grad():
+        return measure(model(inputs_NF[test_MT]), labels_N[test_MT])
+
+
+def measure(routed: Routed, labels_MT: torch.Tensor) -> dict[str, Any]:
+    """Accuracy, effective rank and heat maps of every fold's model on its test part."""
+    hits_M = (routed.logits_MTC.argmax(-1) == labels_MT).float().mean(1)
+    outputs_METC = routed.outputs_MTEC.detach().transpose(1, 2).double().numpy()
+    ranks = [
+        effective_rank(outputs_ETC.reshape(len(outputs_ETC), -1)) for outputs_ETC in outputs_METC
+    ]
+    cosines_MEE = np.stack([pair_cosines(outputs_ETC) for outputs_ETC in outputs_METC])
+    experts = cosines_MEE.shape[1]
+    # Experts have no order that folds share, so the pictures are one fold's.
+    index_TK, labels_T = routed.index_MTK[0].numpy(), labels_MT[0].numpy()
+    shares_EC = class_shares(index_TK, labels_T, experts, routed.logits_MTC.shape[-1])
+    return {
+        "accuracy": hits_M.tolist(),
+        "effective_rank": ranks,
+        "pair_cosine": (cosines_MEE.sum((1, 2)) / (experts * (experts - 1))).tolist(),
+        "cosines": cosines_MEE[0].round(5).tolist(),
+        "class_shares": shares_EC.round(5).tolist(),
+    }
+
+
+def pair_cosines(outputs_ETC: np.ndarray) -> np.ndarray:
+    """``(E, E)`` mean over samples of ``abs cos`` of two experts' outputs; 0 on the diagonal."""
+    lengths_ET1 = np.linalg.norm(outputs_ETC, axis=-1, keepdims=True)
+    unit_TEC = (outputs_ETC / np.where(lengths_ET1 > 0, lengths_ET1, 1)).transpose(1, 0, 2)
+    cosines_EE = np.abs(unit_TEC @ unit_TEC.transpose(0, 2, 1)).mean(0)
+    np.fill_diagonal(cosines_EE, 0)
+    return cosines_EE
+
+
+def class_shares(
+    index_TK: np.ndarray, labels_T: np.ndarray, experts: int, classes: int
+) -> np.ndarray:
+    """``(E, C)`` share of each class's selections that goes to each expert; columns sum to 1."""
+    counts_EC = np.zeros((experts, classes))
+    np.add.at(counts_EC, (index_TK, labels_T[:, None]), 1)
+    return counts_EC / np.maximum(counts_EC.sum(0), 1)

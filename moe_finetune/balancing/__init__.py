@@ -1,1 +1,0 @@
-"""Methods that act on routing itself: loss-free bias and training noise."""

@@ -1,0 +1,27 @@
+"""Checkpoints in and out, without building the model."""
+
+from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata, write_metadata
+from moe_finetune.checkpoint.card import write_card
+from moe_finetune.checkpoint.merge import MergeReport, merge_adapter
+from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.permute import (
+    PermuteReport,
+    inverse,
+    permute_experts,
+    read_permutation,
+)
+
+__all__ = [
+    "AdapterMetadata",
+    "Checkpoint",
+    "MergeReport",
+    "PermuteReport",
+    "inverse",
+    "merge_adapter",
+    "open_checkpoint",
+    "permute_experts",
+    "read_metadata",
+    "read_permutation",
+    "write_card",
+    "write_metadata",
+]

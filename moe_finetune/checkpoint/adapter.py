@@ -1,0 +1,161 @@
+"""A PEFT LoRA adapter folder, known from its config and header, its tensors read on demand."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.checkpoint.adapter_config import check_adapter_config
+from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata
+from moe_finetune.errors import AdapterError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import FLOATS, TensorInfo, read_header
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+BIAS_FILE = "router_bias.safetensors"
+PREFIX = "base_model.model."
+# Options that change what the factors mean; a merge that ignored them would be silently wrong.
+_REFUSED = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
+    "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "velora_config", "monteclora_config",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter folder.
+
+    Attributes:
+        folder: where it lies.
+        config: ``adapter_config.json`` as a mapping.
+        tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
+        metadata: contents of ``moe_finetune.json``.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    metadata: AdapterMetadata
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.size for info in self.tensors.values())
+
+    def targets_parameter(self, key: str) -> bool:
+        """Whether ``target_parameters`` names the parameter ``key`` (PEFT's suffix rule)."""
+        names = self.config.get("target_parameters") or ()
+        return any(key == name or key.endswith(f".{name}") for name in names)
+
+    def rank(self, key: str) -> int:
+        """Rank that the config gives to ``key`` (module, or module.parameter)."""
+        return int(_by_pattern(self.config.get("rank_pattern"), key, self.config["r"]))
+
+    def scaling(self, key: str) -> float:
+        """Factor of ``B @ A``: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
+        alpha = float(_by_pattern(self.config.get("alpha_pattern"), key, self.config["lora_alpha"]))
+        rank = self.rank(key)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def open_adapter(path: str | Path) -> Adapter:
+    """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
+
+    Raises:
+        AdapterError: the folder or a file is missing or damaged, or the adapter is of a kind that
+            cannot be merged as LoRA.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: no such adapter folder")
+    if not (folder / CONFIG).is_file():
+        raise AdapterError(f"{folder}: {CONFIG} is missing; this is no adapter folder")
+    if not (folder / WEIGHTS).is_file():
+        hint = "; save it again as safetensors" if (folder / "adapter_model.bin").is_file() else ""
+        raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")
+    config = _read_config(folder / CONFIG)
+    header = read_header(folder / WEIGHTS, AdapterError)
+    tensors = {}
+    for name, info in header.tensors.items():
+        if not name.startswith(PREFIX):
+            raise AdapterError(f"{info.file}: key '{name}' does not start with '{PREFIX}'")
+        if info.dtype not in FLOATS:
+            raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
+        tensors[name.removeprefix(PREFIX)] = info
+    if not tensors:
+        raise AdapterError(f"{folder / WEIGHTS}: holds no tensors")
+    return Adapter(folder, config, tensors, read_metadata(folder))
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Read every tensor once; raise AdapterError naming the first with a NaN or infinity."""
+    from moe_finetune.checkpoint.values import check_values
+
+    remedy = "the training diverged, take an earlier checkpoint"
+    check_values(adapter.tensors.values(), AdapterError, remedy)
+
+
+def read_bias(folder: Path) -> dict[int, list[float]] | None:
+    """The loss-free routing bias beside an adapter, by decoder layer, or None where it has none.
+
+    Raises:
+        AdapterError: the file is damaged, or holds something else than finite vectors by layer.
+    """
+    file = folder / BIAS_FILE
+    if not file.is_file():
+        if read_metadata(folder).extra.get("router_bias"):
+            raise AdapterError(f"{file}: is missing; copy the adapter's folder again")
+        return None
+    from moe_finetune.checkpoint.tensors import read_tensor
+
+    found: dict[int, list[float]] = {}
+    for name, info in read_header(file, AdapterError).tensors.items():
+        head, _, layer = name.partition(".")
+        if head != "bias" or not layer.isdigit() or len(info.shape) != 1:
+            raise AdapterError(f"{file}: '{name}' is not the bias of a layer (bias.N)")
+        if info.dtype not in FLOATS:
+            raise AdapterError(f"{file}: '{name}' is {info.dtype}, not a float tensor")
+        values = read_tensor(info).tolist()
+        if not all(map(math.isfinite, values)):
+            raise AdapterError(f"{file}: '{name}' holds NaN or infinity; take an earlier one")
+        found[int(layer)] = values
+    return found
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = read_object(file, AdapterError, COPY_AGAIN)
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
+        raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
+    check_adapter_config(config, file)
+    for key in _REFUSED:
+        if config.get(key):
+            raise AdapterError(
+                f"{file}: '{key}' is set; such an adapter cannot be merged here, merge it with PEFT"
+            )
+    return config
+
+
+def _by_pattern(patterns: dict[str, Any] | None, key: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the end of ``key`` at a dot decides."""
+    return next(
+        (value for p, value in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", key)),
+        default,
+    )
+
+
+def unused(adapter: Adapter, used: Iterable[str]) -> None:
+    """Raise AdapterError when a tensor of the adapter is not in ``used``."""
+    left = sorted(set(adapter.tensors) - set(used))
+    if left:
+        raise AdapterError(
+            f"{adapter.folder / WEIGHTS}: {len(left)} tensors would not be merged, first "
+            f"'{left[0]}'; they are not LoRA factors or saved modules"
+        )

@@ -1,0 +1,89 @@
+"""``moe_finetune.json`` beside an adapter: what PEFT's own config has no field for.
+
+``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when LoRA is on
+chosen experts only (expert-selective fine-tuning, ESFT): the factors of a layer are then packed as
+PEFT packs a whole stack, for the n listed experts in the listed order: ``lora_A`` (n·r, in) with
+the expert slowest, ``lora_B`` (out, r·n) with the expert fastest. A layer that is not listed has no
+expert LoRA. Without ``experts`` the adapter is an ordinary PEFT adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import AdapterError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN
+from moe_finetune.io.json_file import read_object
+
+METADATA = "moe_finetune.json"
+
+
+@dataclass(frozen=True)
+class AdapterMetadata:
+    """Contents of ``moe_finetune.json``.
+
+    Attributes:
+        experts: decoder layer -> chosen experts in packing order, or None for all experts.
+        experts_dropout: LoRA dropout on the routed experts, which PEFT's config cannot hold.
+        extra: every other key of the file, kept as it is.
+    """
+
+    experts: dict[int, tuple[int, ...]] | None = None
+    experts_dropout: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_metadata(
+    folder: str | Path,
+    experts: Mapping[int, Sequence[int]] | None = None,
+    experts_dropout: float = 0.0,
+    **extra: Any,
+) -> Path:
+    """Write ``moe_finetune.json`` into an adapter folder and return its path."""
+    content: dict[str, Any] = {"experts_dropout": experts_dropout, **extra}
+    if experts is not None:
+        content["experts"] = {str(k): [int(e) for e in experts[k]] for k in sorted(experts)}
+    file = Path(folder) / METADATA
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def read_metadata(folder: str | Path) -> AdapterMetadata:
+    """Read ``moe_finetune.json``; an adapter without one has the defaults.
+
+    Raises:
+        AdapterError: the file is not what the module's docstring describes.
+    """
+    file = Path(folder) / METADATA
+    if not file.is_file():
+        return AdapterMetadata()
+    content = read_object(file, AdapterError, COPY_AGAIN)
+    experts = content.pop("experts", None)
+    dropout = content.pop("experts_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise AdapterError(
+            f"{file}: experts_dropout is {dropout!r:.60}; wanted a number from 0 to below 1"
+        )
+    return AdapterMetadata(_experts(file, experts), float(dropout), content)
+
+
+def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
+    if value is None:
+        return None
+    wrong = AdapterError(
+        f"{file}: 'experts' must map a layer's number to a list of different expert numbers"
+    )
+    if not isinstance(value, dict):
+        raise wrong
+    chosen: dict[int, tuple[int, ...]] = {}
+    for layer, ids in value.items():
+        valid = isinstance(ids, list) and all(type(e) is int and e >= 0 for e in ids)
+        known = layer.isascii() and layer.isdigit() and str(int(layer[:9])) == layer
+        if not known or not valid or not ids or len(set(ids)) != len(ids):
+            raise wrong
+        chosen[int(layer)] = tuple(ids)
+    return chosen

@@ -1,0 +1,99 @@
+"""Where a loss-free routing bias goes in an exported checkpoint.
+
+Moonlight's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
+``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class knows
+no such method, so that export is for serving). The other families have no place: there a bias is
+refused. When asked, a bias that was learned is dropped, and the checkpoint keeps the base's own.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.models.base import Family
+
+BiasExport = Literal["keep", "drop"]
+_NAME = "gate.e_score_correction_bias"
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+
+
+@dataclass(frozen=True)
+class BiasValue:
+    """A layer's bias as float32 bytes, and the base's file whose copy gets it."""
+
+    file: str
+    content: bytes
+
+
+def bias_name(family: Family, layer: int) -> str:
+    """Name of a layer's bias in the checkpoint, where there is a place for it."""
+    if family.disk.router_bias is not None:
+        return family.disk.name("router_bias", layer)
+    return f"{family.disk.block.format(layer=layer)}.{_NAME}"
+
+
+def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``config.json`` that a checkpoint with a bias needs and ``config`` does not have.
+
+    Raises:
+        UnsupportedModelError: a checkpoint of this family, or of this config, has no place for it.
+    """
+    if family.bias_export == "none":
+        raise UnsupportedModelError(
+            f"{family.title} has no place for a routing bias; export with bias 'drop' to leave it "
+            "out (routing then differs from training), or train without loss-free balancing"
+        )
+    if family.bias_export == "tensor":
+        return {}
+    if config.get("n_group", 1) not in (None, 1):
+        raise UnsupportedModelError(
+            f"{family.title} with n_group {config['n_group']}: a routing bias selects groups "
+            "differently; export with bias 'drop' or use a base with n_group 1"
+        )
+    return {key: value for key, value in _NOAUX.items() if config.get(key) != value}
+
+
+def plan_bias(
+    base: Checkpoint, bias: Mapping[int, Sequence[float]] | None, export: BiasExport
+) -> tuple[dict[str, BiasValue], dict[str, Any], list[str]]:
+    """Tensors to write (name -> value), changes to config.json, and notes for the reader.
+
+    Raises:
+        CheckpointError: a layer without experts, or a bias of the wrong length or not finite.
+        UnsupportedModelError: there is no place for it and ``export`` is not "drop".
+    """
+    family = base.family
+    if not bias:
+        return {}, {}, []
+    for layer, values in bias.items():
+        experts = base.experts.get(layer)
+        if experts is None:
+            raise CheckpointError(f"routing bias: layer {layer} of {base.folder} has no experts")
+        if len(values) != experts:
+            raise CheckpointError(
+                f"routing bias: layer {layer} has {len(values)} values for {experts} experts"
+            )
+        if not all(math.isfinite(value) for value in values):
+            raise CheckpointError(f"routing bias: layer {layer} is not finite")
+    if export == "drop":
+        return {}, {}, [f"the routing bias of {len(bias)} layers is dropped"]
+    changes = bias_config(family, base.config)
+    notes: list[str] = []
+    if family.bias_export == "noaux_tc":
+        missing = sorted(set(base.experts) - set(bias))
+        bias = {**bias, **{layer: [0.0] * base.experts[layer] for layer in missing}}
+        notes = ["topk_method noaux_tc loads in vLLM; transformers' DeepseekV2 does not know it"]
+    tensors: dict[str, BiasValue] = {}
+    for layer in sorted(bias):
+        content = struct.pack(f"<{len(bias[layer])}f", *(float(value) for value in bias[layer]))
+        router = base.tensors[family.disk.name("router", layer)]
+        name = bias_name(family, layer)
+        file = base.tensors[name].file.name if name in base.tensors else router.file.name
+        tensors[name] = BiasValue(file, content)
+    return tensors, changes, notes

@@ -1,0 +1,98 @@
+"""The small files of a checkpoint that an export takes along, and those it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX
+from moe_finetune.io.json_file import read_object
+
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
+_LEFT = (INDEX, "adapter_config.json", "moe_finetune.json", "trainer_state.json")
+# Points to Python files of the checkpoint's authors, which an export neither carries nor needs.
+_CODE = "auto_map"
+
+
+def carried_files(
+    folder: Path, config_changes: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """Configs, tokenizer, chat templates and licence texts of ``folder`` as path -> bytes.
+
+    Bytes are the base's own; a link that leaves the folder raises CheckpointError. Only
+    ``config.json`` changes, by ``config_changes`` (None removes a key), any JSON file that names
+    remote code loses that entry, and a tokenizer that loaders would read differently without its
+    code is written so that all of them read the same.
+    """
+    refuse_foreign_links(folder)
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in _small_files(folder)
+        if path.name not in _LEFT
+    }
+    if _loaders_disagree(folder):
+        files.update(_plain_tokenizer(folder))
+    for name in ("config.json", "tokenizer_config.json"):
+        if name in files:
+            changes = dict(config_changes or {}) if name == "config.json" else {}
+            files[name] = _changed(name, folder, files[name], changes)
+    return files
+
+
+def refuse_foreign_links(folder: Path) -> None:
+    """Raise CheckpointError for a small file that is a link to somewhere else on this machine.
+
+    A copy would hold that file's content, and carry it away when it is published. Links inside the
+    folder, and those of the hub's cache to the blobs of the same repository, are the checkpoint's.
+    """
+    root = folder.resolve()
+    own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in _small_files(folder):
+        real = path.resolve()
+        if not any(real.is_relative_to(place) for place in own):
+            raise CheckpointError(
+                f"{path}: is a link to {real}, outside the checkpoint, and would be copied with "
+                "it; put the file itself there, or remove the link"
+            )
+
+
+def _small_files(folder: Path) -> list[Path]:
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.suffix in _SUFFIXES or path.name.upper().startswith(_LEGAL))
+    ]
+    return found + sorted((folder / "additional_chat_templates").glob("*.jinja"))
+
+
+def _loaders_disagree(folder: Path) -> bool:
+    """Whether some loader reads this tokenizer differently from the way training read it."""
+    if not (folder / "tokenizer.json").is_file():
+        return (folder / "tiktoken.model").is_file()
+    settings = folder / "tokenizer_config.json"
+    held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
+    # transformers 5 ignores add_bos_token beside a tokenizer.json; training did not.
+    return bool(held.get("add_bos_token"))
+
+
+def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
+    from moe_finetune.checkpoint.convert import write_tokenizer
+
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(folder, Path(made))
+        return {path.name: path.read_bytes() for path in Path(made).iterdir()}
+
+
+def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
+    mapping = read_object(folder / name, CheckpointError, COPY_AGAIN)
+    wanted = mapping | dict(changes)
+    for key in (_CODE, *(key for key, value in changes.items() if value is None)):
+        wanted.pop(key, None)
+    if wanted == mapping:
+        return content
+    return (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode()

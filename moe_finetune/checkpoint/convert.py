@@ -1,0 +1,119 @@
+"""A published checkpoint folder -> one that transformers and vLLM load without its code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io import check_output, one_writer, output_folder, sync
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, read_config, tensors_of
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import Header
+from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+
+_CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
+_COPY_BYTES = 16 << 20
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+
+
+@one_writer
+def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
+    """Write ``output``, a folder with the weights of ``source`` and no code, and return it.
+
+    The names and bytes of the safetensors files stay; where the file system can, the copies share
+    their blocks until one of them is changed. ``config.json`` stays but for ``auto_map``. The
+    tokenizer becomes ``tokenizer.json``. An index is written where shards have none. The folder
+    appears complete or not at all.
+
+    Raises:
+        CheckpointError: ``source`` is missing, incomplete or damaged, or a file of it is a link
+            that leaves it.
+        UnsupportedModelError: no family has its model type.
+        OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
+            written, or does not fit on the disk.
+    """
+    from moe_finetune.checkpoint.card import public_name, write_card
+    from moe_finetune.checkpoint.carried import refuse_foreign_links
+
+    output = Path(output)
+    check_output(output)
+    folder = local_folder(source)
+    load_config(folder)
+    files = open_checkpoint(folder, values=True).files
+    refuse_foreign_links(folder)
+    size = sum((folder / name).stat().st_size for name in files)
+    with output_folder(output, size) as work:
+        for name in files:
+            _copy(folder / name, work / name)
+        write_index(files, work)
+        config = read_config(folder)
+        config.pop("auto_map", None)
+        _write_json(work / "config.json", config)
+        write_tokenizer(folder, work)
+        for pattern in _CARRIED:
+            for file in folder.glob(pattern):
+                shutil.copyfile(file, work / file.name)
+        made = "The weights of {} as published, written by moe-finetune without code."
+        write_card(work, folder, f"{public_name(source)}, converted", made=made)
+        for path in work.iterdir():
+            sync(path)
+    return output
+
+
+def write_tokenizer(source: Path, output: Path) -> None:
+    """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
+
+    ``tokenizer.json`` holds what :func:`load_tokenizer` returns: its splitting, merges, added
+    tokens and a begin-of-sequence token where the settings ask for one. ``tokenizer_config.json``
+    keeps its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
+
+    Raises:
+        CheckpointError: ``source`` has no tokenizer that can be read without its code.
+    """
+    load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, output / name)
+    settings_file = source / "tokenizer_config.json"
+    settings = {}
+    if settings_file.is_file():
+        settings = read_object(settings_file, CheckpointError, COPY_AGAIN)
+    settings.pop("auto_map", None)
+    settings["tokenizer_class"] = TOKENIZER_CLASS
+    _write_json(output / "tokenizer_config.json", settings)
+    template = source / "chat_template.jinja"
+    if template.is_file():
+        shutil.copyfile(template, output / template.name)
+
+
+def write_index(files: dict[str, Header], output: Path) -> None:
+    """Write the index of a checkpoint that has more files than ``model.safetensors``."""
+    if list(files) == [SINGLE]:
+        return
+    tensors = sorted(tensors_of(files).items())
+    total = sum(info.size for _, info in tensors)
+    weight_map = {name: info.file.name for name, info in tensors}
+    _write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a large file inside the kernel, which shares blocks where the file system can."""
+    with source.open("rb") as old, target.open("xb") as new:
+        left = os.fstat(old.fileno()).st_size
+        try:
+            while left > 0 and (count := os.copy_file_range(old.fileno(), new.fileno(), left)):
+                left -= count
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            shutil.copyfileobj(old, new, _COPY_BYTES)  # from where the kernel has stopped

@@ -1,0 +1,159 @@
+"""The gate for an adapter: what it holds, and that it belongs to its base.
+
+A checkpoint's gate is :func:`moe_finetune.checkpoint.opened.open_checkpoint`. Every verb that
+takes an adapter passes both before anything is built or written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter, check_finite, open_adapter
+from moe_finetune.checkpoint.adapter_metadata import METADATA
+from moe_finetune.checkpoint.bias import plan_bias
+from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.updates import resolve
+from moe_finetune.checkpoint.values import check_values, fingerprint
+from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
+
+log = logging.getLogger(__name__)
+_warned: set[Path] = set()
+_OLD_EXPERT = re.compile(r"^(.*\.layers)\.\d+\.(.*\.experts)\.\d+\.(.*)$")
+BASE_KEY = "base_sha256"
+"""Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
+# PEFT saves these beside the factors where the vocabulary has grown, and a router's own buffer only
+# where the router trains.
+_OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
+
+
+def check_adapter(
+    path: str | Path,
+    base: Checkpoint,
+    values: bool = True,
+) -> Adapter:
+    """Open an adapter over ``base``; it has every tensor of its config and no other.
+
+    Args:
+        path: the adapter's folder.
+        base: the opened base.
+        values: also read every tensor and refuse NaN and infinity.
+
+    Raises:
+        AdapterError: names the tensor that is missing, too many, of another shape or dtype, or not
+            finite; or the adapter was trained on another base, or its bias does not fit.
+        CheckpointError: a bias of a layer without experts, or of another length.
+    """
+    from moe_finetune.checkpoint.adapter import read_bias
+
+    adapter = open_adapter(path)
+    resolve(adapter, base)
+    _check_names(adapter, base)
+    plan_bias(base, read_bias(adapter.folder), "drop")
+    _check_base(adapter, base)
+    if values:
+        check_finite(adapter)
+    return adapter
+
+
+def _check_base(adapter: Adapter, base: Checkpoint) -> None:
+    """Refuse an adapter of another base; say so where that cannot be known."""
+    wanted = adapter.metadata.extra.get(BASE_KEY)
+    if wanted is None:
+        if adapter.folder in _warned:
+            return
+        _warned.add(adapter.folder)
+        log.warning(
+            "%s: does not say which base it was trained on (%s of %s); that the shapes fit "
+            "%s is all that is known",
+            adapter.folder,
+            BASE_KEY,
+            METADATA,
+            base.folder,
+        )
+        return
+    found = fingerprint(base.tensors.values())
+    if wanted != found:
+        # A base that was damaged since is another base too; then its tensor is what to name.
+        check_values(base.tensors.values(), CheckpointError, "copy the checkpoint again")
+        raise AdapterError(
+            f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
+            f"the fingerprint {found[:12]}, {METADATA} asks for {str(wanted)[:12]}; give the base "
+            "that it was trained on (merge: --base)"
+        )
+
+
+def _check_names(adapter: Adapter, base: Checkpoint) -> None:
+    """Compare the keys with those that PEFT would save for this config and model."""
+    family, chosen = base.family, adapter.metadata.experts
+    config = json.dumps(adapter.config, sort_keys=True)
+    wanted = set(_peft_keys(base.folder, (base.folder / "config.json").stat().st_mtime_ns, config))
+    if chosen is not None:
+        stack = f".{family.block_path}.{family.experts_name}."
+        left_out = {
+            key
+            for key in wanted
+            if stack in key and int(key.partition(stack)[0].rpartition(".")[2]) not in chosen
+        }
+        wanted -= left_out
+    held = set(adapter.tensors)
+    if old := {key for key in held if _OLD_EXPERT.search(key)}:
+        # Before experts were fused, PEFT wrapped each one's matrices.
+        stack = f".{family.block_path}.{family.experts_name}."
+        wanted = {key for key in wanted if stack not in key} | _old_keys(adapter, base, old)
+    extra = sorted(key for key in held - wanted if not key.endswith(_OPTIONAL))
+    for key in sorted(wanted - held):
+        if not key.endswith(_OPTIONAL):
+            raise AdapterError(
+                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} asks for"
+                f"{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
+            )
+    if extra:
+        raise AdapterError(
+            f"{adapter.folder}: adapter tensor '{extra[0]}' is none of those that {CONFIG} asks "
+            f"for ({len(extra)} such tensors); take the config that belongs to this file"
+        )
+
+
+def _old_keys(adapter: Adapter, base: Checkpoint, old: set[str]) -> set[str]:
+    """All keys that an adapter on each expert's own matrices has, from those that it has."""
+    layers = adapter.config.get("layers_to_transform")
+    wanted = [layers] if isinstance(layers, int) else layers or base.experts
+    found = [match for key in old if (match := _OLD_EXPERT.search(key))]
+    return {
+        f"{head}.{layer}.{middle}.{expert}.{tail}"
+        for head, middle, tail in {match.group(1, 2, 3) for match in found}
+        for layer in wanted
+        for expert in range(base.experts.get(layer, 0))
+    }
+
+
+@lru_cache(maxsize=4)
+def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
+    """Keys of the file that PEFT writes for an adapter config on a base's config."""
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from moe_finetune.models.loading import meta_model, parse_config
+
+    known = {key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)}
+    model = meta_model(parse_config(base))
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            wrapped = get_peft_model(model, LoraConfig(**known))  # type: ignore[arg-type]
+            state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    except Exception as error:  # PEFT's checks raise half a dozen types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise AdapterError(f"{CONFIG}: PEFT cannot apply it to {base}: {reason:.300}") from error
+    return tuple(key.removeprefix(PREFIX) for key in state)
+
+
+def _fields(config: type) -> set[str]:
+    from dataclasses import fields
+
+    return {field.name for field in fields(config)} - {"peft_type", "auto_mapping"}

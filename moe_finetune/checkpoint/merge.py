@@ -1,0 +1,202 @@
+"""Merge adapters into a base checkpoint: plan, check, apply, without ever building the model."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.adapter_metadata import read_metadata
+from moe_finetune.checkpoint.bias import BiasExport
+from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
+from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
+from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io import check_output, one_writer, output_folder, write_small
+from moe_finetune.models import FUSED
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.writer import Content
+
+AdapterPath = str | Path
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did (or, with ``dry_run``, would do).
+
+    Attributes:
+        output: the folder written.
+        plan: what was carried out.
+        dry_run: nothing was written.
+        changed, copied: number of tensors changed by an adapter or bias, and copied as they are.
+        bytes_written: size of the output.
+        seconds: wall time of planning and writing.
+        delta_norms: Frobenius norm of the float32 change of each changed tensor.
+        expert_norms: the same for each routed expert (gate, up and down together), by layer.
+    """
+
+    output: Path
+    plan: MergePlan
+    dry_run: bool
+    changed: int
+    copied: int
+    bytes_written: int
+    seconds: float
+    delta_norms: dict[str, float] = field(default_factory=dict)
+    expert_norms: dict[int, list[float]] = field(default_factory=dict)
+
+
+@one_writer
+def merge_adapter(
+    base: str | Path,
+    adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
+    output: str | Path,
+    dtype: str | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    bias: Mapping[int, Sequence[float]] | None = None,
+    bias_export: BiasExport = "keep",
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> MergeReport:
+    """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
+
+    Memory stays at a few tens of megabytes a thread plus one layer's factors, whatever the size of
+    the checkpoint. The output appears complete or not at all.
+
+    Args:
+        base: checkpoint folder.
+        adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
+        output: folder to make.
+        dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
+        dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
+        overwrite: replace an existing output folder.
+        bias: loss-free routing bias by decoder layer, added where the family keeps one.
+        bias_export: "drop" leaves the bias out; the output keeps the base's own.
+        progress: called with (bytes done, bytes in all).
+        workers: threads, by default one a core, at most 8, and two that wait for the disk.
+
+    Raises:
+        CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
+        OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
+        NumericsError: a value does not fit into ``dtype``, or is not finite after the merge.
+    """
+    from moe_finetune.checkpoint.gate import check_adapter
+
+    started = time.perf_counter()
+    output = Path(output)
+    check_output(output, overwrite)
+    opened = open_checkpoint(base)
+    pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
+    adapters = [(check_adapter(path, opened), float(weight)) for path, weight in pairs]
+    plan = plan_merge(opened, adapters, dtype, bias, bias_export)
+    plan.small_files[CARD_FILE] = _card(opened, adapters).encode()
+    norms: dict[str, float] = {}
+    if not dry_run:
+        norms = apply_plan(plan, output, overwrite, progress, workers)
+    return MergeReport(
+        output=output,
+        plan=plan,
+        dry_run=dry_run,
+        changed=len(plan.changed),
+        copied=sum(tensor.copied for tensor in plan.tensors.values()),
+        bytes_written=0 if dry_run else plan.size,
+        seconds=time.perf_counter() - started,
+        delta_norms={name: norm for name, norm in norms.items() if name in plan.tensors},
+        expert_norms=_expert_norms(opened, norms),
+    )
+
+
+def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
+    """The export's model card, from what the adapters say of their training."""
+    told = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
+    methods = dict.fromkeys(str(extra["method"]) for extra in told if extra.get("method"))
+    named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
+    hub = named if named and is_hub_id(named) else None
+    method = ", ".join(methods) or None
+    return model_card(
+        hub or base.folder,
+        f"{public_name(hub or base.folder)}, fine-tuned" + (f" with {method}" if method else ""),
+        method=method,
+        data=list(dict.fromkeys(str(name) for extra in told for name in extra.get("data") or ())),
+        folder=base.folder,
+    )
+
+
+def apply_plan(
+    plan: MergePlan,
+    output: Path,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> dict[str, float]:
+    """Carry out ``plan`` and return the norm of the change of each changed tensor.
+
+    And of each expert, under ``name[expert]``, where a tensor holds a stack of them.
+    """
+    from moe_finetune.checkpoint.compute import Factors, Merged
+    from moe_finetune.checkpoint.values import check_values
+    from moe_finetune.checkpoint.writer import Copy, Literal, write_files
+
+    replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
+    check_values(replaced, CheckpointError, "copy or download the checkpoint again")
+    factors = Factors(plan.adapters)
+    norms: dict[str, float] = {}
+    contents: dict[str, Content] = {}
+    for name, tensor in plan.tensors.items():
+        if tensor.value is not None:
+            contents[name] = Literal(tensor.value)
+        elif tensor.copied and tensor.source is not None:
+            contents[name] = Copy(tensor.source)
+        else:
+            contents[name] = Merged(tensor, factors, norms)
+    with output_folder(output, plan.size, overwrite) as folder, _one_thread_each():
+        for name, content in plan.small_files.items():
+            write_small(folder, name, content)
+        write_files(folder, plan.files, contents, workers or default_workers(), progress)
+    order = {name: number for number, name in enumerate(plan.tensors)}
+    return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def default_workers() -> int:
+    """One thread a core this process may use, at most 8, and two that wait for the disk."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, cores or 1) + 2
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Torch's own threads off while ours work, and back as they were."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, list[float]]:
+    disk = base.family.disk
+    found: dict[int, list[float]] = {}
+    for layer, experts in base.experts.items():
+        parts = [
+            [
+                norms.get(disk.name(part, layer, expert) + (f"[{expert}]" if disk.fused else ""))
+                for parameter in FUSED
+                for part in disk.parts(parameter)
+            ]
+            for expert in range(experts)
+        ]
+        if any(norm is not None for expert in parts for norm in expert):
+            found[layer] = [math.hypot(*(norm or 0.0 for norm in expert)) for expert in parts]
+    return found

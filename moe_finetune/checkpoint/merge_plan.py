@@ -1,0 +1,264 @@
+"""The merge as data: every output tensor with where it comes from and what changes it.
+
+Nothing is computed and nothing written here; a plan that cannot be carried out raises while it is
+made. ``MergePlan.table`` is what ``--dry-run`` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.bias import BiasExport, plan_bias
+from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.updates import LowRank, Replace, Update, resolve
+from moe_finetune.errors import AdapterError, CheckpointError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
+
+# Names of the --dtype option as stored in safetensors.
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Selection is decided by differences smaller than half precision resolves; it stays in float32.
+_KEPT_FLOAT32 = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One output tensor.
+
+    Attributes:
+        target: name, dtype, shape and place in the output (``file`` is the output's file name).
+        source: the base tensor, or None for one that the base does not have.
+        updates: what is added to or put in place of the source, in order.
+        value: raw bytes that replace the source altogether.
+    """
+
+    target: TensorInfo
+    source: TensorInfo | None
+    updates: tuple[Update, ...] = ()
+    value: bytes | None = field(default=None, repr=False)
+
+    @property
+    def stacked(self) -> int:
+        """How many experts the tensor's changes are on, one below the other; 1 for a matrix."""
+        if any(u.stacked if isinstance(u, Replace) else u.expert is not None for u in self.updates):
+            return self.target.shape[0]
+        return 1
+
+    @property
+    def copied(self) -> bool:
+        """Whether the stored bytes are the base's."""
+        return (
+            self.source is not None
+            and not self.updates
+            and self.value is None
+            and self.source.dtype == self.target.dtype
+        )
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything a merge will do.
+
+    Attributes:
+        base: the opened base checkpoint.
+        adapters: opened adapters with their weights.
+        files: header of every output weight file by name.
+        tensors: every output tensor by name, in file and data order.
+        small_files: the other files of the output, name -> content.
+        notes: what the reader should know (changed config fields, dropped bias).
+    """
+
+    base: Checkpoint
+    adapters: tuple[tuple[Adapter, float], ...]
+    files: dict[str, Header]
+    tensors: dict[str, TensorPlan]
+    small_files: dict[str, bytes] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole output."""
+        weights = sum(
+            len(header.raw) + sum(info.size for info in header.tensors.values())
+            for header in self.files.values()
+        )
+        return weights + sum(len(content) for content in self.small_files.values())
+
+    @property
+    def changed(self) -> list[TensorPlan]:
+        """Tensors that an adapter or a bias changes."""
+        return [t for t in self.tensors.values() if t.updates or t.value is not None]
+
+    def kinds(self) -> list[str]:
+        """A line for each kind of changed tensor: its name without numbers, how, and how many."""
+        found: Counter[tuple[str, str]] = Counter()
+        for plan in self.changed:
+            name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
+            how = "routing bias" if plan.value is not None else "low-rank update"
+            if any(isinstance(update, Replace) for update in plan.updates):
+                how = "replaced by the adapter's own"
+            found[name, how] += 1
+        return [f"  {name}: {how}, {count}" for (name, how), count in sorted(found.items())]
+
+    def table(self, limit: int | None = None) -> str:
+        """A line for each changed tensor and a summary; at most ``limit`` lines of tensors."""
+        changed = self.changed
+        rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "from", "to", "change")]
+        rows += [_row(plan) for plan in changed[:limit]]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+            for row in rows
+        ]
+        if limit is not None and len(changed) > limit:
+            lines.append(f"... and {len(changed) - limit} more")
+        copied = sum(plan.copied for plan in self.tensors.values())
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        counts = Counter(type(u).__name__ for plan in changed for u in plan.updates)
+        lines += [
+            "",
+            f"{len(changed)} tensors changed ({counts['LowRank']} low-rank updates, "
+            f"{counts['Replace']} replacements), {copied} copied byte for byte, "
+            f"{len(self.tensors)} tensors in {files}, {self.size / 1e9:.3f} GB",
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+
+def plan_merge(
+    base: Checkpoint,
+    adapters: Sequence[tuple[Adapter, float]],
+    dtype: str | None = None,
+    bias: Mapping[int, Sequence[float]] | None = None,
+    bias_export: BiasExport = "keep",
+) -> MergePlan:
+    """Plan ``base + sum(weight * adapter)``.
+
+    Args:
+        base: the opened base.
+        adapters: opened adapters with weights.
+        dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
+        bias: loss-free routing bias by decoder layer, each as long as the layer has experts.
+        bias_export: "drop" to leave it out; the output keeps the base's own.
+
+    Raises:
+        AdapterError: see :func:`moe_finetune.checkpoint.updates.resolve`.
+        CheckpointError: a tensor to change is stored in a dtype that cannot be added to.
+        UnsupportedModelError: a bias that the family cannot store.
+    """
+    if dtype is not None and dtype not in STORED:
+        raise CheckpointError(f"dtype '{dtype}' is not one of {', '.join(STORED)}")
+    updates: dict[str, list[Update]] = {}
+    for number, (adapter, weight) in enumerate(adapters):
+        if not math.isfinite(weight):
+            raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
+        for name, update in resolve(adapter, base, number):
+            updates.setdefault(name, []).append(update)
+    values, config_changes, notes = plan_bias(base, bias, bias_export)
+    files: dict[str, Header] = {}
+    tensors: dict[str, TensorPlan] = {}
+    for name, header in base.files.items():
+        file = name if len(base.files) > 1 or (base.folder / INDEX).is_file() else SINGLE
+        here = {k: v for k, v in values.items() if v.file == name}
+        files[file] = _target_header(header, Path(file), dtype, here)
+        for target in files[file].tensors.values():
+            value = values.get(target.name)
+            tensors[target.name] = TensorPlan(
+                target,
+                header.tensors.get(target.name),
+                tuple(_in_order(updates.get(target.name, ()))) if value is None else (),
+                value.content if value else None,
+            )
+    for plan in tensors.values():
+        if plan.updates and plan.source and plan.source.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
+                "adapter cannot be merged into a quantised checkpoint, use the unquantised one"
+            )
+    if dtype is not None:
+        keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
+        config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
+    notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
+    small = carried_files(base.folder, config_changes)
+    small.update(index_file(base, files))
+    return MergePlan(base, tuple(adapters), files, tensors, small, tuple(notes))
+
+
+def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
+    """The index for ``files``: the base's own bytes where they still hold, none for one file."""
+    weight_map = {name: file for file in sorted(files) for name in files[file].tensors}
+    total = sum(info.size for header in files.values() for info in header.tensors.values())
+    old = base.folder / INDEX
+    if old.is_file():
+        content = old.read_bytes()
+        index = read_object(old, CheckpointError, COPY_AGAIN)
+        known = (index.get("metadata") or {}).get("total_size", total)
+        if index["weight_map"] == weight_map and (known == total or total == base.size):
+            return {INDEX: content}
+    if list(files) == [SINGLE]:
+        return {}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
+
+
+def _in_order(updates: Sequence[Update]) -> list[Update]:
+    """Replacements first: factors are added to what is put in place, as PEFT loads them."""
+    return sorted(updates, key=lambda update: isinstance(update, LowRank))
+
+
+def _target_header(
+    header: Header, file: Path, dtype: str | None, added: Mapping[str, Any]
+) -> Header:
+    def stored(info: TensorInfo) -> str:
+        if info.name in added:
+            return "F32"
+        if dtype is None or info.dtype not in FLOATS or info.name.endswith(_KEPT_FLOAT32):
+            return info.dtype
+        return STORED[dtype]
+
+    layout = [(info.name, stored(info), info.shape) for info in header.tensors.values()]
+    layout += [(n, "F32", (len(v.content) // ITEM_BYTES["F32"],)) for n, v in added.items()
+               if n not in header.tensors]  # fmt: skip
+    if layout == [(info.name, info.dtype, info.shape) for info in header.tensors.values()]:
+        moved = {n: replace(info, file=file) for n, info in header.tensors.items()}
+        return Header(file, moved, header.metadata, header.raw)
+    return build_header(file, layout, header.metadata or None)
+
+
+def _row(plan: TensorPlan) -> tuple[str, ...]:
+    target, source = plan.target, plan.source
+    # A stack's experts change alike; one of them stands for all.
+    one_each = {(u.adapter, u.a if isinstance(u, LowRank) else u.key): u for u in plan.updates}
+    change = [_describe(update) for update in one_each.values()]
+    if plan.value is not None:
+        change.append("routing bias")
+    dtype = target.dtype
+    if source and source.dtype != target.dtype:
+        dtype = f"{source.dtype} -> {target.dtype}"
+    return (
+        target.name,
+        "x".join(map(str, target.shape)),
+        dtype,
+        source.file.name if source else "-",
+        target.file.name,
+        " + ".join(change),
+    )
+
+
+def _describe(update: Update) -> str:
+    if isinstance(update, Replace):
+        return f"adapter {update.adapter}: {update.key}"
+    place = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
+    if update.expert is not None:
+        place = f" on each of {update.slots} experts"
+    rows = f" rows {update.rows[0]}-{update.rows[1]}" if update.rows else ""
+    return f"adapter {update.adapter}: {update.scale:g} B A, rank {update.rank}{place}{rows}"

@@ -1,0 +1,198 @@
+"""Reorder the routed experts of a checkpoint: router rows, routing bias and expert tensors.
+
+The model computes the same function; what changes is which expert has which number, and so, under
+linear placement, which rank serves it. Every tensor keeps its place in its file, so that applying
+the inverse gives back the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.checkpoint.card import CARD_FILE, model_card, public_name
+from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.merge import default_workers
+from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io import check_output, one_writer, output_folder, write_small
+from moe_finetune.io.checkpoint_files import INDEX
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import TensorInfo
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.writer import Content, Output
+
+Permutation = Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class PermuteReport:
+    """What a permutation wrote: the folder, its layers, moved tensors, bytes and wall seconds."""
+
+    output: Path
+    layers: tuple[int, ...]
+    moved: int
+    bytes_written: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Content whose row i is row ``order[i]`` of a stored tensor (router, bias, fused stack)."""
+
+    source: TensorInfo
+    order: tuple[int, ...]
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`moe_finetune.checkpoint.writer.Content`."""
+        from moe_finetune.checkpoint.tensors import read_bytes
+        from moe_finetune.checkpoint.values import check_values
+
+        check_values([self.source], CheckpointError, "copy or download the checkpoint again")
+        size = self.source.size // len(self.order)
+        for place, row in enumerate(self.order):
+            one = read_bytes(self.source.file, self.source.offset + row * size, size)
+            out.write(one, target.offset + place * size)
+
+
+@one_writer
+def permute_experts(
+    base: str | Path,
+    permutation: Permutation,
+    output: str | Path,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    workers: int | None = None,
+) -> PermuteReport:
+    """Write ``base`` with the experts of some layers reordered, as a streaming rewrite.
+
+    Args:
+        base: checkpoint folder.
+        permutation: decoder layer -> list; new expert i is old expert ``permutation[layer][i]``.
+            Layers that are not listed stay as they are.
+        output: folder to make.
+        overwrite: replace an existing output folder.
+        progress: called with (bytes done, bytes in all).
+        workers: threads.
+
+    Raises:
+        CheckpointError: a layer without experts, a list that is no permutation, or one that tears
+            the groups of a family with grouped routing apart.
+        OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
+    """
+    from moe_finetune.checkpoint.writer import Copy, write_files
+
+    started = time.perf_counter()
+    output = Path(output)
+    check_output(output, overwrite)
+    opened = open_checkpoint(base)
+    check_permutation(opened, permutation)
+    contents: dict[str, Content] = {name: Copy(info) for name, info in opened.tensors.items()}
+    moved = 0
+    for layer, order in permutation.items():
+        for name, content in _layer(opened, layer, tuple(order)).items():
+            contents[name] = content
+            moved += 1
+    small = carried_files(opened.folder)
+    small[CARD_FILE] = model_card(
+        opened.folder,
+        f"{public_name(opened.folder)}, experts reordered",
+        made="{} with its experts in another order, written by moe-finetune; it computes the same.",
+    ).encode()
+    if (opened.folder / INDEX).is_file():
+        small[INDEX] = (opened.folder / INDEX).read_bytes()
+    size = sum((opened.folder / name).stat().st_size for name in opened.files)
+    size += sum(len(content) for content in small.values())
+    with output_folder(output, size, overwrite) as folder:
+        for name, raw in small.items():
+            write_small(folder, name, raw)
+        write_files(folder, opened.files, contents, workers or default_workers(), progress)
+    seconds = time.perf_counter() - started
+    return PermuteReport(output, tuple(sorted(permutation)), moved, size, seconds)
+
+
+def inverse(permutation: Permutation) -> dict[int, list[int]]:
+    """The permutation that undoes ``permutation``."""
+    return {
+        layer: sorted(range(len(order)), key=order.__getitem__)
+        for layer, order in permutation.items()
+    }
+
+
+def read_permutation(file: str | Path) -> dict[int, list[int]]:
+    """Read ``{"<layer>": [old expert of place 0, of place 1, ...]}`` from a JSON file."""
+    content = read_mapping(Path(file))
+    if not content or not all(
+        key.isdigit()
+        and str(int(key[:9])) == key
+        and isinstance(order, list)
+        and all(type(expert) is int for expert in order)
+        for key, order in content.items()
+    ):
+        raise CheckpointError(f"{file}: must map a layer's number to a list of expert numbers")
+    return {int(key): order for key, order in content.items()}
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """What a file of a plan or a permutation holds."""
+    return read_object(file, CheckpointError, "write one with 'moe-finetune place'")
+
+
+def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
+    """Raise CheckpointError unless ``permutation`` can be applied to ``base``."""
+    groups = base.config.get("n_group") or 1
+    for layer, order in permutation.items():
+        experts = base.experts.get(layer)
+        if experts is None:
+            known = f"{min(base.experts)}-{max(base.experts)}" if base.experts else "none"
+            raise CheckpointError(
+                f"permutation: layer {layer} of {base.folder} has no experts; layers with: {known}"
+            )
+        if sorted(order) != list(range(experts)):
+            raise CheckpointError(
+                f"permutation: layer {layer} must list each of 0-{experts - 1} once, got "
+                f"{len(order)} entries, {len(set(order))} different"
+            )
+        size = experts // groups
+        if any(
+            len({old // size for old in order[first : first + size]}) > 1
+            for first in range(0, experts, size)
+        ):
+            raise CheckpointError(
+                f"permutation: layer {layer} mixes the {groups} routing groups (n_group) of "
+                f"{size} experts; the model would route differently, keep each group together"
+            )
+
+
+def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Content]:
+    """Contents of everything in ``layer`` that is numbered by expert."""
+    from moe_finetune.checkpoint.writer import Copy
+
+    disk = base.family.disk
+    found: dict[str, Content] = {}
+    for part in ("router", *(["router_bias"] if disk.router_bias else [])):
+        found[disk.name(part, layer)] = Rows(base.tensors[disk.name(part, layer)], order)
+    block = disk.block.format(layer=layer)
+    if disk.fused:
+        stacks = (disk.name("gate_up", layer), disk.name("down", layer))
+        for name in (*stacks, *(f"{block}.{part}" for part in disk.per_expert)):
+            found[name] = Rows(base.tensors[name], order)
+        return found
+    # Whatever else an expert has on disk (scales of a quantised one) moves with it.
+    head = f"{block}.{disk.gate.partition('{expert}')[0]}"
+    for name, target in base.tensors.items():
+        number, dot, rest = name.removeprefix(head).partition(".")
+        if not (name.startswith(head) and dot and number.isdigit()):
+            continue
+        source = base.tensors.get(f"{head}{order[int(number)]}.{rest}")
+        if source is None or (source.dtype, source.shape) != (target.dtype, target.shape):
+            raise CheckpointError(
+                f"{base.folder}: experts {number} and {order[int(number)]} of layer {layer} differ "
+                f"in dtype or shape of '{rest}'; they cannot change places"
+            )
+        found[name] = Copy(source)
+    return found

@@ -1,0 +1,93 @@
+"""Logits of base + adapters in stock transformers and PEFT, against a merged checkpoint's."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.checkpoint.opened import Checkpoint
+
+
+def register_classes(base: Checkpoint) -> None:
+    """Make transformers know a family's own classes."""
+    if base.family.name == "deepseek_moe":
+        from moe_finetune.models import deepseek_moe
+
+        deepseek_moe.register()
+
+
+def compare_logits(
+    base: Checkpoint,
+    adapters: list[tuple[Adapter, float]],
+    merged: Checkpoint,
+    ids: list[Tensor],
+    bias: Mapping[int, Sequence[float]] | None = None,
+) -> tuple[float, float]:
+    """Largest absolute difference, and norm of the difference over the norm.
+
+    Where all logits are 0, the second is 0 if the merged ones are too, and else infinite.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        model = _with_adapters(base, adapters, Path(scratch))
+        if bias and base.family.bias_export == "tensor":
+            _set_bias(model, base, bias)
+        wanted = _logits(model, ids)
+        del model
+    found = _logits(_load(merged), ids)
+    differences = [a - b for a, b in zip(found, wanted, strict=True)]
+    max_abs = max(each.abs().max().item() for each in differences)
+    norm, error = (
+        sum(each.square().sum().item() for each in group) ** 0.5 for group in (wanted, differences)
+    )
+    return max_abs, error / norm if norm else math.inf if error else 0.0
+
+
+def _load(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    register_classes(checkpoint)
+    # Float32 for both: what is compared is the weights, not the rounding of activations.
+    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+
+
+def _with_adapters(base: Checkpoint, adapters: list[tuple[Adapter, float]], scratch: Path) -> Any:
+    """Base and adapters in stock PEFT, each scaled by its weight."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    model: Any = _load(base)
+    for number, (adapter, weight) in enumerate(adapters):
+        folder, name = adapter.folder, f"adapter{number}"
+        if adapter.metadata.experts is not None:
+            folder = expand_selection(folder, base.folder, scratch / name)
+        if number == 0:
+            model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        else:
+            model.load_adapter(folder, adapter_name=name)
+        for module in model.modules():
+            if isinstance(module, LoraLayer) and name in module.scaling:
+                module.scaling[name] *= weight
+    model.base_model.set_adapter([f"adapter{number}" for number in range(len(adapters))])
+    return model.eval()
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: list[Tensor]) -> list[Tensor]:
+    return [model(input_ids=each).logits.double() for each in ids]
+
+
+@torch.no_grad()
+def _set_bias(model: Any, base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            layer = int(name.partition(f".{base.family.block_path}.")[0].rpartition(".")[2])
+            if layer in bias:
+                buffer.copy_(torch.tensor([float(value) for value in bias[layer]]))

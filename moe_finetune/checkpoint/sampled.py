@@ -1,0 +1,143 @@
+"""Merged tensors of sampled layers against base + PEFT's own delta, for models that do not fit.
+
+PEFT's modules are built without weights; the factors of one module at a time are put into them, so
+the mapping from keys to parameters and the unpacking are PEFT's and not the merge's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
+from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.reference import register_classes
+from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.errors import CheckpointError
+from moe_finetune.models.structure import name_on_disk
+
+
+def compare_tensors(
+    base: Checkpoint,
+    adapters: list[tuple[Adapter, float]],
+    merged: Checkpoint,
+    samples: int,
+    seed: int,
+) -> dict[str, tuple[float, float]]:
+    """Base tensor name -> (largest difference, the same over the largest element)."""
+    deltas: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = []
+        for number, (adapter, weight) in enumerate(adapters):
+            opened = adapter
+            if adapter.metadata.experts is not None:
+                folder = expand_selection(adapter.folder, base.folder, Path(scratch) / str(number))
+                opened = open_adapter(folder)
+            parts.append((opened, weight, _peft_modules(base, opened)))
+        known = {name for _, _, modules in parts for name in modules}
+        for name in _spread_sample(sorted(known), samples, random.Random(seed)):
+            for opened, weight, modules in parts:
+                if name in modules:
+                    for target, delta in _deltas(base, opened, *modules[name], seed):
+                        deltas[target] = deltas.get(target, 0) + weight * delta
+    errors = {}
+    for name, delta in deltas.items():
+        wanted = _read(base, name) + delta
+        difference = (_read(merged, name) - wanted).abs().max().item()
+        errors[name] = difference, difference / max(wanted.abs().max().item(), 1e-30)
+    if not errors:
+        raise CheckpointError("this adapter has no LoRA factors to sample; verify by logits")
+    return errors
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor in float32; ``name[expert]`` is one matrix of a stack."""
+    name, _, expert = name.partition("[")
+    whole = read_tensor(checkpoint.tensors[name])
+    return (whole[int(expert.rstrip("]"))] if expert else whole).float()
+
+
+def _stored_name(base: Checkpoint, name: str) -> str:
+    return name if name in base.tensors else name_on_disk(base.config, name)
+
+
+def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:
+    """PEFT's LoRA modules on the meta device: adapted parameter -> (path in the keys, module).
+
+    A saved module appears with None for the module.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_classes(base)
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(base.folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))
+    modules: dict[str, tuple[str, Any]] = {}
+    for name, module in peft.named_modules():
+        path = name.removeprefix(PREFIX)
+        if isinstance(module, LoraLayer) and f"{path}.lora_A.weight" in adapter.tensors:
+            parameter = getattr(module, "parameter_name", "weight")
+            modules[f"{path.replace('.base_layer', '')}.{parameter}"] = (path, module)
+    for key in adapter.tensors:
+        if ".lora_" not in key and ".base_layer." not in key and ".experts." not in key:
+            modules[key] = (key, None)
+    return modules
+
+
+def _spread_sample(names: list[str], count: int, chooser: random.Random) -> list[str]:
+    """``count`` names, one of each kind of module first."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        kinds.setdefault(kind, []).append(name)
+    for group in kinds.values():
+        chooser.shuffle(group)
+    rounds = itertools.zip_longest(*kinds.values())
+    turns = [name for turn in rounds for name in turn if name is not None]
+    return turns[: max(count, len(kinds))]
+
+
+@torch.no_grad()
+def _deltas(
+    base: Checkpoint, adapter: Adapter, path: str, module: Any, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(base tensor name, PEFT's delta) of one module; two experts of a fused stack."""
+    family, clean = base.family, path.replace(".base_layer", "")
+    head, _, tail = clean.partition(f".{family.block_path}.")
+    layer = int(head.rpartition(".")[2]) if tail else -1
+    if module is None:
+        name = _stored_name(base, path)
+        saved = read_tensor(adapter.tensors[path]).float()
+        yield name, saved - read_tensor(base.tensors[name]).float()
+        return
+    for factor in ("lora_A", "lora_B"):
+        weight = read_tensor(adapter.tensors[f"{path}.{factor}.weight"]).float()
+        getattr(module, factor)["default"].weight = torch.nn.Parameter(weight)
+    if tail != family.experts_name:
+        lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
+        yield _stored_name(base, f"{clean}.weight"), module.scaling["default"] * (lora_b @ lora_a)
+        return
+    lhs, rhs, scaling = module.get_delta_factors("default")
+    # The same two for every adapter and parameter, so that their changes can be summed.
+    for expert in random.Random(f"{seed} {layer}").sample(range(len(lhs)), 2):
+        delta = scaling * (lhs[expert] @ rhs[expert])
+        if family.disk.fused:
+            (part,) = family.disk.parts(module.parameter_name)
+            yield f"{family.disk.name(part, layer)}[{expert}]", delta
+        elif module.parameter_name == "gate_up_proj":
+            gate, up = delta.chunk(2)
+            yield family.disk.name("gate", layer, expert), gate
+            yield family.disk.name("up", layer, expert), up
+        else:
+            yield family.disk.name("down", layer, expert), delta

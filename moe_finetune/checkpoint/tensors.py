@@ -1,0 +1,77 @@
+"""Stored bytes to torch tensors, with plain reads into buffers that each thread keeps.
+
+Files are read with ``preadv``: pages of a memory map would count as this process's memory for as
+long as the kernel likes. Buffers are kept because new memory costs more than the arithmetic in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_finetune.io.safetensors_header import TensorInfo
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+# Direct input and output wants offsets, lengths and addresses that are multiples of this.
+PAGE = 4096
+_held = threading.local()
+
+
+def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
+    """``size`` uninitialised bytes that this thread keeps under ``name``.
+
+    Their address and the file offset ``offset`` differ by a multiple of a page, so that they can be
+    written there directly. The next call with the same name may hand out the same bytes.
+    """
+    held: Tensor | None = getattr(_held, name, None)
+    if held is None or len(held) < size + PAGE:
+        held = torch.empty(size + PAGE, dtype=torch.uint8)
+        setattr(_held, name, held)
+    start = (offset - held.data_ptr()) % PAGE
+    return held[start : start + size]
+
+
+def typed(raw: Tensor, dtype: str) -> Tensor:
+    """Bytes as a flat tensor of a stored dtype; raw must begin at a multiple of its item."""
+    return raw.view(DTYPES[dtype])
+
+
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill ``buffer`` from ``offset`` of ``fd``; a short file is an OSError."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"unexpected end of file at byte {offset + done}")
+        done += count
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(torch.uint8).numpy().reshape(-1).data
+
+
+def read_bytes(file: Path, offset: int, size: int) -> Tensor:
+    """``size`` bytes of ``file`` from ``offset`` as a uint8 tensor."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        read_into(fd, as_bytes(buffer), offset)
+    finally:
+        os.close(fd)
+    return buffer
+
+
+def read_tensor(info: TensorInfo) -> Tensor:
+    """The stored tensor in its own dtype and shape."""
+    return typed(read_bytes(info.file, info.offset, info.size), info.dtype).view(info.shape)

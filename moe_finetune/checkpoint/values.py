@@ -1,0 +1,111 @@
+"""What the stored numbers are, streamed: whether all are finite, and of which checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+from moe_finetune.checkpoint.tensors import as_bytes, read_into, thread_buffer, typed
+from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
+
+_CHUNK_BYTES = 8 << 20
+# Fingerprints: a checkpoint up to this size is read whole, of a larger one parts of every tensor.
+_WHOLE_BYTES = 256 << 20
+_PARTS, _PART_BYTES = 4, 16 << 10
+# Files (path, size, time of change) whose values this process has found finite.
+_known_finite: set[tuple[str, int, int]] = set()
+_known_prints: dict[frozenset[tuple[str, int, int]], str] = {}
+
+
+def finite(values: Tensor) -> bool:
+    """Whether all values of a float tensor are finite; NaN counts as neither least nor largest."""
+    if values.numel() == 0:
+        return True
+    least, largest = values.aminmax()
+    return math.isfinite(least.item()) and math.isfinite(largest.item())
+
+
+def check_values(tensors: Iterable[TensorInfo], error: type[MoeFinetuneError], remedy: str) -> None:
+    """Read every float tensor once, at the speed of the disk.
+
+    Files that this process has checked before, and that have not changed, are left out.
+
+    Raises:
+        error: names the file and the first tensor that holds NaN or infinity.
+    """
+    chosen = [info for info in tensors if info.dtype in FLOATS]
+    files = {info.file for info in chosen}
+    stamps = {file: _stamp(file) for file in files}
+    chosen = [info for info in chosen if stamps[info.file] not in _known_finite]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for info, good in zip(chosen, pool.map(all_finite, chosen), strict=True):
+            if not good:
+                pool.shutdown(cancel_futures=True)
+                raise error(f"{info.file}: '{info.name}' holds NaN or infinity; {remedy}")
+    _known_finite.update(stamps.values())
+
+
+def all_finite(info: TensorInfo) -> bool:
+    """Whether a stored float tensor holds neither NaN nor infinity."""
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        for first in range(0, info.size, _CHUNK_BYTES):
+            part = thread_buffer("values", min(_CHUNK_BYTES, info.size - first))
+            read_into(fd, as_bytes(part), info.offset + first)
+            if not finite(typed(part, info.dtype)):
+                return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def fingerprint(tensors: Iterable[TensorInfo]) -> str:
+    """SHA-256 over names, dtypes, shapes and contents of a checkpoint's tensors.
+
+    Equal for copies however they are split into files. Above 256 MiB four parts of 16 KiB of each
+    tensor stand for it: that tells apart any two trainings, in a second.
+    """
+    held = sorted(tensors, key=lambda info: info.name)
+    files = frozenset(map(_stamp, {info.file for info in held}))
+    if files not in _known_prints:
+        _known_prints[files] = _fingerprint(held)
+    return _known_prints[files]
+
+
+def _fingerprint(held: list[TensorInfo]) -> str:
+    whole = sum(info.size for info in held) <= _WHOLE_BYTES
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        parts = list(pool.map(lambda info: _digest(info, whole), held))
+    digest = hashlib.sha256()
+    for info, part in zip(held, parts, strict=True):
+        digest.update(f"{info.name}\0{info.dtype}\0{list(info.shape)}\0".encode() + part)
+    return digest.hexdigest()
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    state = file.stat()
+    return str(file.resolve()), state.st_size, state.st_mtime_ns
+
+
+def _digest(info: TensorInfo, whole: bool) -> bytes:
+    spans = [(first, _CHUNK_BYTES) for first in range(0, info.size, _CHUNK_BYTES)]
+    if not whole and info.size > _PARTS * _PART_BYTES:
+        last = info.size - _PART_BYTES
+        spans = [(last * part // (_PARTS - 1), _PART_BYTES) for part in range(_PARTS)]
+    digest = hashlib.sha256()
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        for first, size in spans:
+            part = thread_buffer("values", min(size, info.size - first))
+            read_into(fd, as_bytes(part), info.offset + first)
+            digest.update(as_bytes(part))
+    finally:
+        os.close(fd)
+    return digest.digest()

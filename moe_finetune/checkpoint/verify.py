@@ -1,0 +1,169 @@
+"""Check a merged checkpoint against base + adapter as stock transformers and PEFT compute them.
+
+Small models are compared by their logits, models that do not fit by sampled tensors. In both cases
+every tensor that no adapter touches must have the base's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.merge_plan import plan_merge
+from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.reference import compare_logits
+from moe_finetune.checkpoint.sampled import compare_tensors
+from moe_finetune.checkpoint.tensors import as_bytes, read_into, thread_buffer
+from moe_finetune.checkpoint.updates import Replace
+from moe_finetune.errors import CheckpointError, NumericsError
+from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
+
+# Largest relative error of the logits (norm of the difference over the norm) by the coarsest stored
+# dtype; rounding the weights moves logits by a few of its steps.
+LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
+# Largest error of one tensor's element over the tensor's largest element: one rounding.
+TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
+_HASH_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared and how far apart it was.
+
+    Attributes:
+        mode: "logits" (whole models) or "tensors" (sampled layers).
+        max_abs: largest absolute difference of a logit or of a merged tensor's element.
+        max_rel: the measured relative error that ``tolerance`` bounds: of the logits' norm, or of a
+            tensor's largest element.
+        tolerance: the bound on ``max_rel``.
+        compared: number of prompts, or names of the compared tensors.
+        checksums: sha256 of every tensor that the merge left untouched, equal in base and merged.
+    """
+
+    mode: Literal["logits", "tensors"]
+    max_abs: float
+    max_rel: float
+    tolerance: float
+    compared: int | tuple[str, ...]
+    checksums: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+def verify_merge(
+    base: str | Path,
+    adapter: str | Path | Sequence[tuple[str | Path, float]],
+    merged: str | Path,
+    prompts: Sequence[str] | None = None,
+    bias: Mapping[int, Sequence[float]] | None = None,
+    mode: Literal["auto", "logits", "tensors"] = "auto",
+    tolerance: float | None = None,
+    samples: int = 12,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compare ``merged`` with ``base`` + ``adapter``.
+
+    Args:
+        base, merged: checkpoint folders.
+        adapter: adapter folder, or (folder, weight) pairs as they were merged.
+        prompts: texts for the logits; fixed random token ids without them.
+        bias: the routing bias that was merged; None where there is none or it was dropped.
+        mode: "auto" takes logits when a float32 model fits into 60 % of the free memory, and where
+            transformers can run both sides (not with several saved modules or ``noaux_tc``).
+        tolerance: bound on the relative error; by default that of the merged dtype.
+        samples: modules to compare in mode "tensors", spread over layers and kinds.
+        seed: chooses the samples and the random token ids.
+
+    Raises:
+        NumericsError: the difference is over the tolerance; names the worst tensor where known.
+        CheckpointError: an untouched tensor has other bytes than the base's, or is missing.
+    """
+    pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
+    opened, result = open_checkpoint(base), open_checkpoint(merged)
+    adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
+    plans = plan_merge(opened, adapters, bias=bias).changed
+    sums = _checksums(opened, result, {plan.target.name for plan in plans})
+    kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
+    coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
+    if mode == "auto":
+        saved = any(isinstance(update, Replace) for plan in plans for update in plan.updates)
+        alone = len(adapters) == 1 and adapters[0][1] == 1.0
+        runs = result.config.get("topk_method") == opened.config.get("topk_method")
+        mode = "logits" if runs and (alone or not saved) and _fits(opened) else "tensors"
+    if mode == "logits":
+        ids = _token_ids(opened, prompts, seed)
+        bound = LOGIT_TOLERANCE[coarsest] if tolerance is None else tolerance
+        max_abs, max_rel = compare_logits(opened, adapters, result, ids, bias)
+        if not max_rel <= bound:
+            raise NumericsError(
+                f"{result.folder}: logits differ from base + adapter by {max_rel:.2e} (relative; "
+                f"largest {max_abs:.2e}), the tolerance is {bound:.0e}; merge again, and report "
+                "this if it stays"
+            )
+        return VerifyReport("logits", max_abs, max_rel, bound, len(ids), sums)
+    bound = TENSOR_TOLERANCE[coarsest] if tolerance is None else tolerance
+    errors = compare_tensors(opened, adapters, result, samples, seed)
+    worst = max(errors, key=lambda name: errors[name][1])
+    max_abs, max_rel = max(e[0] for e in errors.values()), errors[worst][1]
+    if not max_rel <= bound:
+        raise NumericsError(
+            f"{result.folder}: '{worst}' differs from base + adapter by {max_rel:.2e} of its "
+            f"largest element, the tolerance is {bound:.0e}; merge again, and report this if it "
+            "stays"
+        )
+    return VerifyReport("tensors", max_abs, max_rel, bound, tuple(errors), sums)
+
+
+def checksum(info: TensorInfo) -> str:
+    """Sha256 of a stored tensor's bytes."""
+    digest = hashlib.sha256()
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        for first in range(0, info.size, _HASH_BYTES):
+            part = as_bytes(thread_buffer("hash", min(_HASH_BYTES, info.size - first)))
+            read_into(fd, part, info.offset + first)
+            digest.update(part)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[str, str]:
+    sums = {}
+    for name, info in base.tensors.items():
+        if name not in merged.tensors:
+            raise CheckpointError(f"{merged.folder}: tensor '{name}' of the base is missing")
+        other = merged.tensors[name]
+        if name in changed or (info.dtype, info.shape) != (other.dtype, other.shape):
+            continue
+        sums[name] = checksum(info)
+        if checksum(other) != sums[name]:
+            raise CheckpointError(
+                f"{other.file}: '{name}' is not touched by the adapter but has other bytes than "
+                f"in {info.file}; merge again"
+            )
+    return sums
+
+
+def _fits(base: Checkpoint) -> bool:
+    import psutil
+
+    elements = sum(torch.Size(info.shape).numel() for info in base.tensors.values())
+    return 4 * elements < 0.6 * psutil.virtual_memory().available
+
+
+def _token_ids(base: Checkpoint, prompts: Sequence[str] | None, seed: int) -> list[Tensor]:
+    if prompts:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(base.folder)
+        return [tokenizer(text, return_tensors="pt")["input_ids"] for text in prompts]
+    generator = torch.Generator().manual_seed(seed)
+    size = int(base.config["vocab_size"])
+    return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

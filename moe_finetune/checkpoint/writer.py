@@ -1,0 +1,273 @@
+"""Write weight files from a plan with a few threads and bounded memory.
+
+Every output tensor has a content: a copy of stored bytes, or something that fills its bytes.
+Offsets are known from the headers, so threads write anywhere in any order, and neighbouring copies
+are joined. Whole pages go to the disk directly where the file system allows it: that takes a tenth
+of the processor time and does not push other files out of memory. A file is synced when its last
+piece is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.tensors import PAGE, as_bytes, read_into, thread_buffer, typed
+from moe_finetune.checkpoint.values import finite
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo
+
+_COPY_BYTES = 64 << 20
+_CHUNK_BYTES = 8 << 20
+
+Progress = Callable[[int, int], None]
+
+
+class Content(Protocol):
+    """Fills the bytes of one output tensor."""
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """Write all of ``target.size`` bytes at ``target.offset`` of ``out``."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The stored bytes of ``source``, as they are."""
+
+    source: TensorInfo
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`Content`."""
+        copy_range(self.source.file, self.source.offset, out, target.offset, target.size)
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Bytes that are known already."""
+
+    content: bytes
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`Content`."""
+        out.write(torch.frombuffer(bytearray(self.content), dtype=torch.uint8), target.offset)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring tensors of one file that are written by one thread, in one go."""
+
+    file: str
+    targets: tuple[TensorInfo, ...]
+    content: Content
+
+    @property
+    def size(self) -> int:
+        return sum(target.size for target in self.targets)
+
+    def write(self, out: Output) -> None:
+        if isinstance(self.content, Copy):
+            source, start = self.content.source, self.targets[0].offset
+            copy_range(source.file, source.offset, out, start, self.size, self._check)
+        else:
+            self.content.write(out, self.targets[0])
+
+    def _check(self, first: int, part: Tensor) -> None:
+        """Refuse NaN and infinity in ``part``, the bytes from ``first`` of a joined copy."""
+        begin = self.targets[0].offset + first
+        for target in self.targets:
+            start, end = max(target.offset - begin, 0), target.offset + target.size - begin
+            if target.dtype not in FLOATS or end <= 0 or start >= len(part):
+                continue
+            raw = part[start:end]
+            if (raw.data_ptr() - part.data_ptr() + part.storage_offset()) % 8:
+                raw = raw.clone()  # a view of items needs a start at a multiple of them
+            if not finite(typed(raw, target.dtype)):
+                assert isinstance(self.content, Copy)
+                raise CheckpointError(
+                    f"{self.content.source.file}: '{target.name}' holds NaN or infinity; copy or "
+                    "download the checkpoint again"
+                )
+
+
+def write_files(
+    folder: Path,
+    files: Mapping[str, Header],
+    contents: Mapping[str, Content],
+    workers: int,
+    progress: Progress | None = None,
+) -> None:
+    """Write every file of ``files`` into ``folder``, its tensors from ``contents`` by name.
+
+    Args:
+        folder: an existing folder.
+        files: file name -> header; the headers' offsets say where each tensor goes.
+        contents: tensor name -> content.
+        workers: threads; at most twice as many pieces are in flight.
+        progress: called with (bytes done, bytes in all) after each piece, in the calling thread.
+    """
+    total = sum(info.size for header in files.values() for info in header.tensors.values())
+    done = 0
+    outputs: list[Output] = []
+    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
+        running: dict[Future[None], int] = {}
+        try:
+            for piece, out in _pieces(folder, files, contents, outputs):
+                running[pool.submit(out.write_piece, piece)] = piece.size
+                if len(running) >= 2 * workers:
+                    done += _collect(running)
+                    if progress:
+                        progress(done, total)
+            while running:
+                done += _collect(running)
+                if progress:
+                    progress(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for out in outputs:
+                out.close()
+
+
+def copy_range(
+    file: Path,
+    start: int,
+    out: Output,
+    at: int,
+    size: int,
+    check: Callable[[int, Tensor], None] | None = None,
+) -> None:
+    """Copy ``size`` bytes of ``file`` from ``start`` to ``at`` of ``out``, a few MB at a time.
+
+    ``check`` is shown each part, with its first byte's number, before it is written.
+    """
+    source = os.open(file, os.O_RDONLY)
+    try:
+        for done in range(0, size, _CHUNK_BYTES):
+            count = min(_CHUNK_BYTES, size - done)
+            buffer = thread_buffer("copy", count, at + done)
+            read_into(source, as_bytes(buffer), start + done)
+            if check is not None:
+                check(done, buffer)
+            out.write(buffer, at + done)
+    finally:
+        os.close(source)
+
+
+class Output:
+    """One file being written by several threads; syncs and closes itself after its last byte."""
+
+    def __init__(self, path: Path, header: Header):
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._direct = -1
+        with suppress(OSError, AttributeError):
+            self._direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self._left = sum(info.size for info in header.tensors.values())
+        self._lock = threading.Lock()
+        _write(self._fd, memoryview(header.raw), 0)
+        os.ftruncate(self._fd, len(header.raw) + self._left)
+        if not self._left:
+            self._finish()
+
+    def write(self, data: Tensor, offset: int) -> None:
+        """Write uint8 ``data`` at ``offset``: whole pages directly, the edges buffered."""
+        raw, head = as_bytes(data), -offset % PAGE
+        body = max(0, (len(raw) - head) // PAGE * PAGE)
+        if self._direct < 0 or not body or (data.data_ptr() - offset) % PAGE:
+            _write(self._fd, raw, offset)
+            return
+        _write(self._fd, raw[:head], offset)
+        try:
+            _write(self._direct, raw[head : head + body], offset + head)
+        except OSError as problem:
+            if problem.errno != errno.EINVAL:
+                raise
+            # This device wants larger multiples than a page.
+            _write(self._fd, raw[head : head + body], offset + head)
+        _write(self._fd, raw[head + body :], offset + head + body)
+
+    def write_piece(self, piece: _Piece) -> None:
+        """Write one piece, and sync and close the file when it was the last."""
+        piece.write(self)
+        with self._lock:
+            self._left -= piece.size
+            last = self._left == 0
+        if last:
+            self._finish()
+
+    def close(self) -> None:
+        """Close without syncing; repeatable."""
+        for fd in {self._fd, self._direct} - {-1}:
+            os.close(fd)
+        self._fd = self._direct = -1
+
+    def _finish(self) -> None:
+        os.fsync(self._fd)
+        self.close()
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def _pieces(
+    folder: Path,
+    files: Mapping[str, Header],
+    contents: Mapping[str, Content],
+    outputs: list[Output],
+) -> Iterator[tuple[_Piece, Output]]:
+    for name, header in files.items():
+        out = Output(folder / name, header)
+        outputs.append(out)
+        for piece in _joined(name, header, contents):
+            yield piece, out
+
+
+def _joined(name: str, header: Header, contents: Mapping[str, Content]) -> Iterator[_Piece]:
+    """One piece a tensor, neighbouring copies of neighbouring bytes joined up to a limit."""
+    run: _Piece | None = None
+    for target in header.tensors.values():
+        content = contents[target.name]
+        if target.size == 0:
+            continue
+        if run is not None and _continues(run, target, content):
+            run = _Piece(name, (*run.targets, target), run.content)
+            continue
+        if run is not None:
+            yield run
+        run = _Piece(name, (target,), content)
+    if run is not None:
+        yield run
+
+
+def _continues(run: _Piece, target: TensorInfo, content: Content) -> bool:
+    if not (isinstance(run.content, Copy) and isinstance(content, Copy)):
+        return False
+    source = run.content.source
+    return (
+        content.source.file == source.file
+        and content.source.offset == source.offset + run.size
+        and run.size + target.size <= _COPY_BYTES
+        # every tensor's items begin at a multiple of their size, in each part that is read
+        and run.size % ITEM_BYTES[target.dtype] == 0
+    )
+
+
+def _collect(running: dict[Future[None], int]) -> int:
+    """Wait for a piece, raise its error, and return the bytes of all that are done."""
+    finished, _ = wait(running, return_when=FIRST_COMPLETED)
+    size = 0
+    for future in finished:
+        size += running.pop(future)
+        future.result()
+    return size

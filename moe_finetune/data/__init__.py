@@ -1,0 +1,1 @@
+"""From sources (files, folders, the hub) to tokenised examples."""

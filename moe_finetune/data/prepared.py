@@ -1,0 +1,83 @@
+"""Prepared data on disk: made once, known by all that decides it, mapped by every process.
+
+A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset that maps into memory) and
+``counts.json``, and appears whole. One process prepares it while the others, ranks of the same run
+or other runs, wait for its lock. Delete a folder at any time that
+no run reads it: it is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import DataError, DiskSpaceError, OutputError
+from moe_finetune.io import output_folder, output_lock, sync
+from moe_finetune.io.cache_folder import cache_folder
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMAT = 3
+"""To be raised when the code makes other tokens or labels of the same input."""
+
+_COUNTS = "counts.json"
+
+
+def data_key(tokenizer: Any, *decides: Any) -> str:
+    """Hash of a tokenizer's content and of ``decides``, plain values."""
+    parts = [
+        FORMAT,
+        [importlib.metadata.version(name) for name in ("transformers", "tokenizers")],
+        type(tokenizer).__name__,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        decides,
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def prepared_once(
+    key: str, make: Callable[[Path], dict[str, Any]]
+) -> tuple[Dataset, dict[str, Any], bool]:
+    """The dataset of ``key``, what was counted when it was made, and whether it was there.
+
+    Args:
+        key: what it is known by.
+        make: writes the dataset into ``rows`` of the folder it gets and returns what it counted.
+
+    Raises:
+        DataError: the cache cannot be written; whatever ``make`` raises.
+    """
+    from datasets import load_from_disk
+
+    folder = cache_folder() / "data" / key
+    try:
+        with output_lock(folder, wait=True):
+            found = (folder / _COUNTS).is_file()
+            if not found:
+                _fill(folder, make)
+    except OSError as error:
+        own = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be made"
+        said = own if isinstance(error, OutputError) else error.strerror or error
+        raise DataError(
+            f"data: {folder.parent} cannot hold the prepared data ({said}); "
+            "make room there, or name another folder in MOE_FINETUNE_CACHE"
+        ) from error
+    counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+    dataset: Any = load_from_disk(str(folder / "rows"))
+    return dataset, counts, found
+
+
+def _fill(folder: Path, make: Callable[[Path], dict[str, Any]]) -> None:
+    with output_folder(folder, 0, overwrite=True) as partial:
+        counts = make(partial)
+        (partial / _COUNTS).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+        for path in partial.rglob("*"):
+            sync(path)

@@ -1,0 +1,106 @@
+"""The sources of a recipe's data, each with its own columns: read, drawn, brought into a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_finetune.data.rows import Former
+from moe_finetune.data.sources import Placed, Row, read_rows
+from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.recipe.sections import DataSection, DataSource
+
+
+@dataclass
+class SourceReader:
+    """Reads one source of ``data``; iterate once. ``former.form`` then says what it holds."""
+
+    source: DataSource
+    former: Former
+    split: str
+    seed: int = 0
+
+    @classmethod
+    def of(cls, source: str | DataSource, data: DataSection, seed: int = 0) -> SourceReader:
+        """The reader of a source; a bare path takes everything from the section.
+
+        ``seed`` decides which rows a source with a ``limit`` gives.
+        """
+        if isinstance(source, str):
+            source = DataSource(path=source)
+        own = bool(source.columns or source.template)
+        former = Former(
+            source.format or data.format,
+            source.columns if own else data.columns,
+            source.template if own else data.template,
+        )
+        return cls(source, former, source.split or data.split, seed)
+
+    def __iter__(self) -> Iterator[Placed]:
+        source = self.source
+        rows = self._matching()
+        if source.limit is not None:
+            rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
+        for place, row in rows:
+            yield place, self.former(place, _worded(place, row, source.words))
+
+    def _matching(self) -> Iterator[Placed]:
+        source, found = self.source, False
+        for place, row in read_rows(source.path, self.split):
+            if _wanted(place, row, source.where):
+                found = True
+                yield place, row
+        if not found and source.where:
+            raise DataError(
+                f"{source.path} has no row where "
+                + " and ".join(
+                    f"{field} is one of {values}" for field, values in source.where.items()
+                )
+            )
+
+
+def draw(rows: Iterator[Placed], limit: int, seed: int, asked: str) -> Iterator[Placed]:
+    """``limit`` of ``rows``, each as likely as any other, in their order; the seed decides which.
+
+    One pass, with ``limit`` rows in memory (reservoir sampling).
+
+    Raises:
+        DataError: there are fewer; ``asked`` says who wanted them.
+    """
+    generator = np.random.default_rng([seed, limit])
+    held: list[tuple[int, Placed]] = []
+    seen = 0
+    for seen, row in enumerate(rows, 1):
+        if seen <= limit:
+            held.append((seen, row))
+        elif (place := int(generator.integers(seen))) < limit:
+            held[place] = (seen, row)
+    if seen < limit:
+        raise DataError(f"{asked}: {limit} rows are wanted and there are {seen}; lower the limit")
+    for _, row in sorted(held, key=lambda item: item[0]):
+        yield row
+
+
+def _wanted(place: str, row: Row, where: dict[str, list[str | int]]) -> bool:
+    return all(_field(place, row, field, "where") in values for field, values in where.items())
+
+
+def _worded(place: str, row: Row, words: dict[str, list[str]]) -> Row:
+    changed = dict(row)
+    for field, names in words.items():
+        number = _field(place, row, field, "words")
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise DataError(
+                f"{place}: '{field}': wanted a number from 0 to {len(names) - 1} (data words), got "
+                f"{number!r}"
+            )
+        changed[field] = names[number]
+    return changed
+
+
+def _field(place: str, row: Row, field: str, key: str) -> object:
+    if field not in row:
+        raise DataError(f"{place}: no field '{field}' (data {key}){did_you_mean(field, row)}")
+    return row[field]

@@ -1,0 +1,37 @@
+"""Studies: a recipe varied along axes and seeds, run, resumed and tabulated.
+
+.. code-block:: python
+
+    from moe_finetune.experiments import expand, load_results, load_study, run_study
+
+    study = load_study("recipes/studies/paper0_table1.yaml", ["trainer.max_steps=9", "seeds=[1,2]"])
+    runs = expand(study)             # [Run(arm, seed, values, recipe), ...]; starts nothing
+    results = run_study(study, "studies/table1", resume=False, shard=(1, 4))
+    results = load_results("studies/table1")        # at any time, finished or not
+    for run in results.finished:                    # RunResult
+        run.arm, run.seed, run.values               # "moonlight-erc", 42, {"model": ...}
+        run.folder, run.metrics_file, run.merged    # paths
+        run.evaluation                              # eval/results.json, or None
+        run.value("loss")                           # last of metrics.jsonl, or routing/after.json
+
+A study need not come from a file: ``study_from_tree(Tree(values), name)`` takes the mapping.
+``launch.kind: inline`` carries the runs out in this process, without the seconds that a child's
+imports take.
+"""
+
+from moe_finetune.experiments.expand import Run, expand
+from moe_finetune.experiments.recipe import StudyRecipe, load_study, study_from_tree
+from moe_finetune.experiments.results import RunResult, StudyResults, load_results
+from moe_finetune.experiments.runner import run_study
+
+__all__ = [
+    "Run",
+    "RunResult",
+    "StudyRecipe",
+    "StudyResults",
+    "expand",
+    "load_results",
+    "load_study",
+    "run_study",
+    "study_from_tree",
+]

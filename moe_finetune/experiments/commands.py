@@ -1,0 +1,61 @@
+"""What ``moe-finetune study`` does: carry a study out, or show its plan.
+
+A study whose ``kind:`` is in :mod:`~moe_finetune.experiments.reproductions` is carried out there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_finetune.errors import StudyError
+
+
+def carry_out_study(
+    recipe: str, overrides: Sequence[str], output: Path, resume: bool, shard: str | None
+) -> int:
+    """Run the study, print what became of it, and return how many of its runs have failed."""
+    from moe_finetune.experiments import run_study
+    from moe_finetune.experiments.recipe import find_study, load_study
+    from moe_finetune.experiments.reproductions import reproduction_of
+
+    part = parse_shard(shard)
+    file = find_study(recipe)
+    if paper := reproduction_of(file):
+        return paper.run(file, output, overrides, resume=resume, part=part or (1, 1))
+    results = run_study(load_study(file, overrides), output, resume, part)
+    table = output / "tables" / "study.txt"
+    if results.finished:
+        print(table.read_text(encoding="utf-8"))
+    print(f"{len(results.finished)} of {len(results.runs)} runs finished")
+    failed = [run for run in results.runs if run.state == "failed"]
+    for run in failed:
+        print(f"failed: {run.arm} seed {run.seed}: {run.reason}")
+    if results.finished:
+        print(f"tables: {table.parent}\nreport: {output / 'report' / 'index.html'}")
+    return len(failed)
+
+
+def show_plan(recipe: str, overrides: Sequence[str], output: Path | None) -> None:
+    """Print the plan of a study."""
+    from moe_finetune.experiments import expand
+    from moe_finetune.experiments.plan import plan_text
+    from moe_finetune.experiments.recipe import find_study, load_study
+    from moe_finetune.experiments.reproductions import reproduction_of
+
+    file = find_study(recipe)
+    if paper := reproduction_of(file):
+        print(paper.plan(file, overrides))
+        return
+    study = load_study(file, overrides)
+    print(plan_text(study, expand(study), output))
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """``"2/4"`` -> ``(2, 4)``."""
+    if text is None:
+        return None
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdigit() and of.isdigit()):
+        raise StudyError(f"--shard {text}: wanted I/N such as 2/4")
+    return int(number), int(of)

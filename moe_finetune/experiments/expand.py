@@ -1,0 +1,260 @@
+"""A study recipe -> its runs: one for every combination of the axes' values, and every seed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_finetune.errors import RecipeError, StudyError, did_you_mean
+from moe_finetune.experiments.recipe import NOT_VARIED, StudyRecipe
+from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.tree import Key, Tree, load_tree
+
+REFERENCES: tuple[Literal["baseline", "curves"], ...] = ("baseline", "curves")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study.
+
+    Attributes:
+        arm: names of the axes' values, joined by ``-``; ``base`` in a study without axes.
+        seed: the run's ``trainer.seed``.
+        values: the name of the chosen value on each axis, in the study's order.
+        recipe: the run's own recipe.
+    """
+
+    arm: str
+    seed: int
+    values: dict[str, str]
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Folder of the run below the study's ``runs/``."""
+        return f"{self.arm}/seed_{self.seed}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an axis: its name and the layers it puts over the base."""
+
+    name: str
+    layers: tuple[Tree, ...]
+
+
+def expand(study: StudyRecipe) -> list[Run]:
+    """Return the runs, the last axis varying fastest before the seeds.
+
+    Raises:
+        StudyError: an axis, arm or baseline that does not fit, with file and line.
+        RecipeError: a run whose recipe is not valid; the arm is named.
+    """
+    base = _layers(study.tree, ("base",))
+    axes = _kept(study, {name: _choices(study, name) for name in study.axes})
+    names = {name: [c.name for c in choices] for name, choices in axes.items()}
+    for key in REFERENCES:
+        reference_of(study, key, names)
+    _check_together(study)
+    _check_overrides(study)
+    runs: list[Run] = []
+    for chosen in itertools.product(*axes.values()):
+        values = {axis: choice.name for axis, choice in zip(axes, chosen, strict=True)}
+        arm = "-".join(values.values()) or "base"
+        if any(run.arm == arm for run in runs):
+            raise StudyError(
+                f"{study.name}: two combinations of values are both called '{arm}'; name the "
+                "values of an axis by a mapping"
+            )
+        layers = [*base, *(layer for choice in chosen for layer in choice.layers)]
+        for seed in study.seeds:
+            recipe = _recipe(layers, seed, study.overrides, arm)
+            runs.append(Run(arm, seed, values, recipe))
+    return runs
+
+
+def reference_of(
+    study: StudyRecipe, key: Literal["baseline", "curves"], names: dict[str, list[str]]
+) -> dict[str, str]:
+    """The value on each axis that ``key`` names; ``{}`` when the study leaves it out.
+
+    Args:
+        study: the recipe.
+        key: what other arms are compared with.
+        names: the values' names of each axis.
+    """
+    given, place = getattr(study, key), study.tree.origin((key,)) or study.name
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        holders = [axis for axis, known in names.items() if _named(given, axis, known)]
+        if len(holders) > 1:
+            raise StudyError(
+                f"{place}: {key}: {', '.join(holders)} all have a value '{given}'; write "
+                f"{key}: {{{holders[0]}: {given}}}"
+            )
+        if not holders:
+            known = [name for values in names.values() for name in values]
+            raise StudyError(
+                f"{place}: {key}: no axis has a value '{given}'{did_you_mean(str(given), known)}"
+            )
+        given = {holders[0]: given}
+    found = {}
+    for axis, value in given.items():
+        if axis not in names:
+            raise StudyError(f"{place}: {key}.{axis}: unknown axis{did_you_mean(axis, names)}")
+        name = _named(value, axis, names[axis])
+        if name is None:
+            raise StudyError(
+                f"{place}: {key}.{axis}: unknown value '{value}'"
+                f"{did_you_mean(str(value), names[axis])}"
+            )
+        found[axis] = name
+    return found
+
+
+def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
+    """The choices that ``only`` leaves, in the order it lists them."""
+    for axis, wanted in study.only.items():
+        place = study.tree.origin(("only", axis)) or study.name
+        if axis not in axes:
+            raise StudyError(f"{place}: only.{axis}: unknown axis{did_you_mean(axis, axes)}")
+        known = {choice.name: choice for choice in axes[axis]}
+        for name in wanted:
+            if name not in known:
+                raise StudyError(
+                    f"{place}: only.{axis}: unknown value '{name}'{did_you_mean(name, known)}"
+                )
+        if not wanted or len(set(wanted)) < len(wanted):
+            raise StudyError(f"{place}: only.{axis}: wanted at least one value, each once")
+        axes = {**axes, axis: [known[name] for name in wanted]}
+    return axes
+
+
+def _named(value: Any, axis: str, known: list[str]) -> str | None:
+    """The name that ``value`` goes by on an axis: itself, or what a plain value is called."""
+    for name in (str(value), value_name(axis, value)):
+        if name in known:
+            return name
+    return None
+
+
+def value_name(axis: str, value: Any) -> str:
+    """What a value of a recipe key is called: ``aux_loss``, ``alpha_0.4``."""
+    if isinstance(value, str):
+        text = Path(value).stem if "/" in value else value
+    else:
+        text = f"{axis.rpartition('.')[2]}_{value}"
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_-.")
+
+
+def _choices(study: StudyRecipe, axis: str) -> list[Choice]:
+    key: Key = ("axes", axis)
+    place, values = study.tree.origin(key) or study.name, study.axes[axis]
+    if not values:
+        raise StudyError(f"{place}: axes.{axis}: is empty; wanted at least one value")
+    if isinstance(values, dict):
+        choices = [Choice(str(name), tuple(_layers(study.tree, (*key, name)))) for name in values]
+    else:
+        choices = list(_values(study, axis, values, place))
+    names = [choice.name for choice in choices]
+    for name in names:
+        if names.count(name) > 1:
+            raise StudyError(
+                f"{place}: axes.{axis}: two values are called '{name}'; name them by a mapping"
+            )
+        if not _NAME.fullmatch(name):
+            raise StudyError(
+                f"{place}: axes.{axis}: '{name}' cannot name a folder; use letters, digits, _ . +"
+            )
+    return choices
+
+
+def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Iterator[Choice]:
+    """Choices of an axis that is a recipe key with a list of values."""
+    parts = axis.split(".")
+    if parts[0] not in Recipe.model_fields:
+        near = did_you_mean(parts[0], Recipe.model_fields)
+        raise StudyError(
+            f"{place}: axes.{axis}: is no key of a recipe{near}"
+            " (an axis of another name maps the names of its arms to recipe keys)"
+        )
+    if axis == NOT_VARIED:
+        raise StudyError(f"{place}: axes.{axis}: list the seeds in `seeds`")
+    for number, value in enumerate(values):
+        nested: Any = value
+        for part in reversed(parts):
+            nested = {part: nested}
+        origin = study.tree.origin(("axes", axis, number)) or place
+        yield Choice(value_name(axis, value), (Tree(nested, {tuple(parts): origin}),))
+
+
+def _layers(tree: Tree, key: Key) -> list[Tree]:
+    """The recipe layers that stand at ``key``: the files that it extends, then its own keys."""
+    value: Any = tree.values
+    for part in key:
+        value = value.get(part) if isinstance(value, dict) else None
+    place = tree.origin(key)
+    if value is None:
+        return []
+    if isinstance(value, str | list):
+        value = {"extends": value}
+    if not isinstance(value, dict):
+        raise StudyError(f"{place}: {'.'.join(map(str, key))}: wanted a file or recipe keys")
+    own = {name: item for name, item in value.items() if name != "extends"}
+    files = value.get("extends", [])
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise StudyError(f"{place}: extends: wanted a file or a list of files")
+    folder = _folder(tree.origin((*key, "extends")) or place)
+    for file in files:
+        if not (folder / file).is_file():
+            raise StudyError(
+                f"{place}: extends: there is no file {folder / file} (paths are relative to "
+                f"{folder})"
+            )
+    start = len(key)
+    origins = {k[start:]: where for k, where in tree.origins.items() if k[:start] == key}
+    return [*(load_tree([folder / file]) for file in files), Tree(own, origins)]
+
+
+def _folder(origin: str) -> Path:
+    """The folder that paths written at ``origin`` are relative to."""
+    file = Path(origin.rpartition(":")[0])
+    return file.parent if file.is_file() else Path()
+
+
+def _check_together(study: StudyRecipe) -> None:
+    place = study.tree.origin(("together",)) or study.name
+    for axis in study.together:
+        if axis not in study.axes:
+            raise StudyError(
+                f"{place}: together: unknown axis '{axis}'{did_you_mean(axis, study.axes)}"
+            )
+        if isinstance(study.baseline, dict) and axis in study.baseline:
+            raise StudyError(f"{place}: together: '{axis}' is an axis of the baseline as well")
+
+
+def _check_overrides(study: StudyRecipe) -> None:
+    for override in study.overrides:
+        key = override.partition("=")[0].strip()
+        if key in study.axes or key == NOT_VARIED:
+            remedy = "set seeds=[...]" if key == NOT_VARIED else "change the axis in the study"
+            raise StudyError(f"'{override}': the study varies {key}; {remedy}")
+
+
+def _recipe(layers: list[Tree], seed: int, overrides: list[str], arm: str) -> Recipe:
+    tree = Tree()
+    for layer in [*layers, Tree({"trainer": {"seed": seed}}, {("trainer", "seed"): "seeds"})]:
+        tree.merge(layer)
+    above = load_tree([], overrides)
+    tree.merge(above)
+    try:
+        return recipe_from_tree(tree)
+    except RecipeError as error:
+        raise RecipeError(f"arm {arm}: {error}") from None

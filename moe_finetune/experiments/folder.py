@@ -1,0 +1,170 @@
+"""A study's folder: which runs it holds, and in which state each of them is.
+
+``study.json`` (the runs with the hashes of their recipes), ``recipes/ARM/seed_N.yaml``,
+``runs/ARM/seed_N/`` (ordinary run folders), ``logs/ARM/seed_N.log``, ``locks/``, ``tables/`` and
+``report/index.html``. A finished run holds ``finished.json``: the hash of its recipe and of the
+files that tables read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_finetune.errors import OutputExistsError, StudyError
+from moe_finetune.experiments.expand import REFERENCES, Run, reference_of
+from moe_finetune.experiments.recipe import StudyRecipe
+from moe_finetune.io import contents, write_atomic
+from moe_finetune.io.json_file import read_object
+
+MANIFEST = "study.json"
+FINISHED = "finished.json"
+FAILED = "failed.json"
+SCHEMA = 1
+State = Literal["finished", "started", "failed", "missing"]
+
+
+def run_folder(output: Path, name: str) -> Path:
+    """Folder of the run ``ARM/seed_N``."""
+    return output / "runs" / name
+
+
+def recipe_file(output: Path, name: str) -> Path:
+    """The resolved recipe that the run is started with."""
+    return output / "recipes" / f"{name}.yaml"
+
+
+def log_file(output: Path, name: str) -> Path:
+    """What the run's process printed."""
+    return output / "logs" / f"{name}.log"
+
+
+def failed_file(output: Path, name: str) -> Path:
+    """Why the run failed, when it did; beside the log, because a run's folder is the run's."""
+    return output / "logs" / f"{name}.{FAILED}"
+
+
+def _check_same(runs: Sequence[Run], output: Path) -> None:
+    """Refuse the folder of a study that has no run in common with this one.
+
+    Others are the same study with more or fewer seeds, models or methods.
+    """
+    remedy = "restore the file, or choose another --output"
+    held = read_object(output / MANIFEST, StudyError, remedy).get("runs")
+    rows = held if isinstance(held, list) else []
+    known = {row.get("recipe_sha256") for row in rows if isinstance(row, dict)}
+    if known and known.isdisjoint(run.recipe.hash for run in runs):
+        raise OutputExistsError(
+            f"{output} holds another study, none of whose runs is one of this; choose another "
+            "--output"
+        )
+
+
+def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool) -> None:
+    """Check the folder and write ``study.json`` and the runs' recipes into it.
+
+    Raises:
+        OutputExistsError: it holds something else, or this study without ``resume``.
+        StudyError: a run in it belongs to another recipe, or is damaged.
+    """
+    held = (output / MANIFEST).exists()
+    if output.exists() and (not output.is_dir() or contents(output)):
+        if not held:
+            raise OutputExistsError(f"{output} holds other files; choose another --output")
+        if not resume:
+            raise OutputExistsError(
+                f"{output} holds a study; choose another --output, or add --resume to go on with it"
+            )
+    for run in runs:
+        check_run(run, output)
+    if held:
+        _check_same(runs, output)
+    names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}
+    manifest: dict[str, Any] = {
+        "schema": SCHEMA,
+        "name": study.name,
+        "title": study.title or study.name,
+        "source": study.source,
+        "axes": names,
+        "seeds": study.seeds,
+        **{key: reference_of(study, key, names) for key in REFERENCES},
+        "together": study.together,
+        "benchmarks": study.benchmarks,
+        "metrics": study.metrics,
+        "runs": [
+            {"arm": r.arm, "seed": r.seed, "values": r.values, "recipe_sha256": r.recipe.hash}
+            for r in runs
+        ],
+    }
+    # First of all, because it is what makes the folder a study that others may join.
+    write_atomic(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    for run in runs:
+        write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
+
+
+def check_run(run: Run, output: Path) -> None:
+    """Raise StudyError where the folder holds this run with another recipe, or damaged."""
+    from moe_finetune.recipe.schema import load_recipe
+
+    folder = run_folder(output, run.name)
+    saved = folder / "recipe.yaml"
+    if not saved.is_file():
+        if (folder / FINISHED).is_file():
+            raise StudyError(f"{folder}: is finished and lacks recipe.yaml; delete the folder")
+        return
+    if load_recipe(saved).hash != run.recipe.hash:
+        raise StudyError(
+            f"{folder}: was made with another recipe than the study now gives ({saved}); choose "
+            "another --output, or delete this run to have it made again"
+        )
+    check_finished(folder)
+
+
+def check_finished(folder: Path) -> None:
+    """Raise StudyError where a finished run's files are not those it finished with."""
+    record = folder / FINISHED
+    if not record.is_file():
+        return
+    content = read_object(record, StudyError, f"delete {folder} to have the run made again")
+    for name, digest in content["files"].items():
+        file = folder / name
+        if not file.is_file() or _digest(file) != digest:
+            what = "was changed" if file.is_file() else "is missing"
+            raise StudyError(
+                f"{file}: {what} after the run had finished; delete {folder} to have the run made "
+                "again"
+            )
+
+
+def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
+    """Write ``finished.json``: from now on the run is skipped."""
+    record = {
+        "recipe_sha256": recipe_sha256,
+        "seconds": round(seconds, 1),
+        "files": {str(file.relative_to(folder)): _digest(file) for file in _tabulated(folder)},
+    }
+    write_atomic(folder / FINISHED, json.dumps(record, indent=1) + "\n")
+
+
+def _tabulated(folder: Path) -> Iterable[Path]:
+    names = ("recipe.yaml", "metrics.jsonl", "routing/after.json", "eval/results.json")
+    yield from (folder / name for name in names if (folder / name).is_file())
+    yield from sorted((folder / "eval").glob("tasks/*/samples.jsonl"))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def state_of(output: Path, name: str) -> State:
+    """Where a run stands, by the files that it has left."""
+    folder = run_folder(output, name)
+    if (folder / FINISHED).is_file():
+        return "finished"
+    if failed_file(output, name).is_file():
+        return "failed"
+    return "started" if (folder / "recipe.yaml").is_file() else "missing"

@@ -1,0 +1,171 @@
+"""A study recipe: a base recipe, the axes it is varied along, seeds, and what to tabulate.
+
+.. code-block:: yaml
+
+    extends: common.yaml                # another study recipe, laid below this one
+    title: Methods on two models
+    base:                               # recipe keys; files relative to this one
+      extends: [../data/gsm8k.yaml, ../training/p0_lora.yaml]
+    axes:
+      model:                            # named arms: a recipe file, or recipe keys (with extends)
+        deepseek_v2_lite: ../models/deepseek_v2_lite.yaml
+        moonlight: {extends: ../models/moonlight_16b_a3b.yaml, lora: {rank: 16}}
+      method: [aux_loss, erc]           # a recipe key and its values
+    seeds: [42, 43, 44]
+    baseline: aux_loss                  # or {method: aux_loss}; compared within each model
+    metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, beside benchmarks;
+                                        # perplexity, and METRIC_rmse with `curves`
+    curves: aux_loss                    # METRIC_rmse: from the logged curve of these runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, field_validator
+
+from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.tree import Tree, load_tree
+from moe_finetune.recipe.validation import from_tree
+
+NOT_VARIED = "trainer.seed"
+
+
+class LaunchSection(Section):
+    """How the runs are started.
+
+    ``process``: one after another in child processes; ``inline``: in this process, for runs of
+    seconds; ``accelerate``: child processes under ``accelerate launch`` with ``config``, a file of
+    ``recipes/hardware``; ``slurm``: one job a run, each started the way ``config`` says.
+    """
+
+    kind: Literal["process", "inline", "accelerate", "slurm"] = "process"
+    config: str | None = Field(default=None, description="accelerate's --config_file")
+    options: dict[str, str | int] = Field(
+        default={}, description="of sbatch: {partition: gpu, gres: 'gpu:8'}"
+    )
+    hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job")
+    jobs: int | None = Field(default=None, ge=1, description="Slurm jobs; default: one a run")
+    cluster: Literal["slurm", "local"] = Field(
+        default="slurm", description="submitit's executor; local tries a study without Slurm"
+    )
+
+
+class PlanSection(Section):
+    """What ``--plan`` assumes. Peak is dense bfloat16; utilization the share of it that is met."""
+
+    hardware: str = "NVIDIA H100 SXM 80 GB"
+    peak_tflops: float = Field(default=989.0, gt=0)
+    memory_gib: float = Field(default=80.0, gt=0, description="of one device")
+    utilization: float = Field(default=0.15, gt=0, le=1)
+    devices: int = Field(default=1, ge=1)
+    tokens: float | None = Field(
+        default=None, gt=0, description="training tokens of a run, where no step count says it"
+    )
+
+
+class StudyRecipe(Section):
+    """Everything that decides a study. Read one with :func:`load_study`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    title: str = ""
+    source: str = Field(default="", description="paper and table or figure")
+    base: dict[str, Any] = Field(default={})
+    axes: dict[str, list[Any] | dict[str, Any]] = Field(default={})
+    only: dict[str, list[str]] = Field(default={}, description="axis -> the arms to keep of it")
+    seeds: list[int] = Field(min_length=1)
+    together: list[str] = Field(
+        default=[], description="axes whose runs share a row: each benchmark from its own run"
+    )
+    baseline: str | int | float | dict[str, Any] | None = None
+    curves: str | int | float | dict[str, Any] | None = Field(
+        default=None, description="as baseline: whose logged curves METRIC_rmse is measured from"
+    )
+    benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
+    metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
+    discard: list[Literal["merged", "checkpoints"]] = Field(
+        default=[], description="folders to delete once a run is finished, to save disk"
+    )
+    launch: LaunchSection = LaunchSection()
+    plan: PlanSection = PlanSection()
+
+    _tree: Tree = PrivateAttr(default_factory=Tree)
+    _given: list[str] = PrivateAttr(default_factory=list)
+    _source: Path | None = PrivateAttr(default=None)
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds(cls, value: list[int]) -> list[int]:
+        for seed in value:
+            if value.count(seed) > 1:
+                raise ValueError(f"{seed} is listed twice")
+        return value
+
+    @property
+    def tree(self) -> Tree:
+        """The merged values with the place where each was written."""
+        return self._tree
+
+    @property
+    def overrides(self) -> list[str]:
+        """Recipe keys of the command line, laid over every run."""
+        return [item for item in self._given if _first_key(item) in Recipe.model_fields]
+
+    @property
+    def given(self) -> list[str]:
+        """Everything that the command line gave."""
+        return self._given
+
+    @property
+    def file(self) -> Path | None:
+        """The study's file, where it was read from one."""
+        return self._source
+
+
+def find_study(path: str | Path) -> Path:
+    """The file of a study: ``path`` itself, or the shipped one of that name."""
+    from moe_finetune.demo.demo import recipes_folder
+
+    path = Path(path)
+    if path.is_file() or path.suffix or len(path.parts) > 1:
+        return path
+    shipped = recipes_folder() / "studies" / f"{path}.yaml"
+    if not shipped.is_file():
+        known = [file.stem for file in shipped.parent.glob("*.yaml")]
+        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), known)}")
+    return shipped
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
+    """Read a study recipe.
+
+    Args:
+        path: the file, or the name of a study that comes with the package (``paper0_table1``).
+        overrides: ``key.path=value``. A recipe's key (``trainer.max_steps=5``) is laid over every
+            run; any other is the study's own (``seeds=[1,2]``, ``launch.kind=slurm``).
+
+    Raises:
+        StudyError: what is wrong, with file, line and key.
+        RecipeError: a file that cannot be read.
+    """
+    path = find_study(path)
+    own = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
+    tree = load_tree([path], own)
+    study = study_from_tree(tree, path.stem)
+    study._given, study._source = list(overrides), path
+    return study
+
+
+def study_from_tree(tree: Tree, name: str) -> StudyRecipe:
+    """Validate merged values; ``name`` is the study's unless the values have one."""
+    study = from_tree(StudyRecipe, tree, StudyError, name=name)
+    study._tree = tree
+    return study
+
+
+def _first_key(override: str) -> str:
+    return override.partition("=")[0].strip().partition(".")[0]

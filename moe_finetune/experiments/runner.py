@@ -1,0 +1,133 @@
+"""Carry out a study: every run once, finished ones skipped, failed ones listed, then the tables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_finetune.errors import StudyError
+from moe_finetune.experiments import folder as disk
+from moe_finetune.experiments.expand import Run, expand
+from moe_finetune.experiments.launch import Start, held, starter
+from moe_finetune.experiments.recipe import StudyRecipe
+from moe_finetune.experiments.results import StudyResults, load_results
+from moe_finetune.io import output_lock, write_atomic
+
+if TYPE_CHECKING:
+    from moe_finetune.experiments.table import Table
+
+log = logging.getLogger(__name__)
+
+
+def run_study(
+    study: StudyRecipe,
+    output: str | Path,
+    resume: bool = False,
+    shard: tuple[int, int] | None = None,
+) -> StudyResults:
+    """Carry out ``study`` in the folder ``output`` and return what it then holds.
+
+    Args:
+        study: what to run; see :func:`~moe_finetune.experiments.recipe.load_study`.
+        output: the study's folder; new or empty, unless ``resume`` or ``shard``.
+        resume: go on: finished runs are skipped, others go on where they stopped.
+        shard: ``(i, n)`` runs every n-th run from the i-th on, i from 1; several may share a
+            folder, one after another or at the same time.
+
+    Raises:
+        StudyError, RecipeError: the study is wrong, or a run in the folder is damaged or another's.
+        OutputExistsError: the folder holds something else.
+        OutputBusyError: another process carries out this study, or shards of it.
+        KeyboardInterrupt: SIGINT or SIGTERM, after the run at work has saved its checkpoint.
+    """
+    output = Path(output)
+    several = shard is not None or study.launch.kind == "slurm"
+    with output_lock(output, shared=several):
+        runs = expand(study)
+        mine = shard_of(runs, shard)
+        with output_lock(output / disk.MANIFEST, wait=True):
+            disk.prepare(study, runs, output, resume or shard is not None)
+        if study.launch.kind == "slurm":
+            from moe_finetune.experiments.slurm import submit
+
+            submit(study, runs, output)
+        else:
+            start = starter(study.launch, config_folder(study))
+            carry_out(mine, output, start, study.discard)
+        with output_lock(output / "tables", wait=True):
+            results = load_results(output)
+            write_tables(results)
+    return results
+
+
+def shard_of(runs: Sequence[Run], shard: tuple[int, int] | None) -> list[Run]:
+    """The runs of one shard; all without one."""
+    if shard is None:
+        return list(runs)
+    number, of = shard
+    if not 1 <= number <= of:
+        raise StudyError(f"shard {number}/{of}: wanted i/n with i from 1 to n")
+    return list(runs[number - 1 :: of])
+
+
+def config_folder(study: StudyRecipe) -> Path:
+    """Where paths in ``launch`` are relative to: the study's file, as those of ``extends`` are."""
+    return study.file.parent if study.file is not None else Path()
+
+
+def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence[str] = ()) -> None:
+    """Start the runs one after another; a failure is noted and the rest go on.
+
+    ``discard`` names folders of a run that are deleted once it is finished.
+    """
+    for number, run in enumerate(runs, 1):
+        place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
+        folder, failed = disk.run_folder(output, run.name), disk.failed_file(output, run.name)
+        with held(output, run.name) as lock:
+            if disk.state_of(output, run.name) == "finished":
+                log.info("%s: finished already", place)
+                _delete(folder, discard)
+                continue
+            failed.unlink(missing_ok=True)
+            log.info("%s: started", place)
+            began = time.perf_counter()
+            why = start(run, output, lock)
+            seconds = time.perf_counter() - began
+            if why is None:
+                disk.record_finished(folder, run.recipe.hash, seconds)
+                _delete(folder, discard)
+                log.info("%s: finished in %.0f s", place, seconds)
+            else:
+                write_atomic(failed, json.dumps({"reason": why}, indent=1) + "\n")
+                log.error("%s: failed after %.0f s: %s", place, seconds, why)
+
+
+def _delete(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def write_tables(results: StudyResults) -> Table | None:
+    """Write ``tables/study.{csv,tex,json,txt}`` and ``report/index.html``; None without results."""
+    from moe_finetune.experiments import render
+    from moe_finetune.experiments.page import write_page
+    from moe_finetune.experiments.table import make_table
+
+    if not results.finished:
+        return None
+    table = make_table(results)
+    content = {
+        "csv": render.to_csv(table),
+        "tex": render.to_latex(table),
+        "json": render.to_json_text(table),
+        "txt": render.to_text(table),
+    }
+    for suffix, text in content.items():
+        write_atomic(results.folder / "tables" / f"study.{suffix}", text)
+    write_page(results, table, results.folder / "report" / "index.html")
+    return table

@@ -1,0 +1,287 @@
+"""The table of a study: mean and spread over seeds, ranks, gains, tests against the baseline.
+
+Rows are arms, in groups that are compared within (the axes that the baseline does not name: a
+model, say); columns are benchmarks, then the metrics that the study asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.evaluation.comparison import ALPHA, check_joined, holm, item_values, relative_gain
+from moe_finetune.experiments.results import RunResult, StudyResults
+from moe_finetune.experiments.significance import PairedTest, compare_items, compare_seeds
+
+
+@dataclass(frozen=True)
+class Column:
+    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is the direction."""
+
+    name: str
+    metric: str
+    better: str
+    benchmark: bool
+    percent: bool = False
+
+
+@dataclass
+class Cell:
+    """One arm in one column: values by seed, their mean and sample standard deviation."""
+
+    values: dict[int, float]
+    mean: float
+    std: float | None
+    best: bool = False
+    rank: float | None = None
+    test: PairedTest | None = None
+
+
+@dataclass
+class Row:
+    """One line of a group; ``label`` names what varies within the group."""
+
+    label: str
+    cells: dict[str, Cell]
+    baseline: bool = False
+
+
+@dataclass
+class Group:
+    """Arms that are compared with each other; ``values`` are those of the other axes."""
+
+    name: str
+    values: dict[str, str]
+    rows: list[Row]
+
+
+@dataclass
+class Table:
+    """A study's table.
+
+    Attributes:
+        ranks: mean rank of each label over the group x benchmark cells that all arms have; 1 is
+            best, ties share.
+        gains: mean over a label's group x benchmark cells of value / baseline - 1, or None.
+        notes: what is missing or not compared.
+    """
+
+    name: str
+    title: str
+    source: str
+    seeds: list[int]
+    columns: list[Column]
+    groups: list[Group]
+    baseline: str | None
+    ranks: dict[str, float] = field(default_factory=dict)
+    gains: dict[str, float | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> Iterator[tuple[Group, Row]]:
+        """Every row with its group."""
+        return ((group, row) for group in self.groups for row in group.rows)
+
+    @property
+    def labels(self) -> list[str]:
+        """What varies within groups, in order."""
+        return list(dict.fromkeys(row.label for _, row in self.rows))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def make_table(results: StudyResults) -> Table:
+    """Compute the table from the finished runs.
+
+    Raises:
+        StudyError: a benchmark or metric that no run has, or that two runs of a row have.
+        EvaluationError: arms that were tested on other items or prompts.
+    """
+    shared = set(results.together)
+    compared = list(results.baseline) or [axis for axis in results.axes if axis not in shared]
+    label = "-".join(results.baseline.values()) or None
+    groups: dict[str, Group] = {}
+    runs_of: dict[tuple[str, str], list[RunResult]] = {}
+    for arm, values in results.arms.items():
+        own = {a: v for a, v in values.items() if a not in compared and a not in shared}
+        name = ", ".join(own.values())
+        within = "-".join(values[axis] for axis in compared) or results.name
+        if runs := results.of(arm):
+            groups.setdefault(name, Group(name, own, []))
+            runs_of.setdefault((name, within), []).extend(runs)
+    columns = _columns(results)
+    for (name, within), runs in runs_of.items():
+        cells = {c.name: cell for c in columns if (cell := _cell(c, runs)) is not None}
+        groups[name].rows.append(Row(within, cells, baseline=within == label))
+    table = Table(
+        results.name, results.title, results.source, results.seeds, columns, list(groups.values()),
+        label,
+    )  # fmt: skip
+    _rank(table)
+    if label is not None:
+        _compare(table, runs_of)
+    _note_missing(table, results)
+    return table
+
+
+def _columns(results: StudyResults) -> list[Column]:
+    found: dict[str, Column] = {}
+    for run in results.finished:
+        for label, task in (run.evaluation or {"tasks": {}})["tasks"].items():
+            found.setdefault(label, Column(label, task["metric"], "higher", benchmark=True))
+    wanted = results.benchmarks if results.benchmarks is not None else list(found)
+    for label in wanted:
+        if label not in found:
+            raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, found)}")
+    columns = [_percent(found[label], results) for label in wanted]
+    for name, better in results.metrics.items():
+        if not any(run.has(name) for run in results.finished):
+            raise StudyError(
+                f"metrics: no run has '{name}'{did_you_mean(name, _known(results.finished[0]))}"
+            )
+        columns.append(Column(name, name, better, benchmark=False))
+    return columns
+
+
+def _known(run: RunResult) -> list[str]:
+    return sorted({key for row in run.rows for key in row} - {"kind", "step"})
+
+
+def _percent(column: Column, results: StudyResults) -> Column:
+    values = [v for run in results.finished if (v := _value(column, run)) is not None]
+    shares = bool(values) and all(0 <= value <= 1 for value in values)
+    return Column(column.name, column.metric, column.better, True, percent=shares)
+
+
+def _value(column: Column, run: RunResult) -> float | None:
+    if not column.benchmark:
+        return run.value(column.name)
+    task = run.evaluation["tasks"].get(column.name) if run.evaluation else None
+    return task["value"] if task else None
+
+
+def _cell(column: Column, runs: list[RunResult]) -> Cell | None:
+    """Mean and spread over seeds; of a metric that several runs of a seed have, their mean."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if (value := _value(column, run)) is not None:
+            found.setdefault(run.seed, []).append(value)
+    if not found:
+        return None
+    if column.benchmark and any(len(values) > 1 for values in found.values()):
+        raise StudyError(
+            f"together: several runs of a row have the benchmark '{column.name}'; let each "
+            "evaluate its own with evaluation.only"
+        )
+    by_seed = {seed: float(np.mean(values)) for seed, values in found.items()}
+    array = np.array(list(by_seed.values()))
+    std = float(array.std(ddof=1)) if len(array) > 1 else None
+    return Cell(by_seed, float(array.mean()), std)
+
+
+def _rank(table: Table) -> None:
+    """Mark the best cells, and rank the arms where all of a group's have the benchmark."""
+    from scipy.stats import rankdata
+
+    ranks: dict[str, list[float]] = {}
+    for group in table.groups:
+        for column in table.columns:
+            rows = [row for row in group.rows if column.name in row.cells]
+            if not rows:
+                continue
+            sign = -1 if column.better == "higher" else 1
+            means = np.array([sign * row.cells[column.name].mean for row in rows])
+            for row, rank in zip(rows, rankdata(means), strict=True):
+                cell = row.cells[column.name]
+                cell.best = bool(sign * cell.mean == means.min()) and len(rows) > 1
+                if column.benchmark and len(rows) == len(group.rows):
+                    cell.rank = float(rank)
+                    ranks.setdefault(row.label, []).append(float(rank))
+    table.ranks = {label: float(np.mean(values)) for label, values in ranks.items()}
+
+
+def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> None:
+    gains: dict[str, list[tuple[float, float]]] = {}
+    for group in table.groups:
+        base = next((row for row in group.rows if row.baseline), None)
+        if base is None:
+            table.notes.append(f"{group.name or 'the study'}: the baseline has no finished run yet")
+            continue
+        for row in group.rows:
+            for column in table.columns:
+                if row is base or not {column.name} <= row.cells.keys() & base.cells.keys():
+                    continue
+                cell, other = row.cells[column.name], base.cells[column.name]
+                both = (runs_of[group.name, row.label], runs_of[group.name, base.label])
+                cell.test = _test(column, cell, other, *both)
+                if column.benchmark:
+                    gains.setdefault(row.label, []).append((cell.mean, other.mean))
+    for label, cells in gains.items():
+        zero = any(baseline == 0 for _, baseline in cells)
+        table.gains[label] = None if zero else relative_gain(cells)
+    for benchmark in (True, False):
+        columns = [column for column in table.columns if column.benchmark == benchmark]
+        _correct([
+            (column, found.test)
+            for _, row in table.rows
+            for column in columns
+            if (found := row.cells.get(column.name)) is not None
+            and found.test is not None
+            and found.test.p is not None
+        ])  # fmt: skip
+
+
+def _correct(tests: list[tuple[Column, PairedTest]]) -> None:
+    """Holm's correction over all of them: benchmarks together, and metrics together."""
+    corrected = holm([test.p for _, test in tests if test.p is not None])
+    for (column, test), p in zip(tests, corrected, strict=True):
+        test.p_holm = p
+        if p < ALPHA and test.difference:
+            higher = test.difference > 0
+            test.verdict = "better" if higher == (column.better == "higher") else "worse"
+
+
+def _test(
+    column: Column, cell: Cell, other: Cell, runs: list[RunResult], base: list[RunResult]
+) -> PairedTest | None:
+    """Test an arm against the baseline over the seeds that both have."""
+    seeds = [seed for seed in cell.values if seed in other.values]
+    if not seeds:
+        return None
+    if column.benchmark:
+        sides = [_items(column, side, seeds) for side in (runs, base)]
+        check_joined(column.name, sides)
+        keys = list(sides[0][0])
+        values_SN, base_SN = (
+            np.array([[items[key][1] for key in keys] for items in side]) for side in sides
+        )
+        if not np.isnan([values_SN, base_SN]).any():
+            return compare_items(values_SN, base_SN)
+    values, others = ([c.values[seed] for seed in seeds] for c in (cell, other))
+    return compare_seeds(np.array(values), np.array(others))
+
+
+def _items(column: Column, runs: list[RunResult], seeds: list[int]) -> list[dict[Any, Any]]:
+    """Items of the benchmark for each seed, from the run that has it."""
+    found: dict[int, dict[Any, Any]] = {}
+    for run in runs:
+        if run.seed in seeds and _value(column, run) is not None:
+            assert run.evaluation is not None
+            task = run.evaluation["tasks"][column.name]
+            found[run.seed] = item_values(run.folder / "eval", task)
+    return [found[seed] for seed in seeds]
+
+
+def _note_missing(table: Table, results: StudyResults) -> None:
+    for run in results.runs:
+        if not run.finished:
+            why = f": {run.reason.splitlines()[0]}" if run.reason else ""
+            table.notes.append(f"{run.arm} seed {run.seed} is {run.state}{why}")
+    if table.baseline is not None and len(table.seeds) == 1:
+        table.notes.append("one seed: nothing is known of the spread between seeds")

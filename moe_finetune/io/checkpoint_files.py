@@ -1,0 +1,136 @@
+"""A checkpoint folder as published: which tensors lie in which file, and whether it is whole.
+
+Only headers are read, and no library but the standard one is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io.config_file import check_config
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.safetensors_header import Header, TensorInfo, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COPY_AGAIN = "copy or download this file again"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of an existing folder.
+
+    Raises:
+        CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
+            it says what :func:`check_config` refuses.
+        UnsupportedModelError: a quantised checkpoint.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give the folder that holds config.json")
+    file = folder / "config.json"
+    if not file.is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        hint = (
+            "this is an adapter: give its base model's folder, or merge it first"
+            if adapter
+            else "give the folder that holds config.json and the safetensors files"
+        )
+        raise CheckpointError(f"{folder}: no config.json; {hint}")
+    config = read_object(file, CheckpointError, COPY_AGAIN)
+    check_config(config, file)
+    return config
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Header of every weight file by file name, of a sharded, single or index-less checkpoint.
+
+    Every file's header and length is checked, and the index, where there is one, must name the
+    file that holds each tensor.
+
+    Raises:
+        CheckpointError: naming the file or tensor that is missing, damaged or held twice.
+    """
+    listed = _weight_map(folder)
+    files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}
+    found = tensors_of(files)
+    for name, file in listed.items():
+        if name not in found or found[name].file.name != file:
+            raise CheckpointError(
+                f"{folder / INDEX}: names tensor '{name}' in {file}, which does not hold it; the "
+                "index and the shards are of different checkpoints, copy the checkpoint again"
+            )
+    return files
+
+
+def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
+    """Every tensor of the files by name; CheckpointError for one that two files hold."""
+    tensors: dict[str, TensorInfo] = {}
+    for header in files.values():
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{info.file.parent}: tensor '{name}' is in both {tensors[name].file.name} and "
+                    f"{info.file.name}; remove the file that does not belong to the checkpoint"
+                )
+            tensors[name] = info
+    return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, of the index; empty without one."""
+    file = folder / INDEX
+    if not file.is_file():
+        return {}
+    index = read_object(file, CheckpointError, COPY_AGAIN)
+    listed, metadata = index.get("weight_map"), index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise CheckpointError(f"{file}: metadata is no object; {COPY_AGAIN}")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{file}: has no weight_map; {COPY_AGAIN}")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{file}: names '{name}', which is no file of its folder")
+    return listed
+
+
+def _names(folder: Path, listed: dict[str, str]) -> list[str]:
+    """Names of the weight files: those of the index, else the single file, else all shards."""
+    partial = sorted(p.name for p in folder.glob("*.incomplete"))
+    if partial:
+        raise CheckpointError(f"{folder}: {partial[0]} is an unfinished download; finish it first")
+    if listed:
+        names = sorted(set(listed.values()))
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+        names = [name for name in names if name != "adapter_model.safetensors"]
+    if not names:
+        pickled = sorted(file.name for kind in _PICKLED for file in folder.glob(kind))
+        raise CheckpointError(
+            f"{folder}: no safetensors files"
+            + (f"; {pickled[0]} is a pickle, which is never loaded" if pickled else "")
+            + "; convert it to safetensors, or get the checkpoint in that format"
+        )
+    missing = [name for name in (*names, *_siblings(names)) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder / missing[0]} is missing; copy the checkpoint again "
+            f"({len(set(missing))} of {len({*names, *missing})} weight files are missing)"
+        )
+    return names
+
+
+def _siblings(names: Iterable[str]) -> list[str]:
+    """All names that ``model-00002-of-00003.safetensors`` says there must be."""
+    found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    return [
+        f"{match['stem']}-{part:05d}-of-{match['parts']}.safetensors"
+        for match in found
+        for part in range(1, int(match["parts"]) + 1)
+    ]

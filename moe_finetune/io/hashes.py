@@ -1,0 +1,79 @@
+"""Canonical JSON and content hashes: of text, values, files and whole checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import CheckpointError
+
+_WEIGHTS = (".safetensors", ".bin")
+_IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
+# Written beside a checkpoint by people and tools; they change nothing that a model answers.
+_NOT_IDENTITY = ("README.md", "trainer_state.json", "training_args.json", "environment.json")
+
+
+def to_json(value: Any, indent: int | None = None, sort: bool = True) -> str:
+    """Return JSON with real characters, canonical when sorted; unknown objects become text."""
+    return json.dumps(value, sort_keys=sort, ensure_ascii=False, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        return value.item()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)
+    if inspect.isroutine(value):
+        # A function's repr holds an address; its name and source are what decides.
+        try:
+            return f"{value.__qualname__} {sha256_text(inspect.getsource(value))}"
+        except (OSError, TypeError):
+            return value.__qualname__
+    return str(value)
+
+
+def sha256_text(text: str) -> str:
+    """Return the SHA-256 of ``text`` in UTF-8, as hex."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Return the SHA-256 of the canonical JSON of ``value``."""
+    return sha256_text(to_json(value))
+
+
+def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """Return one SHA-256 over the weights, config and tokenizer files of a checkpoint folder.
+
+    The name and place of the folder do not count, so a copy has the same hash, and a checkpoint
+    trained again in place has another.
+
+    Raises:
+        CheckpointError: ``folder`` is no folder, or holds neither a config nor an adapter.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint '{folder}' is not a folder")
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise CheckpointError(
+            f"{folder} has no config.json and no adapter_config.json; give the folder of a "
+            "complete checkpoint"
+        )
+    files = sorted(
+        f
+        for f in folder.iterdir()
+        if f.is_file() and f.name.endswith(_IDENTITY_SUFFIXES) and f.name not in _NOT_IDENTITY
+    )
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(sha256_file, files))
+    return sha256_json([[f.name, digest] for f, digest in zip(files, digests, strict=True)])

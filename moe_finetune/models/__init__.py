@@ -1,0 +1,51 @@
+"""Model families: exact ``model_type`` -> where the router and the experts are, and how they score.
+
+Add a family that follows the common interface with a row in ``table.py``; one that needs code with
+a file that builds a :class:`Family` and one line in ``_ALL`` below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_finetune.errors import UnsupportedModelError, did_you_mean
+from moe_finetune.models import (
+    deepseek_moe,
+    deepseek_v2,
+    mixtral,
+    moonlight,
+    olmoe,
+    qwen3_moe,
+    table,
+)
+from moe_finetune.models.base import FAMILIES, FUSED, DiskLayout, Family
+
+_ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral)
+for _module in _ALL:
+    FAMILIES.register(_module.FAMILY.name, _module.FAMILY)
+for _family in table.FAMILIES:
+    FAMILIES.register(_family.name, _family)
+
+__all__ = ["FAMILIES", "FUSED", "DiskLayout", "Family", "family_of"]
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a transformers config (or of a ``config.json`` mapping).
+
+    Raises:
+        UnsupportedModelError: no family has this exact ``model_type``, or the family refuses an
+            option of this config.
+    """
+    mapping = isinstance(config, dict)
+    model_type = config.get("model_type") if mapping else getattr(config, "model_type", None)
+    for family in FAMILIES.values():
+        if family.model_type == model_type:
+            if not mapping:
+                family.check(config)
+            return family
+    known = {family.model_type: family.title for family in FAMILIES.values()}
+    supported = ", ".join(f"{t} ({title})" for t, title in known.items())
+    raise UnsupportedModelError(
+        f"model_type '{model_type}' is not supported{did_you_mean(str(model_type), known)}"
+        f"\nsupported: {supported}"
+    )

@@ -1,0 +1,101 @@
+"""A family's model from scratch: a checkpoint's config with other sizes, and random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
+from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.io.config_file import check_config
+from moe_finetune.models import deepseek_moe, family_of
+from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+FIXED = ("model_type", "architectures", "auto_map", "quantization_config")
+# Lists with one entry a layer, which transformers makes from the other keys.
+_PER_LAYER = ("layer_types",)
+
+
+def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of a checkpoint, whose weights are not needed, with some keys changed.
+
+    Args:
+        path: folder or hub id.
+        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``.
+
+    Raises:
+        RecipeError: an unknown key, or values that the model type refuses.
+        UnsupportedModelError: the family refuses an option.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    deepseek_moe.register()
+    raw = read_config(local_folder(path, weights=False))
+    base = load_config(path)
+    # A few keys have two names: transformers 5 writes the one, published files have the other.
+    real = base.attribute_map
+    known = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
+    for key, value in changes.items():
+        if key not in known:
+            raise RecipeError(
+                f"model.config.{key}: is no key of {base.model_type}'s config that can be changed"
+                f"{did_you_mean(str(key), known)}"
+            )
+        wanted = _kind(getattr(base, key, None))
+        if value is not None and wanted is not None and not isinstance(value, wanted):
+            raise RecipeError(
+                f"model.config.{key}: {value!r} is not right; wanted a value such as "
+                f"{getattr(base, key)!r}"
+            )
+    values = {real.get(key, key): value for key, value in [*raw.items(), *changes.items()]}
+    check_config(values, "model.config")
+    for key in ("auto_map", "model_type", *_PER_LAYER):
+        values.pop(key, None)
+    try:
+        config = AutoConfig.for_model(base.model_type, **values)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise RecipeError(f"model.config: {base.model_type} refuses it: {error}") from error
+    family = family_of(config)
+    experts, selected = family.num_experts(config), family.top_k(config)
+    if not 1 <= selected <= experts:
+        raise RecipeError(f"model.config: {selected} experts of {experts} cannot be selected")
+    return config
+
+
+def _kind(value: Any) -> type | tuple[type, ...] | None:
+    """What another value of the same key must be; None where this one does not tell."""
+    if value is None:
+        return None
+    return (int, float) if isinstance(value, float) else type(value)
+
+
+def fresh_model(
+    config: PreTrainedConfig, seed: int, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A model of ``config`` with random float32 weights, as its class initialises them."""
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.config: no {config.model_type} can be built: {error}") from error
+    return model
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer_path: str | Path) -> None:
+    """Raise where the tokenizer has ids that the model's embedding lacks."""
+    tokens = len(load_tokenizer(tokenizer_path))
+    if tokens > config.vocab_size:
+        raise CheckpointError(
+            f"{tokenizer_path}: its tokenizer has {tokens} tokens and the config's vocab_size is "
+            f"{config.vocab_size}; set model.config.vocab_size, or name another model.tokenizer"
+        )

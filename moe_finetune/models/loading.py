@@ -1,0 +1,247 @@
+"""Config, model and tokenizer of a checkpoint, for the whole toolkit; no remote code, ever."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import (
+    CheckpointError,
+    DependencyError,
+    RecipeError,
+    UnsupportedModelError,
+    did_you_mean,
+)
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
+from moe_finetune.io.config_file import check_kernel
+from moe_finetune.io.json_file import read_object
+from moe_finetune.models import deepseek_moe, family_of
+from moe_finetune.models.chat_template import check_template
+from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
+
+
+def local_folder(path: str | Path, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
+
+    A hub id is downloaded where the cache lacks it, without any code files, at ``revision`` (a
+    branch, tag or commit); ``weights=False`` leaves the safetensors files out.
+
+    Raises:
+        CheckpointError: no such folder, a hub id that cannot be fetched, or a revision of a folder.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{path}: a folder has no revision '{revision}'; leave model.revision out, or give "
+                "the hub id"
+            )
+        return folder
+    parts = str(path).split("/")
+    if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
+        raise CheckpointError(
+            f"{path}: no such folder; give a checkpoint folder, or a hub id such as "
+            "Qwen/Qwen3-30B-A3B"
+        )
+    from huggingface_hub import snapshot_download
+
+    named = str(path) if revision is None else f"{path} at revision '{revision}'"
+    wanted = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises types of four libraries here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{named}: neither a folder here nor a model that the hub gives ({reason}); check the "
+            "name, the network and your access, or give a local folder"
+        ) from error
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """Return the config of a supported checkpoint; remote code that it names is dropped.
+
+    Raises:
+        CheckpointError: the folder or its ``config.json`` is missing or damaged.
+        UnsupportedModelError: no family has this ``model_type`` with these options.
+    """
+    folder = local_folder(path, weights=False)
+    family_of(read_config(folder))
+    config = parse_config(folder)
+    family_of(config)
+    return config
+
+
+def parse_config(folder: Path) -> PreTrainedConfig:
+    """transformers' config of a folder, of a family or not; ``read_config`` has checked its file.
+
+    Raises:
+        CheckpointError: a value that the model type refuses.
+    """
+    from transformers import AutoConfig
+    from transformers.activations import ACT2FN
+
+    deepseek_moe.register()
+    place = folder / "config.json"
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever the library's class makes of a value that it expected not
+        raise CheckpointError(
+            f"{place} has a value that this model type refuses: {_first_line(error)}"
+        ) from error
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    activation = getattr(config, "hidden_act", None)
+    if activation is not None and activation not in ACT2FN:
+        hint = did_you_mean(str(activation), ACT2FN)
+        raise CheckpointError(f"{place}: hidden_act {activation!r:.60} is unknown{hint}")
+    return config
+
+
+def meta_model(config: Any) -> PreTrainedModel:
+    """The model of ``config`` on the meta device: names and shapes, no memory.
+
+    Raises:
+        CheckpointError: the config's values describe no model that can be built.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # any, out of any library's constructor
+        raise CheckpointError(
+            f"config.json of this {config.model_type} describes no model that can be built: "
+            f"{_first_line(error)}; restore the checkpoint's own config.json"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
+
+
+def load_model(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the causal language model of a checkpoint, in eval mode.
+
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; "auto" is the checkpoint's own.
+        device_map: as in ``from_pretrained``.
+        options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
+            at random values.
+        UnsupportedModelError: see :func:`load_config`.
+    """
+    if options.pop("trust_remote_code", False):
+        raise UnsupportedModelError(
+            "trust_remote_code: code from a checkpoint is never executed; every supported family "
+            "has its class here or in transformers, so leave the option out"
+        )
+    folder = local_folder(path)
+    config = load_config(folder)
+    return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
+
+
+def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
+    """The causal language model of ``config`` with the folder's tensors; none is left random.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
+        DependencyError: ``attn_implementation`` needs a package that is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from moe_finetune.checkpoint.opened import check_folder
+
+    check_attention(options.get("attn_implementation"))
+    check_folder(folder, config)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
+            f"is '{missing[0]}'; copy the checkpoint again"
+        )
+    return model
+
+
+def check_attention(name: str | None) -> None:
+    """Refuse an attention kernel that transformers would fetch from the hub.
+
+    Raises:
+        RecipeError: an unknown name.
+        DependencyError: flash attention, whose package is not installed.
+    """
+    check_kernel(name, "attn_implementation", RecipeError)
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if name in package and find_spec(package[name]) is None:
+        raise DependencyError(
+            f"attn_implementation {name}: the package {package[name]} is not installed, and its "
+            "kernel is not fetched from the hub; install it, or use sdpa"
+        )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Return the fast tokenizer of a checkpoint, exactly as its files define it.
+
+    ``tokenizer.json`` is taken as it is: the class that ``tokenizer_config.json`` names is not
+    used, since for the published DeepSeek checkpoints transformers 5 rebuilds another tokenizer
+    from it. ``add_bos_token`` there, which transformers 5 drops, is honoured: those models saw it
+    in training. Without ``tokenizer.json`` Moonlight's ``tiktoken.model`` is converted.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer that can be read without its code.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    folder = local_folder(path, weights=False)
+    if (folder / "tokenizer.json").is_file():
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(
+                f"{folder}: its tokenizer files cannot be read ({error}); copy them again"
+            ) from error
+        templates = tokenizer.chat_template or {}
+        named = templates if isinstance(templates, dict) else {"default": templates}
+        for template in named.values():
+            check_template(template, folder)
+        settings = folder / "tokenizer_config.json"
+        held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
+        if held.get("add_bos_token"):
+            bos = tokenizer.bos_token_id
+            if bos is not None and tokenizer.encode("")[:1] != [bos]:
+                tokenizer.add_bos_token = True
+        return tokenizer
+    if (folder / RANKS_FILE).is_file():
+        return load_tiktoken(folder)
+    raise CheckpointError(
+        f"{folder}: neither tokenizer.json nor {RANKS_FILE}; copy the tokenizer files of the base "
+        "model into it"
+    )

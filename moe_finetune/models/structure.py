@@ -1,0 +1,61 @@
+"""What transformers' own class says about a config: asked from the model on the meta device."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
+
+
+def layers_with_experts(config: Any) -> list[int]:
+    """Decoder layers of ``config`` that hold routed experts, in order; takes no memory."""
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    found = {
+        int(match[1])
+        for name, module in model.named_modules()
+        if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
+    }
+    return sorted(found)
+
+
+def name_on_disk(config: Mapping[str, Any], name: str) -> str:
+    """What the files of a checkpoint call the loaded model's tensor ``name``.
+
+    Args:
+        config: the content of ``config.json``.
+        name: a tensor that one tensor of the files becomes; any other comes back as it is.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config["model_type"], _text(config))
+    tensor = model.state_dict().get(name)
+    if tensor is None:
+        return name
+    names = list(revert_weight_conversion(model, {name: tensor}))
+    return names[0] if len(names) == 1 else name
+
+
+def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the files of a checkpoint with ``config``."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    state = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+@functools.lru_cache(maxsize=8)
+def _on_meta(model_type: str, text: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from moe_finetune.models.loading import meta_model
+
+    return meta_model(CONFIG_MAPPING[model_type].from_dict(json.loads(text)))

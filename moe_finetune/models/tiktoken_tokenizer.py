@@ -1,0 +1,160 @@
+"""Moonlight's ``tiktoken.model`` as a fast tokenizer, without its ``tokenization_moonshot.py``.
+
+The file holds one byte string and its rank a line. What it does not hold, and transformers' own
+conversion therefore gets wrong for this model without an error, are the pattern that cuts text
+into pieces and the 256 ids reserved for special tokens after the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io.json_file import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RANKS_FILE = "tiktoken.model"
+RESERVED = 256
+_LETTER = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# Runs of Han characters are pieces of their own; words are cut where lower case meets upper case.
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_LETTER}]*[\p{{Ll}}{_LETTER}]+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_LETTER}]+[\p{{Ll}}{_LETTER}]*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Read ``token in base64, space, rank`` lines; ranks are 0, 1, 2 ... without a gap.
+
+    Raises:
+        CheckpointError: naming file and line.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line:
+            continue
+        token, _, rank = line.partition(b" ")
+        try:
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise CheckpointError(
+                f"{file}, line {number}: not a base64 token and its rank; copy the file again"
+            ) from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+        raise CheckpointError(
+            f"{file}: {len(ranks)} ranks that are not 0 to {len(ranks) - 1}, or fewer than the "
+            "256 bytes; the file is cut short or damaged, copy it again"
+        )
+    return ranks
+
+
+def special_tokens(folder: Path, base: int) -> dict[int, str]:
+    """Names of the reserved ids from ``base`` on: those that the config names, else a filler."""
+    settings = _settings(folder)
+    named = {
+        int(index): entry["content"] if isinstance(entry, dict) else str(entry)
+        for index, entry in settings.get("added_tokens_decoder", {}).items()
+    }
+    outside = sorted(index for index in named if not base <= index < base + RESERVED)
+    if outside:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: added token {outside[0]} lies outside the "
+            f"{RESERVED} ids reserved from {base}, the number of ranks in {RANKS_FILE}: "
+            "the two files do not belong together"
+        )
+    return {
+        index: named.get(index, f"<|reserved_token_{index}|>")
+        for index in range(base, base + RESERVED)
+    }
+
+
+def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
+    """Build the fast tokenizer of a folder with ``tiktoken.model`` and ``tokenizer_config.json``.
+
+    Splits and merges as tiktoken does with :data:`PATTERN`; special tokens in a text are
+    recognised; nothing is added at its ends.
+
+    Raises:
+        CheckpointError: a file is damaged or the two do not belong together.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    ranks = read_ranks(folder / RANKS_FILE)
+    letters = bytes_to_unicode()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    merges = [(text(left), text(right)) for left, right in _merges(ranks)]
+    vocabulary = {text(token): rank for token, rank in ranks.items()}
+    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    names = special_tokens(folder, len(ranks))
+    core.add_special_tokens([AddedToken(name, normalized=False) for name in names.values()])
+
+    settings = _settings(folder)
+    options: dict[str, Any] = {
+        key: _content(settings[key]) for key in _NAMED if settings.get(key) is not None
+    }
+    for key in ("model_max_length", "chat_template"):
+        if settings.get(key) is not None:
+            options[key] = settings[key]
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        options["chat_template"] = template.read_text(encoding="utf-8")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        additional_special_tokens=[
+            _content(t) for t in settings.get("additional_special_tokens") or []
+        ],
+        clean_up_tokenization_spaces=False,
+        **options,
+    )
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every way to make a token of two, by the token's rank, as tiktoken's greedy merging asks."""
+    pairs = []
+    for token, rank in ranks.items():
+        ways = [
+            (ranks[token[:cut]], ranks[token[cut:]], cut)
+            for cut in range(1, len(token))
+            if token[:cut] in ranks and token[cut:] in ranks
+        ]
+        pairs += [(rank, left, right, token[:cut], token[cut:]) for left, right, cut in ways]
+    return [(left, right) for *_, left, right in sorted(pairs)]
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; {RANKS_FILE} cannot be read without it")
+    return read_object(file, CheckpointError, "copy it again")

@@ -1,0 +1,113 @@
+"""Loss-free balancing: a bias on the selection, moved after every optimizer step.
+
+``b_e += u * sign(mean load - load_e)`` (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing";
+DeepSeek-V3), loads summed over the accumulation window and all ranks. The bias acts on which
+experts are selected and never on their weights. It is kept beside the model: a reference forward
+with the adapter disabled, or another one active, sees the checkpoint's own routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.moe.biased_choice import Rule, select_with_bias
+from moe_finetune.moe.layers import MoeLayer
+from moe_finetune.moe.lora_active import TrainedAdapter
+from moe_finetune.moe.perturbation import Perturbation
+
+
+class BiasBalancer(Perturbation):
+    """Holds one bias per MoE layer, counts loads, and moves the biases.
+
+    Args:
+        layers: decoder indices of the MoE layers.
+        num_experts: E.
+        update: u, 1e-3 in the paper.
+        inner: another perturbation that acts before the selection.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        num_experts: int,
+        update: float,
+        inner: Perturbation | None = None,
+    ):
+        self.update = update
+        self.bias = {layer: torch.zeros(num_experts) for layer in layers}
+        self._load = {layer: torch.zeros(num_experts) for layer in layers}
+        self._inner = inner or Perturbation()
+        self._rules: dict[int, Rule] = {}
+        self._adapter: TrainedAdapter | None = None
+        self.expert_dropout = self._inner.expert_dropout
+
+    def install(self, model: nn.Module) -> None:
+        """Note which adapter the bias belongs to: the one that is active now."""
+        if self._adapter is None:
+            self._adapter = TrainedAdapter(model)
+        self._inner.install(model)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters that the bias belongs to; empty for a model without adapters."""
+        return self._adapter.names if self._adapter is not None else frozenset()
+
+    def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
+        """Delegate to the inner perturbation."""
+        return self._inner.router_input(layer, hidden)
+
+    def routing(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Select again with the layer's bias, while the adapter that trains acts."""
+        if self._adapter is None or self._adapter.acts():
+            rule = self._rules.get(layer.index)
+            if rule is None:
+                rule = Rule(layer)
+                self._rules[layer.index] = rule
+            bias_E = self.bias[layer.index] = self.bias[layer.index].to(logits_TE.device)
+            weights_TK, index_TK = select_with_bias(logits_TE, bias_E, index_TK, weights_TK, rule)
+        return self._inner.routing(layer, logits_TE, weights_TK, index_TK)
+
+    def observe(self, record: RoutingRecord, _: LayerLoss) -> None:
+        """Count the loads of a training forward (an observer of the recorder)."""
+        load = self._load[record.layer] = self._load[record.layer].to(record.index_TK.device)
+        counted = record.mask_T.unsqueeze(1).expand(record.index_TK.shape).reshape(-1)
+        load.scatter_add_(0, record.index_TK.reshape(-1), counted.to(load.dtype))
+
+    def step(self) -> None:
+        """Move the biases by the loads since the last step; all ranks must call it."""
+        loads_LE = torch.stack(list(self._load.values()))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(loads_LE)
+        for layer, load_E in zip(self._load, loads_LE, strict=True):
+            bias = self.bias[layer].to(load_E.device)
+            self.bias[layer] = bias + self.update * torch.sign(load_E.mean() - load_E)
+            self._load[layer] = torch.zeros_like(load_E)
+
+    def forget_loads(self) -> None:
+        """Leave the loads since the last step out of the coming move."""
+        self._load = {layer: torch.zeros_like(load_E) for layer, load_E in self._load.items()}
+
+    def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
+        """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
+        found = {}
+        for layer in layers:
+            learned = self.bias[layer.index].cpu()
+            own = Rule(layer).own_bias(learned)
+            found[f"bias.{layer.index}"] = own.detach().cpu() + learned
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Biases by ``bias.<decoder layer>``; loads are empty between steps."""
+        return {f"bias.{layer}": bias for layer, bias in self.bias.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        for layer in self.bias:
+            self.bias[layer] = state[f"bias.{layer}"].clone()

@@ -1,0 +1,74 @@
+"""Select experts again from the router's logits, with a bias on the selection alone.
+
+Mirrors what each family's own router does after its logits; with a bias of 0 the result is the
+router's own, bit for bit. Shapes: T tokens, E experts, K selected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.errors import CaptureError
+
+
+def select_with_bias(
+    logits_TE: Tensor, bias_E: Tensor, own_index_TK: Tensor, own_weights_TK: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Weights and index when ``bias_E`` is added to the scores for the selection.
+
+    Where the biased selection of a token is the router's own set, its own weights and order are
+    kept, so that a bias of 0 changes nothing.
+    """
+    scores_TE = rule.scores(logits_TE)
+    choice_TE = scores_TE + rule.own_bias(scores_TE) + bias_E
+    if rule.groups > 1:
+        choice_TE = _best_groups(choice_TE, rule)
+    index_TK = choice_TE.topk(own_index_TK.shape[1], dim=-1).indices
+    weights_TK = scores_TE.gather(1, index_TK)
+    if rule.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    weights_TK = (weights_TK * rule.scaling).to(own_weights_TK.dtype)
+    same_T1 = (index_TK.sort(-1).values == own_index_TK.sort(-1).values).all(-1, keepdim=True)
+    return (
+        torch.where(same_T1, own_weights_TK, weights_TK),
+        torch.where(same_T1, own_index_TK, index_TK),
+    )
+
+
+class Rule:
+    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits."""
+
+    def __init__(self, layer: Any):
+        family, config = layer.family, layer.experts.config
+        self.score = family.score
+        self.renormalize = family.renormalize(config)
+        self.scaling = family.scaling(config)
+        self.groups, self.kept_groups = family.groups(config)
+        self._block = layer.block
+        if self.groups > 1 and family.score == "softmax":
+            raise CaptureError(
+                f"loss-free bias with n_group {self.groups} is not supported for {family.title}"
+            )
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Float32 scores over all experts."""
+        logits = logits_TE.float()
+        return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+
+    def own_bias(self, scores_TE: Tensor) -> Tensor:
+        """The checkpoint's own correction bias, in router or block; 0 where it has none."""
+        for module in self._block.modules():
+            for name in ("e_score_correction_bias", "expert_bias"):
+                if (bias := getattr(module, name, None)) is not None:
+                    return bias
+        return scores_TE.new_zeros(())
+
+
+def _best_groups(choice_TE: Tensor, rule: Rule) -> Tensor:
+    grouped = choice_TE.view(choice_TE.shape[0], rule.groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(rule.kept_groups, dim=-1).indices
+    keep = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~keep.unsqueeze(-1), float("-inf")).view_as(choice_TE)

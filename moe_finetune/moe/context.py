@@ -1,0 +1,55 @@
+"""What one forward of the model carries from its start to its layers.
+
+The backbone's pre-hook makes one object per forward and hands it down in the layers' keyword
+arguments. Gradient checkpointing binds those arguments, so a layer that is run again in the
+backward meets the same object: nothing is looked up on the model, in a thread or in a stack, which
+would be wrong with two forwards before one backward or with a backward in another thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+
+from moe_finetune.losses.base import PreviousLayer
+from moe_finetune.moe.tokens import Tokens
+
+CONTEXT_KEY = "moe_finetune_context"
+
+
+class ForwardContext:
+    """Decided once, before the first layer; layers only read it.
+
+    Neither a dataclass nor a container: FSDP2 and other wrappers take those apart on the way to a
+    layer and hand over a copy, where nothing of what another layer left is found.
+
+    Attributes:
+        train: the objective is evaluated and injected (training mode and gradients enabled).
+        observe: records are handed to the recorder's observers.
+        scale: factor of the injected loss, 1 / (micro-batches of this optimizer step).
+        tokens: which count, and their sequences; None when no layer has to hand over a record.
+        previous: per MoE layer, what the layer below left for it.
+        seen: layers that were counted; a recomputation finds its layer here.
+        draws: per layer, random numbers that a recomputation must meet again.
+    """
+
+    def __init__(self, train: bool, observe: bool, scale: float, tokens: Tokens | None):
+        self.train = train
+        self.observe = observe
+        self.scale = scale
+        self.tokens = tokens
+        self.previous: dict[int, PreviousLayer] = {}
+        self.seen: set[int] = set()
+        self.draws: dict[int, dict[str, Tensor]] = {}
+        self._made = weakref.ref(self)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any layer has to hand over a record."""
+        return self.train or self.observe
+
+    @property
+    def copied(self) -> bool:
+        """Whether this is not the object that the backbone made, but a copy of it."""
+        return self._made() is not self

@@ -1,0 +1,361 @@
+"""The routed experts' forward: LoRA beside the frozen stack, never added into it.
+
+Steps, for T tokens that select K of E experts each (S = T*K rows sorted by expert):
+
+1. rows ``x_SH`` of each expert are gathered from the input;
+2. ``gate_up = x W^T + b + s (drop(x) A^T) B^T`` with grouped products;
+3. ``z = act(gate) * up``, or what the class's own gate makes of ``gate_up``;
+4. ``y = z V^T + c + s (drop(z) A'^T) B'^T``;
+5. ``out = sum_k w_k y_k``.
+
+The whole is one autograd node. Its backward is written out so that it keeps only the input, the
+gate/up rows, the rank-sized products and ``y``; ``x`` and ``z`` are made again. Gram matrices of a
+token's K activations and K outputs come out of the same node, so that losses on them cost two
+small products and no copy of the vectors. On a CPU steps 1-4 run a few experts at a time, so that
+rows go from step to step in its cache. Nothing is accumulated by concurrent writes, which makes a
+step repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.losses.tensors import without_autocast
+from moe_finetune.moe.by_token import (
+    activations_gradient_,
+    combine,
+    gram,
+    outputs_gradient,
+    sum_over_choices,
+)
+from moe_finetune.moe.gated import dropped, gated, gated_gradient, keep_mask
+from moe_finetune.moe.grouped import (
+    Groups,
+    OuterSums,
+    Part,
+    RowSums,
+    add_rows_times,
+    add_rows_times_transposed,
+    rows_times,
+    rows_times_transposed,
+)
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """Per-expert LoRA factors: the update of expert e is ``scaling * b[e] @ a[e]``.
+
+    ``a_ErI`` (E, r, I) and ``b_EOr`` (E, O, r), both contiguous and in the compute dtype.
+    """
+
+    a_ErI: Tensor
+    b_EOr: Tensor
+    scaling: float
+    dropout: float = 0.0
+
+
+@dataclass
+class ExpertsResult:
+    """What the experts hand over. Everything but ``out_TH`` is None unless asked for.
+
+    ``activations_*`` are z (after the gate, before the down projection), ``outputs_*`` are y
+    (before the routing weight); Gram matrices are float32.
+    """
+
+    out_TH: Tensor
+    activations_gram_TKK: Tensor | None = None
+    outputs_gram_TKK: Tensor | None = None
+    activations_TKD: Tensor | None = None
+    outputs_TKH: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The part of a call that carries no gradient."""
+
+    index_TK: Tensor
+    num_experts: int
+    activation: Callable[[Tensor], Tensor]
+    scaling_up: float
+    scaling_down: float
+    dropout_up: float
+    dropout_down: float
+    dropout_expert: float
+    grouped: bool
+    activations_gram: bool
+    outputs_gram: bool
+    activations: bool
+    outputs: bool
+
+
+# Traced, its loop over the experts would be unrolled for every new set of group sizes.
+@torch.compiler.disable
+def run_experts(
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2DH: Tensor,
+    down_EHD: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    lora_up: LoraFactors | None = None,
+    lora_down: LoraFactors | None = None,
+    needs: frozenset[str] = frozenset(),
+    expert_dropout: float = 0.0,
+    grouped: bool = False,
+    bias_up_E2D: Tensor | None = None,
+    bias_down_EH: Tensor | None = None,
+) -> ExpertsResult:
+    """Run the experts on ``hidden_TH`` and return the combined output and what ``needs`` names.
+
+    Args:
+        hidden_TH: input, any float dtype; computed in the experts' dtype, returned in its own.
+        index_TK: int64 experts of each token.
+        weights_TK: routing weights.
+        gate_up_E2DH: stacked gate and up projections, gate rows first; rows as ``activation``
+            takes them where it is an :class:`OwnGate`. Any strides.
+        down_EHD: stacked down projections. Any strides.
+        activation: elementwise function of the gate (``model.act_fn``), or an ``OwnGate``.
+        lora_up: factors on ``gate_up_E2DH``; dropout draws one mask a token.
+        lora_down: factors on ``down_EHD``; dropout draws one mask a row.
+        needs: of "activations_gram", "outputs_gram", "activations", "outputs".
+        expert_dropout: dropout on z before the down projection (ST-MoE); what is handed over as
+            activations is z without it.
+        grouped: one product for all experts instead of one for each, see ``grouped_products``;
+            the factors' rank must be aligned too.
+        bias_up_E2D, bias_down_EH: what the projections add, or None.
+    """
+    call = _Call(
+        index_TK=index_TK,
+        num_experts=gate_up_E2DH.shape[0],
+        activation=activation,
+        scaling_up=lora_up.scaling if lora_up else 0.0,
+        scaling_down=lora_down.scaling if lora_down else 0.0,
+        dropout_up=lora_up.dropout if lora_up else 0.0,
+        dropout_down=lora_down.dropout if lora_down else 0.0,
+        dropout_expert=expert_dropout,
+        grouped=grouped,
+        activations_gram="activations_gram" in needs,
+        outputs_gram="outputs_gram" in needs,
+        activations="activations" in needs,
+        outputs="outputs" in needs,
+    )
+    compute = gate_up_E2DH.dtype
+    out, z_gram, y_gram, z, y = _Experts.apply(
+        call,
+        hidden_TH.to(compute),
+        weights_TK,
+        gate_up_E2DH,
+        down_EHD,
+        lora_up.a_ErI if lora_up else None,
+        lora_up.b_EOr if lora_up else None,
+        lora_down.a_ErI if lora_down else None,
+        lora_down.b_EOr if lora_down else None,
+        bias_up_E2D,
+        bias_down_EH,
+    )
+    return ExpertsResult(out.to(hidden_TH.dtype), z_gram, y_gram, z, y)
+
+
+class _Experts(torch.autograd.Function):
+    """Steps 1-5 of the module docstring and their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
+        bias_up, bias_down,
+    ):  # fmt: skip
+        tokens, selected = call.index_TK.shape
+        (_, hidden, width), pairs = down.shape, call.index_TK.numel()
+        flat_S = call.index_TK.reshape(-1)
+        with without_autocast(hidden_TH.device):
+            groups = Groups.of(call.index_TK, call.num_experts, call.grouped)
+            mask_TH = keep_mask(hidden_TH.shape, call.dropout_up, hidden_TH)
+            expert_mask_SD = keep_mask((pairs, width), call.dropout_expert, hidden_TH)
+            mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
+            lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
+
+            rows_S2D = groups.buffer(gate_up.shape[1], hidden_TH)
+            p_up_Sr = p_down_Sr = None
+            if a_up is not None:
+                p_up_Sr = groups.buffer(a_up.shape[1], hidden_TH)
+            if a_down is not None:
+                p_down_Sr = groups.buffer(a_down.shape[1], hidden_TH)
+            y_TKH = hidden_TH.new_empty(tokens, selected, hidden)
+            z_TKD = None
+            if call.activations or call.activations_gram:
+                z_TKD = hidden_TH.new_empty(tokens, selected, width)
+
+            for part in _parts(groups, hidden_TH):
+                x = hidden_TH.index_select(0, part.tokens_P)
+                rows = rows_times_transposed(x, gate_up, part, out=rows_S2D)
+                if bias_up is not None:
+                    rows.add_(bias_up[flat_S[part.slots_P]])
+                p_up = p_down = None
+                if a_up is not None:
+                    if mask_TH is not None:
+                        x = lora_input_TH.index_select(0, part.tokens_P)
+                    p_up = rows_times_transposed(x, a_up, part, out=p_up_Sr)
+                    add_rows_times_transposed(rows, p_up, b_up, part, call.scaling_up)
+                z = gated(rows, call.activation)
+                if z_TKD is not None:
+                    z_TKD.view(-1, width).index_copy_(0, part.slots_P, z)
+                z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
+                y = rows_times_transposed(z, down, part)
+                if bias_down is not None:
+                    y.add_(bias_down[flat_S[part.slots_P]])
+                if a_down is not None:
+                    z = dropped(z, _rows(mask_SD, part), call.dropout_down)
+                    p_down = rows_times_transposed(z, a_down, part, out=p_down_Sr)
+                    add_rows_times_transposed(y, p_down, b_down, part, call.scaling_down)
+                y_TKH.view(-1, hidden).index_copy_(0, part.slots_P, y)
+                if groups.bounds is None:
+                    # The one part is the whole.
+                    rows_S2D, p_up_Sr, p_down_Sr = rows, p_up, p_down
+                del x, rows, z, y
+
+            out_TH, y_gram = combine(weights_TK, y_TKH, call.outputs_gram)
+            z_gram = None if z_TKD is None or not call.activations_gram else gram(z_TKD)
+        ctx.call, ctx.groups = call, groups
+        ctx.set_materialize_grads(False)
+        keep_y = ctx.needs_input_grad[2] or call.outputs_gram or call.outputs
+        ctx.save_for_backward(
+            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
+            rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
+            expert_mask_SD,
+        )  # fmt: skip
+        return (
+            out_TH,
+            z_gram,
+            y_gram,
+            z_TKD if call.activations else None,
+            # A saved tensor may not be an output that somebody changes: hand out a view of it.
+            y_TKH.view_as(y_TKH) if call.outputs else None,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out, grad_z_gram, grad_y_gram, grad_z, grad_y):
+        (
+            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
+            rows_S2D, p_up_Sr, p_down_Sr, y_TKH, mask_TH, mask_SD, expert_mask_SD,
+        ) = ctx.saved_tensors  # fmt: skip
+        call, groups = ctx.call, ctx.groups
+        _, needs_h, needs_w, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        needs_bias_up, needs_bias_down = ctx.needs_input_grad[-2:]
+        hidden = down.shape[1]
+        with without_autocast(hidden_TH.device):
+            grad_weights = None
+            if needs_w and grad_out is not None:
+                grad_weights = torch.bmm(y_TKH, grad_out.to(y_TKH.dtype).unsqueeze(2)).squeeze(2)
+                grad_weights = grad_weights.to(weights_TK.dtype)
+            if grad_out is not None:
+                grad_out = grad_out.to(hidden_TH.dtype)
+            rows_S = groups.inverse()
+            dy_SH = weights_S = dz_own_SD = None
+            if grad_y_gram is not None or grad_y is not None:
+                dy_SH = outputs_gradient(grad_out, grad_y_gram, grad_y, weights_TK, y_TKH, rows_S)
+            elif grad_out is not None:
+                weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S)
+                weights_S = weights_S.to(hidden_TH.dtype)
+            if grad_z_gram is not None or grad_z is not None:
+                z_SD = gated(rows_S2D, call.activation)
+                dz_own_SD = activations_gradient_(grad_z_gram, grad_z, z_SD, rows_S)
+                del z_SD
+            lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
+
+            sums: dict[str, Any] = {
+                "gate_up": OuterSums(gate_up if needs_gate_up else None, groups),
+                "down": OuterSums(down if needs_down else None, groups),
+                "a_up": OuterSums(a_up, groups),
+                "b_up": OuterSums(b_up, groups, call.scaling_up),
+                "a_down": OuterSums(a_down, groups),
+                "b_down": OuterSums(b_down, groups, call.scaling_down),
+                "bias_up": RowSums(bias_up if needs_bias_up else None, groups),
+                "bias_down": RowSums(bias_down if needs_bias_down else None, groups),
+            }
+            separate = mask_TH is not None
+            dx_SH: Any = None
+            dx_lora_SH: Any = None
+            if needs_h:
+                # A part's dy has been used up when its dx is written.
+                dx_SH = groups.buffer(hidden, hidden_TH) if dy_SH is None else dy_SH
+                dx_lora_SH = groups.buffer(hidden, hidden_TH) if separate else None
+
+            for part in _parts(groups, hidden_TH):
+                if dy_SH is not None:
+                    dy = dy_SH[part.rows]
+                elif weights_S is not None:
+                    dy = grad_out.index_select(0, part.tokens_P)
+                    dy.mul_(weights_S[part.rows].unsqueeze(1))
+                else:
+                    dy = hidden_TH.new_zeros(part.tokens_P.numel(), hidden)
+                rows = rows_S2D[part.rows]
+                z = gated(rows, call.activation)
+                z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
+
+                # down projection
+                dz = rows_times(dy, down, part)
+                if needs_bias_down:
+                    sums["bias_down"].add(dy, part)
+                if needs_down:
+                    sums["down"].add(dy, z, part)
+                if a_down is not None:
+                    mask = _rows(mask_SD, part)
+                    dp = rows_times(dy, b_down, part, call.scaling_down)
+                    sums["b_down"].add(dy, p_down_Sr[part.rows], part)
+                    sums["a_down"].add(dp, dropped(z, mask, call.dropout_down), part)
+                    if mask is None:
+                        add_rows_times(dz, dp, a_down, part)
+                    else:
+                        dz.add_(dropped(rows_times(dp, a_down, part), mask, call.dropout_down))
+                dz = dropped(dz, _rows(expert_mask_SD, part), call.dropout_expert)
+                del dy, z
+
+                # activation
+                if dz_own_SD is not None:
+                    dz.add_(dz_own_SD[part.rows])
+                drows = gated_gradient(rows, dz, call.activation)
+                del dz
+                if needs_bias_up:
+                    sums["bias_up"].add(drows, part)
+
+                # gate and up projections
+                if needs_gate_up or (a_up is not None and not separate):
+                    x = hidden_TH.index_select(0, part.tokens_P)
+                if needs_gate_up:
+                    sums["gate_up"].add(drows, x, part)
+                dx = rows_times(drows, gate_up, part, out=dx_SH) if needs_h else None
+                dx_lora = None
+                if a_up is not None:
+                    if separate:
+                        x = lora_input_TH.index_select(0, part.tokens_P)
+                    dp = rows_times(drows, b_up, part, call.scaling_up)
+                    sums["b_up"].add(drows, p_up_Sr[part.rows], part)
+                    sums["a_up"].add(dp, x, part)
+                    if needs_h and separate:
+                        dx_lora = rows_times(dp, a_up, part, out=dx_lora_SH)
+                    elif dx is not None:
+                        add_rows_times(dx, dp, a_up, part)
+                if groups.bounds is None:
+                    dx_SH, dx_lora_SH = dx, dx_lora
+
+            grad_hidden: Any = None
+            if needs_h:
+                grad_hidden = sum_over_choices(dx_SH, rows_S, call.index_TK.shape)
+            if needs_h and separate:
+                through_TH = sum_over_choices(dx_lora_SH, rows_S, call.index_TK.shape)
+                grad_hidden.add_(dropped(through_TH, mask_TH, call.dropout_up))
+        return (None, grad_hidden, grad_weights, *(total.result() for total in sums.values()))
+
+
+def _parts(groups: Groups, hidden_TH: Tensor) -> list[Part]:
+    return groups.parts(hidden_TH.shape[1] * hidden_TH.element_size())
+
+
+def _rows(mask_SD: Tensor | None, part: Part) -> Tensor | None:
+    return None if mask_SD is None else mask_SD[part.rows]

@@ -1,0 +1,134 @@
+"""A model's MoE layers: where they are, what they hold while they run, which can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.losses.base import ModelFacts
+from moe_finetune.losses.record import Projection, ProjectionFactors
+from moe_finetune.models import Family, family_of
+from moe_finetune.moe.checkpointing import inside
+from moe_finetune.moe.context import ForwardContext
+from moe_finetune.moe.experts import ExpertsResult
+from moe_finetune.moe.gated import OwnGate
+from moe_finetune.moe.lora_factors import parameter_wrappers, variants
+
+
+@dataclass(eq=False)
+class MoeLayer:
+    """One MoE layer of the model and what it holds while it runs.
+
+    Attributes:
+        outer_experts: the experts under PEFT's wrappers; ``experts`` are the module inside.
+        every_experts: all that may run as such, with copies that PEFT trains in full.
+    """
+
+    index: int
+    decoder_layer: Any
+    block: Any
+    router: Any
+    experts: Any
+    every_experts: list[Any]
+    outer_experts: Any
+    family: Family
+    context: ForwardContext | None = None
+    router_output: tuple[Tensor, Tensor, Tensor] | None = None
+    router_input: Tensor | None = None
+    result: ExpertsResult | None = None
+    projection: Callable[[Projection], ProjectionFactors] | None = None
+
+    def clear(self) -> None:
+        """Drop references to tensors of a finished forward."""
+        self.context = self.router_output = self.router_input = self.result = None
+        self.projection = None
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The language model itself, under PEFT and wrappers too."""
+    inner: Any = getattr(model, "module", model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def backbone_of(model: nn.Module) -> Any:
+    """The decoder stack below the language-model head, under PEFT and wrappers too."""
+    inner = causal_lm(model)
+    if hasattr(inner, "get_decoder"):
+        inner = inner.get_decoder()
+    if not hasattr(inner, "layers"):
+        raise CaptureError(f"{type(inner).__name__} has no decoder layers to record")
+    return inner
+
+
+def moe_layers(model: nn.Module) -> list[MoeLayer]:
+    """All MoE layers of the model, in order."""
+    backbone = backbone_of(model)
+    family = family_of(backbone.config)
+    found = []
+    for index in family.moe_layers(backbone.config):
+        decoder_layer = inside(backbone.layers[index])
+        block = getattr(decoder_layer, family.block_path)
+        outer = getattr(block, family.experts_name, None)
+        router = getattr(block, family.router_name, None)
+        if outer is None or router is None:
+            raise CaptureError(
+                f"layer {index} of this {family.title} has no router and experts at "
+                f"'{family.block_path}.{family.router_name}' and "
+                f"'{family.block_path}.{family.experts_name}'"
+            )
+        inner, _ = parameter_wrappers(outer)
+        every = variants(inner)
+        layer = MoeLayer(index, decoder_layer, block, router, every[0], every, outer, family)
+        found.append(layer)
+    return found
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """Sizes that loss terms are checked against."""
+    return config_facts(backbone_of(model).config)
+
+
+def config_facts(config: Any) -> ModelFacts:
+    """The same from a transformers config, before any weight is loaded."""
+    family = family_of(config)
+    return ModelFacts(
+        moe_layers=tuple(family.moe_layers(config)),
+        num_experts=family.num_experts(config),
+        top_k=family.top_k(config),
+        vocab_size=config.vocab_size,
+    )
+
+
+def check_experts(layer: MoeLayer) -> None:
+    """Refuse experts whose layout or execution this forward does not have."""
+    experts, where = layer.experts, f"layer {layer.index}"
+    for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"):
+        if not isinstance(getattr(experts, name, None), bool):
+            raise CaptureError(
+                f"{where}: {type(experts).__name__} has no {name}: it does not follow the experts "
+                "interface of this transformers version"
+            )
+    if getattr(experts, "_is_expert_parallel", None) is not False:
+        raise CaptureError(f"{where}: experts that are spread over ranks are not supported")
+
+
+def stacks(experts: Any) -> tuple[Tensor, Tensor]:
+    """The two projections of all experts as (E, rows, H) and (E, H, D), however they are stored."""
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    down = experts.down_proj
+    if experts.is_transposed:
+        return up.transpose(1, 2), down.transpose(1, 2)
+    return up, down
+
+
+def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """The function of the gate, or the class's own step between its projections."""
+    if not experts.has_gate:
+        return OwnGate(experts.act_fn)
+    if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
+        return OwnGate(experts._apply_gate)
+    return experts.act_fn

@@ -1,0 +1,114 @@
+"""Per-expert LoRA factors as PEFT holds them, read without building ``W + s B A``.
+
+PEFT packs the factors of all experts into two matrices: in ``lora_A`` (r*E, I) the expert is the
+slowest index, in ``lora_B`` (O, r*E) the fastest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.moe.experts import LoraFactors
+from moe_finetune.moe.lora_selected import SelectedExpertsLora
+
+RANK_MULTIPLE = 8
+
+
+def parameter_wrappers(module: nn.Module) -> tuple[nn.Module, dict[str, ParamWrapper]]:
+    """Unwrap PEFT's nested parameter wrappers: the module inside, and each wrapper by parameter."""
+    wrappers: dict[str, ParamWrapper] = {}
+    while isinstance(module, ParamWrapper):
+        wrappers[module.parameter_name] = module
+        module = module.base_layer
+    return module, wrappers
+
+
+def variants(module: Any) -> list[Any]:
+    """The modules that may run as ``module``: itself, or those behind PEFT's ``modules_to_save``.
+
+    The one that runs now is the first.
+    """
+    if not isinstance(module, ModulesToSaveWrapper):
+        return [module]
+    own, saved = module.original_module, dict(module.modules_to_save)
+    active = [] if module.disable_adapters else [n for n in module.active_adapters if n in saved]
+    found = [saved.pop(name) for name in active[:1]]
+    return [*found, own, *saved.values()]
+
+
+def active_adapter(wrapper: ParamWrapper) -> str | None:
+    """Name of the adapter that acts now, or None when disabled or merged.
+
+    Raises:
+        CaptureError: several adapters are active on one parameter.
+    """
+    if wrapper.disable_adapters or wrapper.merged:
+        return None
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(names) > 1:
+        raise CaptureError(
+            f"adapters {names} are active together on '{wrapper.parameter_name}'; activate one "
+            "with model.set_adapter(name), or merge them first"
+        )
+    return names[0] if names else None
+
+
+def expert_factors(
+    wrapper: ParamWrapper | None, dtype: torch.dtype, dropout: float = 0.0, grouped: bool = False
+) -> LoraFactors | None:
+    """Factors of the wrapper's active adapter in ``dtype``, with their graph, or None.
+
+    For grouped products the rank is filled up with zeros to a multiple of ``RANK_MULTIPLE``: their
+    rows must be aligned.
+    """
+    name = active_adapter(wrapper) if wrapper is not None else None
+    if wrapper is None or name is None:
+        return None
+    experts = wrapper.num_experts
+    packed_a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
+    packed_b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
+    a_ErI = packed_a.view(experts, -1, packed_a.shape[1])
+    # A transpose of two dimensions: copying one of three takes three times as long on a CPU.
+    b_EOr = packed_b.reshape(-1, experts).t().to(dtype).contiguous()
+    b_EOr = b_EOr.view(experts, packed_b.shape[0], -1)
+    if isinstance(wrapper, SelectedExpertsLora):
+        a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
+    missing = -a_ErI.shape[1] % RANK_MULTIPLE if grouped else 0
+    if missing:
+        a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
+    return LoraFactors(
+        a_ErI.to(dtype).contiguous(),
+        b_EOr.to(dtype).contiguous(),
+        wrapper.scaling[name],
+        dropout if wrapper.training else 0.0,
+    )
+
+
+def router_linear(router: Any, path: str = "weight") -> Any:
+    """The part of ``router`` that holds its weight at ``path``, under PEFT's wrappers of both."""
+    if not isinstance(router, ParamWrapper):
+        router = variants(router)[0]
+    for name in path.split(".")[:-1]:
+        router = getattr(router, name)
+    return router
+
+
+def stored_router_weight(router: Any, path: str = "weight") -> Tensor:
+    """The weight that the router multiplies with, before a LoRA adapter; (E, H)."""
+    linear = router_linear(router, path)
+    holder: Any = linear.get_base_layer() if isinstance(linear, ParamWrapper) else linear
+    return holder.weight
+
+
+def router_weight(router: Any, path: str = "weight") -> Tensor:
+    """The router's effective weight (E, H), adapter included, with its graph."""
+    linear, weight = router_linear(router, path), stored_router_weight(router, path)
+    name = active_adapter(linear) if isinstance(linear, ParamWrapper) else None
+    return weight if name is None else weight + linear.get_delta_weight(name)

@@ -1,0 +1,67 @@
+"""Noise that some methods put into routing while training; inference is untouched.
+
+- ST-MoE: the router's input times U(1 - jitter, 1 + jitter), dropout inside the experts.
+- GShard: of a token's experts only the second best can be dropped: it is kept with probability
+  min(1, 2 g2), g from the two best renormalised. The kept weights are not renormalised again,
+  a dropped expert's weight is 0 and its output counts for nothing.
+
+Random numbers come from PyTorch's default generator, which gradient checkpointing restores: a
+layer that is run again draws the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_finetune.losses.record import log_scores
+from moe_finetune.moe.layers import MoeLayer
+from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.recipe.method import Perturbations
+
+
+class TrainingNoise(Perturbation):
+    """The recipe's ``method.perturbations``."""
+
+    def __init__(self, options: Perturbations):
+        self.jitter = options.jitter or 0.0
+        self.expert_dropout = options.expert_dropout or 0.0
+        self.random_second_choice = options.random_second_choice
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is perturbed."""
+        return bool(self.jitter or self.expert_dropout or self.random_second_choice)
+
+    def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
+        """Multiply the router's input by U(1 - jitter, 1 + jitter)."""
+        if not self.jitter:
+            return hidden
+        return hidden * torch.empty_like(hidden).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+
+    def routing(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Drop the second-best expert of some tokens."""
+        training = layer.context is not None and layer.context.train
+        if not (self.random_second_choice and training) or index_TK.shape[1] < 2:
+            return weights_TK, index_TK
+        dropped_TK = drop_second_choice(logits_TE, weights_TK, index_TK, layer.family.score)
+        return dropped_TK, index_TK
+
+
+def drop_second_choice(
+    logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor, score: str
+) -> Tensor:
+    """Weights with the second-best expert's set to 0 with probability 1 - min(1, 2 g2).
+
+    The order of ``index_TK`` means nothing; ranks and g are taken from the family's scores of the
+    logits, ``score`` "softmax" or "sigmoid".
+    """
+    chosen_TK = log_scores(logits_TE.float(), score).gather(1, index_TK)
+    best_T2 = chosen_TK.topk(2, dim=1)
+    second_T = best_T2.indices[:, 1]
+    g2_T = torch.softmax(best_T2.values, dim=1)[:, 1]
+    dropped_T = torch.rand_like(g2_T) >= (2.0 * g2_T)
+    is_second_TK = torch.arange(index_TK.shape[1], device=index_TK.device) == second_T.unsqueeze(1)
+    return weights_TK.masked_fill(is_second_TK & dropped_T.unsqueeze(1), 0.0)

@@ -1,0 +1,30 @@
+"""How a method may change routing while the model runs; the methods are in ``balancing/``."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moe_finetune.moe.layers import MoeLayer
+
+
+class Perturbation:
+    """Changes to routing; the identity here. Subclasses live in ``balancing/``.
+
+    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` is asked in
+    every forward.
+    """
+
+    expert_dropout: float = 0.0
+
+    def install(self, model: nn.Module) -> None:
+        """Called with the model before its first forward."""
+
+    def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
+        """What the router reads instead of ``hidden``."""
+        return hidden
+
+    def routing(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and index that the block uses instead of the router's own."""
+        return weights_TK, index_TK

@@ -1,0 +1,137 @@
+"""``trainer:`` keys of a recipe, checked by name and type against TRL's ``SFTConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from moe_finetune.errors import did_you_mean
+from moe_finetune.recipe.validation import in_words
+
+OWNED = {
+    "output_dir": "it is --output on the command line",
+    "resume_from_checkpoint": "it is --resume on the command line",
+    "packing": "set data.packing",
+    "eval_packing": "set data.packing",
+    "packing_strategy": "set data.packing_strategy",
+    "padding_free": "set data.packing",
+    "max_length": "set data.max_length",
+    "truncation_mode": "set data.overlong",
+    "completion_only_loss": "set data.completion_only_loss",
+    "assistant_only_loss": "set data.completion_only_loss",
+    "dataset_num_proc": "set data.num_proc",
+    "dataset_text_field": "set data.columns",
+    "dataset_kwargs": "the toolkit prepares the data",
+    "shuffle_dataset": "the trainer shuffles with trainer.seed",
+    "chat_template_path": "set data.chat_template",
+    "model_init_kwargs": "set the keys of model",
+    "router_aux_loss_coef": "set method.terms.load_balance.weight",
+    "remove_unused_columns": "the toolkit prepares the data",
+    "trust_remote_code": "remote code is never run",
+    "hub_token": "secrets stay out of recipes: set HF_TOKEN or use `hf auth login`",
+    "local_rank": "the launcher sets it",
+    "do_train": "use the verb `train`",
+    "do_eval": "set data.validation",
+    "do_predict": "use the verb `eval`",
+    "use_liger_kernel": "it replaces the experts' forward that the losses read",
+    "liger_kernel_config": "it replaces the experts' forward that the losses read",
+    "parallelism_config": "use an accelerate config; see recipes/hardware",
+    "push_to_hub": "use `merge --push`",
+}
+"""``SFTConfig`` fields that a recipe cannot set, and what to do instead."""
+
+_AT_LEAST_1 = (lambda v: v >= 1, "1 or more")
+_NOT_NEGATIVE = (lambda v: v >= 0, "0 or more")
+_POSITIVE = (lambda v: v > 0, "more than 0")
+_DECAY = (lambda v: 0 <= v < 1, "from 0 to below 1")
+_SEED = (lambda v: 0 <= v < 2**32, "from 0 to 4294967295")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    # Above 1 every optimizer here makes weights that are no numbers after a step or two.
+    "learning_rate": (lambda v: 0 <= v <= 1, "from 0 to 1, such as 1.0e-4"),
+    "per_device_train_batch_size": _AT_LEAST_1,
+    "per_device_eval_batch_size": _AT_LEAST_1,
+    "gradient_accumulation_steps": _AT_LEAST_1,
+    "max_steps": (lambda v: v == -1 or v >= 1, "1 or more, or -1 to count epochs"),
+    "num_train_epochs": _POSITIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _DECAY,
+    "adam_beta2": _DECAY,
+    "adam_epsilon": _POSITIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "label_smoothing_factor": _DECAY,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
+    "logging_steps": _POSITIVE,
+    "eval_steps": _POSITIVE,
+    "save_steps": _POSITIVE,
+    "save_total_limit": _AT_LEAST_1,
+    "dataloader_num_workers": _NOT_NEGATIVE,
+    "seed": _SEED,
+    "data_seed": _SEED,
+}
+"""What a number must be, where the libraries find out late, or not at all."""
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each ``trainer:`` key that is unknown, owned, mistyped or refused."""
+    fields = _fields()
+    for name, value in trainer.items():
+        if name in OWNED:
+            yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
+        elif name not in fields:
+            known = set(fields) - set(OWNED)
+            yield f"trainer.{name}: unknown key of TRL's SFTConfig{did_you_mean(str(name), known)}"
+        else:
+            wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
+            if wanted:
+                yield f"trainer.{name}: {value!r} is not right; wanted {wanted}"
+    if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
+        yield (
+            "trainer.fp16: its loss scaling would scale the main loss and not the losses added "
+            "inside the layers; use bf16 (model.dtype: bfloat16)"
+        )
+    kwargs = trainer.get("gradient_checkpointing_kwargs")
+    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        yield (
+            "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
+            "of losses that join two layers; set use_reentrant: false"
+        )
+
+
+def _out_of_range(name: str, value: Any) -> str | None:
+    """What the number must be, when it is not."""
+    if name not in _RANGES or value is None:
+        return None
+    right, wanted = _RANGES[name]
+    return None if right(value) else wanted
+
+
+@functools.cache
+def _fields() -> dict[str, Any]:
+    from trl import SFTConfig
+
+    hints = typing.get_type_hints(SFTConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(SFTConfig) if field.init}
+
+
+def _mismatch(hint: Any, value: Any) -> str | None:
+    """What ``hint`` wants, when ``value`` is not that; an enum's name counts as the enum."""
+    members = typing.get_args(hint) or (hint,)
+    enums = [m for m in members if isinstance(m, type) and issubclass(m, enum.Enum)]
+    if enums and isinstance(value, str):
+        names = [member.value for member in enums[0]]
+        return None if value in names else f"one of {', '.join(names)}"
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(strict=True))
+        adapter.validate_python(value)
+    except PydanticSchemaGenerationError:
+        return None
+    except ValidationError as error:
+        return " or ".join(dict.fromkeys(in_words(e["msg"]) for e in error.errors()))
+    return None

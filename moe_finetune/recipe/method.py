@@ -1,0 +1,122 @@
+"""The ``method:`` section: a preset and its changes -> validated losses and perturbations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_serializer,
+)
+
+from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.tree import dotted, merge_mappings
+from moe_finetune.recipe.validation import describe
+
+
+class Perturbations(Section):
+    """Noise that some methods put into routing while training."""
+
+    jitter: float | None = Field(default=None, gt=0, lt=1)
+    expert_dropout: float | None = Field(default=None, gt=0, lt=1)
+    random_second_choice: bool = False
+
+
+class StrengthSection(Section):
+    """When the losses' gradients are measured against the language loss's.
+
+    ``first``: in the first optimizer step; ``every``: again each time that so many steps are done.
+    """
+
+    first: bool = True
+    every: int | None = Field(default=None, ge=1)
+
+
+class Method(Section):
+    """Which losses are added, and what else a method does to routing.
+
+    ``terms`` maps a loss's name to its validated options; a term of weight 0 is not in it. Build
+    one with :func:`resolve_method`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    preset: str | None = None
+    terms: dict[str, SerializeAsAny[BaseModel]] = Field(default={})
+    token_mask: Literal["attention", "labels"] = "attention"
+    perturbations: Perturbations = Perturbations()
+    strength: StrengthSection = StrengthSection()
+    bias_update: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    export_bias: Literal["write", "drop"] = "write"
+
+    @field_serializer("terms")
+    def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:
+        """Say which of the preset's terms are off, so that the dump resolves to the same method."""
+        removed = set(_preset(self.preset).get("terms", {})) - set(terms) if self.preset else ()
+        dumped = {name: options.model_dump(mode="json") for name, options in terms.items()}
+        return dumped | {name: {"weight": 0.0} for name in sorted(removed)}
+
+
+def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: Any) -> Method:
+    """A preset's name or a ``method:`` mapping -> :class:`Method` with validated options.
+
+    ``overrides`` are keys of ``method:`` laid over it. A term of weight 0 is removed.
+
+    Raises:
+        RecipeError: an unknown preset, term or option (with the nearest known one), or a value
+            outside its range.
+    """
+    if isinstance(method, Method):
+        given = method.model_dump(mode="json")
+    else:
+        given = {"preset": method} if isinstance(method, str) else dict(method or {})
+    given = merge_mappings(given, overrides)
+    preset = given.get("preset")
+    if preset is not None and not isinstance(preset, str):
+        raise RecipeError(f"method.preset: {preset!r} is not the name of a preset")
+    given = merge_mappings(_preset(preset), given) if preset else given
+    given["terms"] = _terms(given.get("terms") or {})
+    try:
+        return Method.model_validate(given)
+    except ValidationError as error:
+        raise RecipeError("\n".join(describe(Method, error, ("method",)))) from None
+
+
+def _preset(name: str) -> dict[str, Any]:
+    from moe_finetune.losses.presets import PRESETS, RENAMED
+
+    if name in RENAMED:
+        now, why = RENAMED[name]
+        raise RecipeError(f"method.preset: '{name}' is now '{now}', {why}")
+    if name not in PRESETS:
+        raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
+    return PRESETS[name].method()
+
+
+def _terms(terms: Any) -> dict[str, BaseModel]:
+    from moe_finetune.losses import TERMS
+
+    if not isinstance(terms, dict):
+        raise RecipeError(f"method.terms: {terms!r} is not a mapping of losses to their options")
+    resolved: dict[str, BaseModel] = {}
+    for name, options in terms.items():
+        place = ("method", "terms", name)
+        if name not in TERMS:
+            raise RecipeError(f"{dotted(place)}: unknown loss{did_you_mean(str(name), TERMS)}")
+        if not isinstance(options, dict):
+            raise RecipeError(
+                f"{dotted(place)}: {options!r} is not a mapping such as {{weight: 1.0e-3}}"
+            )
+        model = TERMS[name].Options
+        try:
+            validated = model.model_validate(options)
+        except ValidationError as error:
+            raise RecipeError("\n".join(describe(model, error, place))) from None
+        if not validated.removed:
+            resolved[name] = validated
+    return resolved

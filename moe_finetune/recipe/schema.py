@@ -1,0 +1,152 @@
+"""A recipe: everything that decides a run, validated, resolved and hashed.
+
+``load_recipe(["recipe.yaml"], ["data.train=my.jsonl"])`` -> :class:`Recipe`. The resolved recipe is
+saved with the run, and loading that copy gives an equal recipe with the same hash. Its keys are in
+``sections.py`` and ``method.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.recipe.sections import (
+    DataSection,
+    EvaluationSection,
+    ExportSection,
+    LoraSection,
+    ModelSection,
+    NumericsSection,
+    Paths,
+    RouterSection,
+    Section,
+)
+from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
+from moe_finetune.recipe.validation import from_tree
+
+
+class Recipe(Section):
+    """A run, completely described."""
+
+    model: ModelSection
+    method: Method = Method(preset="none")
+    router: RouterSection = RouterSection()
+    lora: LoraSection | None = LoraSection(rank=32, alpha=128.0, dropout=0.1)
+    data: DataSection
+    trainer: dict[str, Any] = Field(default={})
+    export: ExportSection = ExportSection()
+    evaluation: EvaluationSection | None = None
+    numerics: NumericsSection = NumericsSection()
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _resolve(cls, value: Any) -> Any:
+        return value if isinstance(value, Method) else resolve_method(value)
+
+    @field_validator("trainer")
+    @classmethod
+    def _trainer(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from moe_finetune.recipe.arguments import check_trainer
+
+        problems = list(check_trainer(value)) if value else []
+        if problems:
+            raise RecipeError("\n".join(problems))
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> Recipe:
+        problems = list(_contradictions(self))
+        if problems:
+            raise RecipeError("\n".join(problems))
+        return self
+
+    @classmethod
+    def from_preset(cls, preset: str, model: str, train: Paths, **sections: Any) -> Recipe:
+        """A recipe from a method's preset, a checkpoint and training data; the rest as keys.
+
+        ``Recipe.from_preset("erc", "my/checkpoint", "my.jsonl", trainer={"max_steps": 50})``
+        """
+        values = {"model": {"path": model}, "method": {"preset": preset}, "data": {"train": train}}
+        return recipe_from_tree(Tree(merge_mappings(values, sections)))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values of every key, defaults included."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The resolved recipe as YAML; :func:`load_recipe` reads it back to an equal recipe."""
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the resolved content, independent of the files it came from."""
+        text = json.dumps(self.to_mapping(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run (``trainer.seed``, 42 when unset, as in transformers)."""
+        return int(self.trainer.get("seed", 42))
+
+
+def load_recipe(paths: Sequence[str | Path] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge, override and validate recipe files (later ones win).
+
+    Raises:
+        RecipeError: one line for each problem, with the file, line and dotted key.
+    """
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    return recipe_from_tree(load_tree(paths, overrides))
+
+
+def recipe_from_tree(tree: Tree) -> Recipe:
+    """Validate merged values; raise RecipeError that names where each problem was written."""
+    return from_tree(Recipe, tree)
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """Combinations that cannot run, one line each, starting with the key to change."""
+    lora, router, data = recipe.lora, recipe.router.train, recipe.data
+    if recipe.model.init == "random":
+        if lora is not None:
+            yield "lora: an adapter over random weights learns nothing of use; set lora: null"
+        if router == "frozen":
+            yield "router.train: 'frozen' would keep random routers; set it to full"
+    elif recipe.model.config:
+        yield "model.config: changes a model that is made anew; set model.init: random"
+    if lora is None:
+        if router == "lora":
+            yield "router.train: 'lora' needs a `lora:` section with a rank"
+    else:
+        if lora.rank is None:
+            yield "lora.rank: required, but missing; wanted a whole number such as 32"
+        if not lora.targets and router == "frozen":
+            yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
+        if lora.experts != "all" and "experts" not in lora.targets:
+            yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
+    if data.columns and data.template:
+        yield "data.template: cannot be combined with data.columns; keep one of them"
+    if data.format == "text" and data.completion_only_loss:
+        yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
+    if data.packing and data.packing_strategy != "bfd" and data.format not in ("text", "auto"):
+        yield (
+            f"data.packing_strategy: '{data.packing_strategy}' cuts examples apart and is for "
+            f"data.format 'text'; wanted 'bfd' for '{data.format}'"
+        )
+    if data.validation is None:
+        for key in ("eval_strategy", "load_best_model_at_end"):
+            if recipe.trainer.get(key) not in (None, False, "no"):
+                yield f"trainer.{key}: {recipe.trainer[key]!r} needs data.validation"
+    if recipe.export.verify and not recipe.export.merge:
+        yield "export.verify: true needs export.merge: true; there is nothing else to verify"
+    if recipe.evaluation and not recipe.export.merge:
+        yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"

@@ -1,0 +1,173 @@
+"""YAML files that extend each other, merged into one tree that remembers where each value is from.
+
+Later files win over earlier ones, a file wins over what it extends, and ``key.path=value``
+overrides win over all files. Mappings merge key by key; anything else is replaced. A text at a key
+of :data:`SHORTHANDS` stands for a mapping: ``method: erc`` is ``method: {preset: erc}``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
+
+Key = tuple[str | int, ...]
+SHORTHANDS = {"method": "preset"}
+MAX_FILES = 200
+
+
+@dataclass
+class Tree:
+    """Merged values and, for each key, the place it was last set (``file:line`` or an override)."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+
+    def origin(self, key: Key) -> str:
+        """Where ``key``, or the nearest key above it, was set; "" when it was set nowhere."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.origins:
+                return self.origins[key[:end]]
+        return ""
+
+    def merge(self, other: Tree) -> None:
+        """Lay ``other`` over this tree."""
+        above = {
+            key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
+            for key, value in other.values.items()
+        }
+        self.values = merge_mappings(self.values, above)
+        self.origins.update(other.origins)
+
+
+def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return ``below`` with ``above`` laid over it; neither is changed."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = merge_mappings(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tree:
+    """Read recipe files with all they extend, then apply ``key.path=value`` overrides.
+
+    Raises:
+        RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
+            override that cannot be applied. The message names file and line.
+    """
+    tree, read = Tree(), [0]
+    for path in paths:
+        tree.merge(_read(Path(path), (), read))
+    for override in overrides:
+        _apply(tree, override)
+    return tree
+
+
+def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
+    resolved = path.resolve()
+    read[0] += 1
+    if read[0] > MAX_FILES:
+        raise RecipeError(f"{path}: `extends` reads more than {MAX_FILES} files; list fewer")
+    if resolved in above:
+        chain = " -> ".join(str(p) for p in (*above[above.index(resolved) :], resolved))
+        raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
+    own = _parse(path)
+    parents = own.values.pop("extends", [])
+    if isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
+        raise RecipeError(f"{own.origin(('extends',))}: extends: wanted a file or a list of files")
+    tree = Tree()
+    for parent in parents:
+        file = path.parent / parent
+        if not file.is_file():
+            raise RecipeError(
+                f"{own.origin(('extends',))}: extends: there is no file {file} "
+                f"(paths are relative to {path.parent})"
+            )
+        tree.merge(_read(file, (*above, resolved), read))
+    tree.merge(own)
+    return tree
+
+
+def _parse(path: Path) -> Tree:
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe file {path}")
+    node, values = parse_file(path, RecipeError)
+    tree = Tree()
+    if node is None:
+        return tree
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}:1: wanted `key: value` lines, got {type(values).__name__}")
+    tree.values = values
+    _mark(node, (), path, tree.origins)
+    return tree
+
+
+def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for i, child in enumerate(node.value):
+            origins[(*key, i)] = f"{path}:{child.start_mark.line + 1}"
+            _mark(child, (*key, i), path, origins)
+    elif isinstance(node, yaml.MappingNode):
+        for name, child in node.value:
+            origins[(*key, name.value)] = f"{path}:{name.start_mark.line + 1}"
+            _mark(child, (*key, name.value), path, origins)
+
+
+def _apply(tree: Tree, override: str) -> None:
+    """Set one ``a.b.0=value``; the value is read as YAML."""
+    path, equals, text = override.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(f"'{override}': an override is written key.path=value")
+    try:
+        _, value = parse_yaml(text)
+    except YamlError as error:
+        raise RecipeError(f"'{override:.80}': the value: {error.problem}") from None
+    key = tuple(int(part) if part.isdigit() else part for part in parts)
+    if any(part.isdigit() for part in parts):
+        _set_in_list(tree, parts, value, override)
+    else:
+        for part in reversed(parts):
+            value = {part: value}
+        tree.merge(Tree(value))
+    tree.origins = {k: place for k, place in tree.origins.items() if k[: len(key)] != key}
+    tree.origins[key] = f"override '{override}'"
+
+
+def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> None:
+    """Set a key below an item of a list that a file has set."""
+    tree.values = copy.deepcopy(tree.values)
+    target: Any = tree.values
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth]) or "the recipe"
+        last = depth == len(parts) - 1
+        index: Any = part
+        if isinstance(target, list):
+            if not part.isdigit() or int(part) >= len(target):
+                raise RecipeError(
+                    f"'{override}': {here} is a list of {len(target)}, counted from 0"
+                )
+            index = int(part)
+        elif not isinstance(target, dict) or (not last and part not in target):
+            hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is no list"
+            raise RecipeError(f"'{override}': {here} has no '{part}'{hint}")
+        if last:
+            target[index] = value
+        else:
+            target = target[index]
+
+
+def dotted(key: Key) -> str:
+    """``("data", "train", 0)`` -> ``data.train.0``."""
+    return ".".join(str(part) for part in key)

@@ -1,0 +1,142 @@
+"""Pydantic's errors in a recipe's words: one line a key, what is wanted, the nearest name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
+from moe_finetune.recipe.tree import Key, Tree, dotted
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def from_tree(
+    model: type[Model], tree: Tree, refused: type[MoeFinetuneError] = RecipeError, **defaults: Any
+) -> Model:
+    """Validate merged values, laid over ``defaults``.
+
+    Raises:
+        RecipeError (or ``refused``): one line for each problem, with where it was written and the
+            dotted key.
+    """
+    try:
+        return model.model_validate({**defaults, **tree.values})
+    except ValidationError as error:
+        lines = describe(model, error)
+    raise refused("\n".join(_placed(tree, line) for line in lines))
+
+
+def _placed(tree: Tree, line: str) -> str:
+    key = tuple(int(p) if p.isdigit() else p for p in line.partition(": ")[0].split("."))
+    origin = tree.origin(key)
+    return f"{origin}: {line}" if origin else line
+
+
+def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
+    """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
+    wanted: dict[tuple[str, str], list[str]] = {}
+    lines: list[str] = []
+    for item in error.errors():
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, MoeFinetuneError):
+            lines += str(cause).split("\n")
+            continue
+        key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            lines.append(f"{key}: unknown key{did_you_mean(str(item['loc'][-1]), known)}")
+        elif item["type"] == "missing":
+            inner = _required(model, item["loc"])
+            needs = f" (it needs {', '.join(f'{key}.{name}' for name in inner)})" if inner else ""
+            lines.append(f"{key}: required, but missing{needs}")
+        elif cause is not None:
+            lines.append(f"{key}: {cause}")
+        else:
+            start = f"{key}: {item['input']!r} is not right; wanted "
+            wanted.setdefault((key, start), []).append(in_words(item["msg"]))
+    keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in wanted]
+    return lines + [
+        start + " or ".join(dict.fromkeys(texts))
+        for (key, start), texts in wanted.items()
+        # of the branches of a union, the one that went deeper is the one that was meant
+        if not any(other.startswith(f"{key}.") for other in keys)
+    ]
+
+
+_WORDS = {
+    "a valid string": "text",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+}
+
+
+_PATTERNS = (
+    (r"a valid dictionary.*", "a mapping"),
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid (number|decimal).*", "a number"),
+    (r"a valid boolean.*", "true or false"),
+    (r"greater than or equal to (.+)", r"\1 or more"),
+    (r"greater than (.+)", r"more than \1"),
+    (r"less than or equal to (.+)", r"\1 or less"),
+    (r"less than (.+)", r"less than \1"),
+    (r"String should have at least 1 character.*", "text that is not empty"),
+    (r"String should have at (least|most) (\d+) characters?.*", r"at \1 \2 characters"),
+    (r"\w+ should have at least 1 item.*", "at least one item"),
+    (r"\w+ should have at (least|most) (\d+) items?.*", r"at \1 \2 items"),
+    (r"String should match pattern '(.+)'", r"text that matches \1"),
+    (r"None", "null"),
+)
+
+
+def in_words(message: str) -> str:
+    """What a pydantic message wants, in a recipe's words: ``a whole number``, ``2 or more``."""
+    wanted = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    if wanted in _WORDS:
+        return _WORDS[wanted]
+    for pattern, words in _PATTERNS:
+        if found := re.fullmatch(pattern, wanted):
+            return found.expand(words)
+    return wanted
+
+
+def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Keys that the section at ``loc`` cannot do without; none where it is no section."""
+    sections: list[type[BaseModel]] = [model]
+    for part in loc:
+        if not sections or part not in sections[0].model_fields:
+            return []
+        sections = list(_models(sections[0].model_fields[str(part)].annotation))
+    known = sections[0].model_fields.items() if len(sections) == 1 else ()
+    return [name for name, field in known if field.is_required()]
+
+
+def _is_union_tag(part: str | int) -> bool:
+    """Pydantic puts the branch of a union into the location: ``list[str]``, ``DataSource``."""
+    if not isinstance(part, str):
+        return False
+    # recipe keys are lower case, so a capital begins the name of a section's class
+    return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Known keys of the (nested) section at ``loc``."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        nested = list(_models(field.annotation)) if field else []
+        if nested:
+            model = nested[0]
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that an annotation names, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

@@ -1,0 +1,293 @@
+"""``analyze``: a checkpoint's or a trace's routing -> trace, numbers, snapshot and page.
+
+The folder appears whole or not at all. It holds ``trace/`` (of a checkpoint), ``summary.json``,
+``routing/after.json`` (what the report draws) and ``report/index.html``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.errors import DataError
+from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
+from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.metrics import top_choice
+from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
+from moe_finetune.routing.summary import summarize_trace
+
+if TYPE_CHECKING:
+    from moe_finetune.routing.trace import RoutingTrace
+    from moe_finetune.routing.tracing import Measures
+
+PASSAGE = 150
+PASSAGES = 4
+PAGE = Path("report") / "index.html"
+
+
+def find_trace(path: str | Path) -> Path | None:
+    """The trace at ``path``: itself, or the one in a folder that ``analyze`` wrote; else None."""
+    path = Path(path)
+    if path.is_file():
+        return path if path.suffix == ".npz" else None
+    folders = (path, path / "trace")
+    return next((folder for folder in folders if (folder / "trace.json").is_file()), None)
+
+
+def open_trace(path: str | Path) -> RoutingTrace:
+    """Open the trace at ``path``: a folder, an ``.npz``, or in the folder that ``analyze`` wrote.
+
+    Raises:
+        TraceError: there is none, or it is damaged.
+    """
+    from moe_finetune.routing.trace import RoutingTrace
+
+    return RoutingTrace.open(find_trace(path) or path)
+
+
+@one_writer
+def analyze(
+    source: str | Path,
+    output: str | Path,
+    data: Mapping[str, Sequence[str]] | None = None,
+    *,
+    adapter: str | Path | None = None,
+    limit: int | None = None,
+    max_length: int = 2048,
+    probabilities: bool = False,
+    dtype: str = "auto",
+    backend: str = "hf",
+    engine: Mapping[str, Any] | None = None,
+) -> Path:
+    """Analyze the routing of a checkpoint on ``data``, or of a trace; return the page's path.
+
+    Args:
+        source: checkpoint folder or hub id, trace folder, or ``.npz`` trace.
+        output: new or empty folder.
+        data: files by domain; needed for a checkpoint, and for nothing else.
+        adapter: PEFT adapter over the checkpoint, with its loss-free bias where it has one.
+        limit: first rows of each domain.
+        max_length: tokens of a row; what is longer is cut.
+        probabilities: store the probabilities of all experts in the trace.
+        dtype: of the weights.
+        backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which tells the
+            selected experts and nothing else.
+        engine: vLLM's own arguments.
+
+    Raises:
+        OutputExistsError, OutputBusyError: ``output`` holds something, or is being
+            written.
+        TraceError, CheckpointError, AdapterError: as their names say.
+        DependencyError, CaptureError: vLLM cannot be used, or not for this.
+        DataError: data without a checkpoint or the reverse, or rows that cannot be used.
+    """
+    output, found = Path(output), find_trace(source)
+    if found is not None and (data or adapter is not None or limit or probabilities):
+        raise DataError(f"{source} is a trace; data and adapter are for recording a checkpoint")
+    if found is None and Path(source).is_file():
+        raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz)")
+    if found is None and not data:
+        raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
+    check_output(output)
+    if found is None:
+        source = checkpoint_in(source)
+    else:
+        with output_folder(output, 0) as folder:
+            write_analysis(found, folder, output)
+        return output / PAGE
+    if backend == "vllm" and (adapter is not None or probabilities):
+        raise DataError(
+            "vLLM tells the selected experts of an ordinary checkpoint: merge an adapter first, "
+            "and leave --probabilities out; or use --backend hf"
+        )
+    if backend != "vllm" and engine:
+        raise DataError("arguments of vLLM's engine need --backend vllm")
+    from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.models.loading import load_tokenizer, local_folder
+    from moe_finetune.routing.tracing_checkpoint import record
+    from moe_finetune.routing.tracing_vllm import trace_vllm
+
+    base = open_checkpoint(local_folder(source), values=True)
+    if adapter is not None:
+        check_adapter(adapter, base)
+    tokenizer = load_tokenizer(source)
+    sequences = {
+        domain: read_sequences(files, tokenizer, limit, max_length)
+        for domain, files in (data or {}).items()
+    }
+    with output_folder(output, 0) as folder:
+        trace, measures = folder / "trace", None
+        if backend == "vllm":
+            trace_vllm(base.folder, sequences, trace, name=str(source), dtype=dtype, engine=engine)
+        else:
+            measures = record(source, trace, sequences, adapter, probabilities, dtype)
+        write_analysis(trace, folder, output, measures, tokenizer)
+    return output / PAGE
+
+
+def read_sequences(
+    files: Sequence[str], tokenizer: Any, limit: int | None, max_length: int
+) -> list[np.ndarray]:
+    """Token ids of the first ``limit`` rows of ``files``, cut to ``max_length`` tokens.
+
+    Raises:
+        DataError: a file or row that cannot be used, by name and line, or no row at all.
+    """
+    from moe_finetune.data.rows import Former
+    from moe_finetune.data.sources import read_rows
+    from moe_finetune.data.tokenize import tokenize_row
+
+    found: list[np.ndarray] = []
+    for file in files:
+        former = Former()
+        for place, row in read_rows(file):
+            if limit is not None and len(found) >= limit:
+                break
+            try:
+                ids = tokenize_row(former(place, row), tokenizer, False).input_ids[:max_length]
+            except DataError as error:
+                message = str(error)
+                named = message if message.startswith(place) else f"{place}: {message}"
+                raise DataError(named) from error
+            found.append(np.asarray(ids, np.int32))
+    if not found:
+        raise DataError(f"{', '.join(files)}: no rows; wanted at least one")
+    return found
+
+
+def write_analysis(
+    trace: Path,
+    folder: Path,
+    output: Path,
+    measures: Measures | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Write summary, snapshot and page of a trace into ``folder``, which will be ``output``."""
+    from moe_finetune.report.context import Report
+    from moe_finetune.report.page import render_page
+    from moe_finetune.report.runs import read_run
+    from moe_finetune.routing.trace import RoutingTrace
+
+    opened = RoutingTrace.open(trace)
+    summary = summarize_trace(opened)
+    arrays = summary.pop("arrays")
+    if measures is not None:
+        measured = measures.per_layer()
+        summary["per_layer"] |= measured
+        summary["mean"] |= {
+            name: float(np.mean([value for value in values if value is not None]))
+            for name, values in measured.items()
+        }
+    write_atomic(folder / "summary.json", json.dumps(summary))
+    picture = snapshot(opened, summary, arrays, measures, tokenizer)
+    write_atomic(folder / "routing" / "after.json", json.dumps(picture))
+    run = replace(read_run(folder, output.resolve().name), path=output)
+    title = f"Routing of {opened.info.checkpoint}"
+    write_atomic(folder / PAGE, render_page(Report([run], title)))
+
+
+def snapshot(
+    trace: RoutingTrace,
+    summary: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    measures: Measures | None = None,
+    tokenizer: Any = None,
+) -> dict[str, Any]:
+    """The trace as a routing snapshot for the report (see :mod:`moe_finetune.report.routing`)."""
+    info = trace.info
+    layers, middle = list(info.layers), len(info.layers) // 2
+    tokens = summary["trace"]["domains"]
+    found: dict[str, Any] = {
+        "layers": layers,
+        "num_experts": info.num_experts,
+        "top_k": info.top_k,
+        "tokens": info.tokens,
+        "load": arrays["load_LE"].tolist(),
+        "metrics": {
+            name: {"per_layer": values, "mean": summary["mean"][name]}
+            for name, values in summary["per_layer"].items()
+        },
+    }
+    if len(tokens) > 1:
+        counts_GLE = arrays["domain_shares_GLE"] * info.top_k
+        found["domains"] = {
+            name: np.rint(shares_LE * tokens[name]).astype(int).tolist()
+            for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
+        }
+    if middle + 1 < len(layers):
+        matrix = arrays["conditional_activation_LEE"][middle]
+        found["conditional_activation"] = {
+            "layers": layers[middle : middle + 2],
+            "matrix": matrix.round(4).tolist(),
+        }
+    if measures is not None:
+        found["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
+        found["coherence"] = measures.coherence()
+        if measures.gate_rows_EDH is not None:
+            experts = gate_experts(info.num_experts)
+            rows = gate_row_points(layers[middle], measures.gate_rows_EDH, experts)
+            found["gate_rows_tsne"] = rows
+    if trace.num_embeddings:
+        chunks = list(trace.chunks("embeddings", "embedding_labels"))
+        rows_NH = np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks])
+        top_N = np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks])
+        load_E = arrays["load_LE"][middle]
+        found["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
+    if tokenizer is not None and trace.has("token_ids") and trace.has("weights"):
+        found["colored_text"] = passages(trace, tokenizer, middle)
+    return found
+
+
+def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, Any]]:
+    """The start of each domain's first sequence, with the top expert of layer number ``place``."""
+    found: list[dict[str, Any]] = []
+    domains = range(min(PASSAGES, len(trace.info.domains)))
+    for chunk in trace.chunks("ids", "weights", "token_ids", "seq", "domain"):
+        for domain in domains[len(found) :]:
+            here = np.flatnonzero(chunk["domain"] == domain)
+            if not len(here):
+                break
+            first = here[chunk["seq"][here] == chunk["seq"][here[0]]][:PASSAGE]
+            experts = top_choice(chunk["ids"][first][:, place], chunk["weights"][first][:, place])
+            texts = [tokenizer.decode([int(token)]) for token in chunk["token_ids"][first]]
+            found.append(
+                {
+                    "layer": trace.info.layers[place],
+                    "domain": trace.info.domains[domain],
+                    "tokens": texts,
+                    "experts": np.asarray(experts).tolist(),
+                }
+            )
+    return found
+
+
+def comparison_text(a: Path, b: Path, found: Mapping[str, Any]) -> str:
+    """What :func:`moe_finetune.routing.comparison.compare_traces` found, for a reader."""
+    share = f"{100 * found['level']:g} %"
+    sort = "the same sequences" if found["paired"] else "different sequences"
+    lines = [
+        f"a: {a}",
+        f"b: {b}",
+        f"{sort}; intervals: {share}, {found['bootstrap']:,} bootstrap replicates",
+        "",
+        f"{'mean over layers':<24}{'a':>10}{'b':>10}{'b - a':>11}  interval",
+    ]
+    for name, row in found["metrics"].items():
+        lines.append(
+            f"{name:<24}{row['a']:>10.4g}{row['b']:>10.4g}{row['difference']:>+11.4g}"
+            f"  [{row['low']:+.4g}, {row['high']:+.4g}]"
+        )
+    stable = found["path_stability"]
+    if stable is not None:
+        lines += [
+            "",
+            f"{'path stability':<24}{stable['value']:.4f}  "
+            f"[{stable['low']:.4f}, {stable['high']:.4f}]",
+        ]
+    return "\n".join(lines)

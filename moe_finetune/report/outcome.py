@@ -1,0 +1,148 @@
+"""What a run ends with: its scores, what changed in the experts, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.terminal import aligned, finite, terminal
+
+CHANGES = {
+    "expert_overlap": "expert overlap",
+    "score_variance": "score variance",
+    "max_violation": "MaxVio",
+    "entropy": "routing entropy",
+}
+"""Metrics of ``routing/*.json`` that a run ends with."""
+
+
+def outcome(runs: Mapping[str, Path], base: Path | None = None) -> dict[str, Any]:
+    """Scores and changes of runs as plain values.
+
+    Args:
+        runs: label -> a run's folder.
+        base: the folder with ``results.json`` of the checkpoint before training.
+
+    Returns ``scores`` (task -> label -> value, stderr, n, metric) and ``changes`` (label -> metric
+    -> before, after, on the sample that ``routing/`` measures; losses as first and last logged).
+    """
+    scores: dict[str, dict[str, Any]] = {}
+    places = ({"base": base} if base else {}) | {k: run / "eval" for k, run in runs.items()}
+    for label, folder in places.items():
+        for task, found in _read(folder / "results.json").get("tasks", {}).items():
+            held = {key: found[key] for key in ("value", "stderr", "n", "metric")}
+            scores.setdefault(task, {})[label] = held
+    return {"scores": scores, "changes": {label: _changes(run) for label, run in runs.items()}}
+
+
+def _changes(run: Path) -> dict[str, dict[str, float]]:
+    changes: dict[str, dict[str, float]] = {}
+    before, after = (
+        _read(run / "routing" / f"{when}.json").get("metrics", {}) for when in ("before", "after")
+    )
+    for key in CHANGES:
+        pair = [found.get(key, {}).get("mean") for found in (before, after)]
+        if None not in pair:
+            changes[key] = {"before": pair[0], "after": pair[1]}
+    for key in ("loss", "eval_loss"):
+        values = _logged(run / "metrics.jsonl", key)
+        if values:
+            changes[key] = {"before": values[0], "after": values[-1]}
+    return changes
+
+
+def _logged(path: Path, key: str) -> list[float]:
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row[key] for row in rows if isinstance(row.get(key), int | float)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_object(path, MoeFinetuneError, "delete it", finite=False) if path.is_file() else {}
+
+
+def outcome_text(found: Mapping[str, Any]) -> str:
+    """The tables of :func:`outcome` for a reader; empty where nothing was measured."""
+    parts = [_score_table(found["scores"]), _change_table(found["changes"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    labels = list(dict.fromkeys(label for row in scores.values() for label in row))
+    if not labels:
+        return ""
+    rows = [["scores", "n", *labels]]
+    for task, row in scores.items():
+        any_one = next(iter(row.values()))
+        cells = [_score(row.get(label)) for label in labels]
+        rows.append([f"{task} ({any_one['metric']})", str(any_one["n"]), *cells])
+    return aligned(rows)
+
+
+def _score(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    if found["value"] is None:
+        return "not scored"
+    error = f" ± {found['stderr']:.3f}" if found["stderr"] is not None else ""
+    return f"{found['value']:.3f}{error}"
+
+
+def _change_table(changes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    names = CHANGES | {"loss": "training loss", "eval_loss": "validation loss"}
+    rows = []
+    for key, name in names.items():
+        if not any(key in found for found in changes.values()):
+            continue
+        first = next(found[key]["before"] for found in changes.values() if key in found)
+        cells = [_after(found.get(key)) for found in changes.values()]
+        rows.append([name, f"{first:.4g}", *cells])
+    if not rows:
+        return ""
+    labels = ["after"] if len(changes) == 1 else [f"after {label}" for label in changes]
+    return aligned([["what training changed", "before", *labels], *rows])
+
+
+def _after(pair: Mapping[str, float] | None) -> str:
+    if pair is None:
+        return "–"
+    before, after = pair["before"], pair["after"]
+    if not before or not math.isfinite(before) or not math.isfinite(after):
+        return f"{after:.4g}"
+    share = 100 * (after - before) / abs(before)
+    return f"{after:.4g} ({share:+.{0 if abs(share) >= 10 else 1}f} %)"
+
+
+def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
+    """Print what the runs came to on standard output; as JSON where the terminal speaks that."""
+    found, shown = outcome(runs, base), terminal()
+    if shown.style == "json":
+        print(json.dumps(finite(found)))
+        return
+    if text := outcome_text(found):
+        print(f"\n{text}")
+    if not shown.quiet:
+        print(f"\n{following}")
+
+
+def next_commands(page: Path | None, checkpoint: Path | None, train: Sequence[str]) -> str:
+    """Commands that a user would want next; ``train`` are the arguments of the verb."""
+    opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
+    lines = []
+    if page is not None and page.is_file():
+        words = [opener] if opener else ["python", "-m", "webbrowser"]
+        lines.append(("look at the page", [*words, str(page)]))
+    if checkpoint is not None and checkpoint.is_dir():
+        lines.append(("talk to the model", ["moe-finetune", "serve", str(checkpoint)]))
+    lines.append(("train on your own data", ["moe-finetune", "train", *train]))
+    shown = [f"  {what:<24}{shlex.join(command)}" for what, command in lines]
+    return "\n".join(["next:", *shown])

@@ -1,0 +1,1 @@
+"""What experts were chosen: traces of it, sums over them, comparison of two."""

@@ -1,0 +1,185 @@
+"""Routing traces: which experts every token was sent to, read lazily from disk.
+
+A trace is a folder with ``trace.json`` and compressed chunks (see ``trace_format``), written by
+:class:`TraceWriter`. The ``.npz`` files in which the routing of DeepSeek-V2-Lite was published by
+the ESFT authors open too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_finetune.errors import TraceError
+from moe_finetune.routing.trace_format import (
+    EMBEDDING_FIELDS,
+    FIELDS,
+    ChunkInfo,
+    TraceInfo,
+    load_arrays,
+    read_chunk,
+    read_manifest,
+)
+from moe_finetune.routing.trace_writer import TraceWriter
+
+__all__ = ["RoutingTrace", "TraceChunk", "TraceInfo", "TraceWriter"]
+
+IMPORTED_FIELDS = ("ids", "weights", "seq")
+
+
+@dataclass(frozen=True)
+class TraceChunk:
+    """Consecutive tokens of a trace, the first of which is number ``start``: ``chunk["ids"]``."""
+
+    start: int
+    tokens: int
+    arrays: dict[str, np.ndarray]
+
+    def __getitem__(self, field: str) -> np.ndarray:
+        """The array of a field that :meth:`RoutingTrace.chunks` was asked for."""
+        return self.arrays[field]
+
+
+class RoutingTrace:
+    """A trace on disk. Nothing but the manifest is read until arrays are asked for."""
+
+    def __init__(self, path: Path, info: TraceInfo):
+        self.path = path
+        self.info = info
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        model_type: str | None = None,
+        layers: Sequence[int] | None = None,
+        num_experts: int = 64,
+        first_layer: int = 1,
+    ) -> RoutingTrace:
+        """Open a trace folder, or an ``.npz`` of the published DeepSeek-V2-Lite layout.
+
+        Args:
+            path: folder with ``trace.json``; or a file with ``ids`` int16 ``(T, L, K)``,
+                ``weights`` float32 of the same shape and ``seq`` ``(T,)``.
+            model_type: raise TraceError unless the trace is of this model type.
+            layers: raise TraceError unless the trace holds these decoder layers.
+            num_experts, first_layer: facts that the ``.npz`` layout leaves out; DeepSeek-V2-Lite
+                has 64 experts and its decoder layer 0 is dense.
+        """
+        path = Path(path)
+        if path.is_dir():
+            trace = cls(path, read_manifest(path))
+        elif path.is_file():
+            trace = cls(path, _import(path, num_experts, first_layer))
+        else:
+            raise TraceError(f"{path}: no trace there; wanted a trace folder or an .npz file")
+        trace.check(model_type=model_type, layers=layers)
+        return trace
+
+    def check(
+        self,
+        *,
+        model_type: str | None = None,
+        layers: Sequence[int] | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        """Raise TraceError unless the trace belongs to a model with these facts (None: any)."""
+        info = self.info
+        if model_type is not None and info.model_type != model_type:
+            raise TraceError(
+                f"{self.path}: a trace of model type '{info.model_type}', wanted '{model_type}'; "
+                "record this model's own trace with 'moe-finetune analyze'"
+            )
+        if layers is not None and info.layers != tuple(layers):
+            raise TraceError(
+                f"{self.path}: holds {len(info.layers)} MoE layers {list(info.layers)}, wanted "
+                f"{len(layers)} layers {list(layers)}; record this model's own trace"
+            )
+        if num_experts is not None and info.num_experts != num_experts:
+            raise TraceError(
+                f"{self.path}: {info.num_experts} experts a layer, wanted {num_experts}; "
+                "record this model's own trace"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens T of the whole trace."""
+        return self.info.tokens
+
+    @property
+    def num_embeddings(self) -> int:
+        """Sampled tokens N whose embeddings the trace holds."""
+        return sum(chunk.embeddings for chunk in self.info.chunks)
+
+    def has(self, field: str) -> bool:
+        """Whether the trace holds ``field`` (a key of ``trace_format.FIELDS``)."""
+        return field in self.info.fields
+
+    def chunks(self, *fields: str) -> Iterator[TraceChunk]:
+        """Yield the trace chunk by chunk with the arrays of ``fields`` (default ids, weights)."""
+        names = fields or ("ids", "weights")
+        self._require(names)
+        start = 0
+        folder = self.path if self.path.is_dir() else self.path.parent
+        for chunk in self.info.chunks:
+            stored = [n for n in names if n != "domain" or self.path.is_dir()]
+            arrays = read_chunk(folder / chunk.file, self.info, chunk, stored)
+            if len(stored) < len(names):
+                arrays["domain"] = np.zeros(chunk.tokens, np.int16)  # an import has one domain
+            yield TraceChunk(start, chunk.tokens, arrays)
+            start += chunk.tokens
+
+    def load(self, field: str, domain: str | None = None) -> np.ndarray:
+        """One field of the whole trace in memory, in the order of the tokens.
+
+        ``domain``: only the tokens of that domain. TraceError for a field or domain that the trace
+        does not hold.
+        """
+        self._require((field,))
+        if domain is None:
+            return np.concatenate([chunk[field] for chunk in self.chunks(field)])
+        if field in EMBEDDING_FIELDS:
+            raise ValueError(f"domain: {field} is stored per sample; select by embedding_positions")
+        if domain not in self.info.domains:
+            raise TraceError(
+                f"{self.path}: no domain '{domain}'; it holds {', '.join(self.info.domains)}"
+            )
+        number = self.info.domains.index(domain)
+        kept = [chunk[field][chunk["domain"] == number] for chunk in self.chunks(field, "domain")]
+        found = np.concatenate(kept)
+        if not len(found):
+            raise TraceError(f"{self.path}: domain '{domain}' has no tokens; record it again")
+        return found
+
+    def _require(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in FIELDS:
+                raise ValueError(f"fields: got '{name}', wanted some of {', '.join(FIELDS)}")
+            if not self.has(name):
+                raise TraceError(
+                    f"{self.path}: holds no {name}, only {', '.join(self.info.fields)}; "
+                    "record it again with that option"
+                )
+
+
+def _import(path: Path, num_experts: int, first_layer: int) -> TraceInfo:
+    """The facts of a published ``.npz`` trace; its arrays are checked when they are read."""
+    ids = load_arrays(path, IMPORTED_FIELDS)["ids"]
+    if ids.ndim != 3 or 0 in ids.shape:
+        raise TraceError(f"{path}: got ids of shape {ids.shape}, wanted (tokens, layers, K)")
+    tokens, layers, width = ids.shape
+    return TraceInfo(
+        model_type="deepseek_v2",
+        checkpoint=path.stem,
+        layers=tuple(range(first_layer, first_layer + layers)),
+        num_experts=num_experts,
+        top_k=width,
+        hidden_size=None,
+        domains=(path.stem.rpartition("routing_")[2],),
+        fields=(*IMPORTED_FIELDS, "domain"),
+        chunks=(ChunkInfo(path.name, tokens, 0, path.stat().st_size),),
+    )

@@ -1,0 +1,86 @@
+"""Record the routing of a checkpoint, with an adapter and its loss-free bias where it has them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_finetune.moe.bias import BiasBalancer
+
+if TYPE_CHECKING:
+    from moe_finetune.routing.tracing import Measures
+
+
+def record(
+    checkpoint: str | Path,
+    folder: Path,
+    sequences: Mapping[str, Sequence[np.ndarray]],
+    adapter: str | Path | None = None,
+    probabilities: bool = False,
+    dtype: str = "auto",
+) -> Measures:
+    """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
+    import torch
+
+    from moe_finetune.models.loading import load_model, local_folder
+    from moe_finetune.routing.tracing import trace_model
+
+    base = local_folder(checkpoint)
+    device = "cuda" if torch.cuda.is_available() else None
+    model: Any = load_model(base, dtype=dtype, device_map=device)
+    balancer = None
+    if adapter is not None:
+        model = with_adapter(model, base, Path(adapter))
+        balancer = stored_bias(model, Path(adapter))
+    return trace_model(
+        model,
+        sequences,
+        folder,
+        checkpoint=f"{checkpoint} + {adapter}" if adapter is not None else str(checkpoint),
+        probabilities=probabilities,
+        perturbation=balancer,
+    )
+
+
+def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
+    """``model`` with the adapter over it, through PEFT, in eval mode.
+
+    Raises:
+        AdapterError: the adapter is damaged or belongs to another base.
+    """
+    from peft import PeftModel
+
+    from moe_finetune.checkpoint import open_checkpoint
+    from moe_finetune.checkpoint.expand import expand_selection
+    from moe_finetune.checkpoint.gate import check_adapter
+
+    opened = check_adapter(adapter, open_checkpoint(base))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = adapter
+        if opened.metadata.experts is not None:
+            folder = expand_selection(adapter, base, Path(scratch) / "adapter")
+        return PeftModel.from_pretrained(model, folder).eval()
+
+
+def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
+    """The loss-free bias that an adapter was trained with, to act on ``model``, or None."""
+    import torch
+
+    from moe_finetune.checkpoint.adapter import read_bias
+    from moe_finetune.moe.biased_choice import Rule
+    from moe_finetune.moe.layers import model_facts, moe_layers
+
+    stored = read_bias(adapter)
+    if stored is None:
+        return None
+    facts = model_facts(model)
+    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
+    for layer in moe_layers(model):
+        effective = torch.tensor(stored[layer.index])
+        own = Rule(layer).own_bias(effective)
+        balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
+    return balancer

@@ -1,0 +1,145 @@
+"""Routing numbers of the training forwards, added up on the device and read when they are logged.
+
+Shape legend: L MoE layers, T tokens, E routed experts, K selected per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.training import ranks
+
+if TYPE_CHECKING:
+    from moe_finetune.training.strength import TermStrength
+
+
+class TrainingStatistics:
+    """Observer that sums loads, entropies, score moments and loss values until :meth:`read`.
+
+    Nothing is copied to the host before :meth:`read`, so a GPU's queue never waits for it.
+
+    Args:
+        layers: decoder indices of the MoE layers.
+        num_experts: E.
+        names: terms whose values are summed. With several ranks every rank must name them all, so
+            that one without a forward since the last read takes part in the same sums.
+    """
+
+    def __init__(self, layers: Sequence[int], num_experts: int, names: Sequence[str] = ()):
+        self.layers = list(layers)
+        self.num_experts = num_experts
+        self._row = {layer: row for row, layer in enumerate(self.layers)}
+        self._sums: Tensor | None = None  # (L, 2E + 3): load, score sums, tokens, squares, entropy
+        self.names = list(names)
+        self._losses: dict[str, Tensor] = {}
+        self._forwards = 0
+        self._strength: dict[str, float] = {}
+
+    def note_strength(self, step: int, rows: Sequence[TermStrength]) -> None:
+        """Keep the losses' measured strength for the next :meth:`read`."""
+        self._strength = {
+            f"strength/{row.term}/{name}": value
+            for row in rows
+            for name, value in row.row().items()
+            if isinstance(value, float)
+        }
+
+    def __call__(self, record: RoutingRecord, loss: LayerLoss) -> None:
+        """Add one layer of one forward."""
+        experts = self.num_experts
+        if self._sums is None or self._sums.device != record.index_TK.device:
+            self._sums = self._zeros(record.index_TK.device)
+        row = self._sums[self._row[record.layer]]
+        mask_T1 = record.mask_T.unsqueeze(1)
+        counted_TK = mask_T1.to(torch.float64).expand(record.index_TK.shape)
+        scores_TK = record.scores_TK.detach().masked_fill(~mask_T1, 0.0).double()
+        index_S = record.index_TK.reshape(-1)
+        row[:experts].scatter_add_(0, index_S, counted_TK.reshape(-1))
+        row[experts : 2 * experts].scatter_add_(0, index_S, scores_TK.reshape(-1))
+        p_TE = record.distribution_TE.detach()
+        entropy_T = torch.special.entr(p_TE).sum(-1).masked_fill(~record.mask_T, 0.0)
+        row[2 * experts] += record.mask_T.sum()
+        row[2 * experts + 1] += scores_TK.square().sum()
+        row[2 * experts + 2] += entropy_T.sum()
+        for name, value in loss.values.items():
+            held = self._losses.get(name)
+            self._losses[name] = value.double() if held is None else held + value
+        if record.layer == self.layers[0]:
+            self._forwards += 1
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        rows, columns = len(self.layers), 2 * self.num_experts + 3
+        return torch.zeros(rows, columns, dtype=torch.float64, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums of this rank since the last read, as tensors and numbers."""
+        return {
+            "sums": self._sums,
+            "losses": dict(self._losses),
+            "forwards": self._forwards,
+            "strength": dict(self._strength),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """:meth:`state_dict` as a copy that later forwards do not change."""
+        return {**self.state_dict(), "sums": None if self._sums is None else self._sums.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._sums = state["sums"]
+        self._losses = dict(state["losses"])
+        self._forwards = state["forwards"]
+        self._strength = dict(state["strength"])
+
+    def read(self) -> dict[str, float]:
+        """Values since the last read, over all ranks, and start again.
+
+        ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``routing/load`` has
+        no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
+        counts of all tokens since the last read. ``strength/<term>/*``: after a measurement.
+        """
+        together = ranks.world_size() > 1
+        if not together and not self._forwards:
+            return {}
+        names = sorted(set(self._losses) | set(self.names))
+        sums = self._sums
+        if sums is None:
+            sums = self._zeros(ranks.device())
+        zero = sums.new_zeros(())
+        values = torch.stack(
+            [self._losses.get(name, zero) for name in names]
+            + [sums.new_tensor(float(self._forwards))]
+        )
+        if together:
+            torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(sums)
+            if not values[-1]:
+                return {}
+        numbers = (values[:-1] / values[-1]).tolist()
+        load, score, rest = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
+        self._sums, self._losses, self._forwards = None, {}, 0
+        strength, self._strength = self._strength, {}
+        self.last_load_LE = load.to(torch.int64)
+        tokens = rest[:, 0].clamp_min(1.0)
+        mean_load = load.mean(1).clamp_min(1e-12)
+        mean_score = score / tokens.unsqueeze(1)
+        variance = (rest[:, 1] / tokens - mean_score.square().sum(1)) / self.num_experts
+        violation = (load.max(1).values - load.mean(1)) / mean_load
+        return {
+            **{f"losses/{name}": number for name, number in zip(names, numbers, strict=True)},
+            **strength,
+            "routing/max_violation": violation.mean().item(),
+            "routing/max_violation_worst_layer": violation.max().item(),
+            "routing/entropy": (rest[:, 2] / tokens).mean().item(),
+            "routing/entropy_share": (rest[:, 2] / tokens).mean().item()
+            / math.log(max(self.num_experts, 2)),
+            "routing/score_variance": variance.mean().item(),
+            "routing/dead_experts": float((load == 0).sum(1).double().mean()),
+        }

@@ -1,0 +1,1 @@
+"""Everything that knows vLLM: its installation, engine, server and plugin."""

@@ -1,0 +1,91 @@
+"""vLLM in this process, as an lm-eval model: one engine for as many tasks as one likes."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.backends import Backend, package_versions
+from moe_finetune.vllm.install import require_vllm
+
+_CPU_KV_CACHE_GIB = "1"
+
+
+def engine_arguments(
+    overrides: dict[str, Any], dtype: str = "auto", seed: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of the engine: ours, then the user's on top.
+
+    On the CPU build the engine runs eagerly (compiling costs more than an evaluation) and in
+    float32 unless told otherwise, with a key-value cache of 1 GiB unless
+    ``VLLM_CPU_KVCACHE_SPACE`` is set.
+    """
+    cpu = "+cpu" in importlib.metadata.version("vllm")
+    arguments: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    if cpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
+        arguments |= {"enforce_eager": True}
+        if dtype == "auto":
+            arguments["dtype"] = "float32"
+    else:
+        arguments |= {"gpu_memory_utilization": 0.9}
+    merged = arguments | overrides
+    if cpu and merged["dtype"] == "float32":
+        # On processors with AMX vLLM takes a kernel for latent attention that has no float32;
+        # models with ordinary attention ignore this.
+        merged.setdefault("attention_backend", "CPU_MLA")
+    if merged.get("trust_remote_code"):
+        raise EvaluationError("vllm.trust_remote_code is never on; remove it")
+    if int(merged.get("data_parallel_size") or 1) > 1 and merged.get("enable_expert_parallel"):
+        raise EvaluationError(
+            "vllm: data_parallel_size > 1 and enable_expert_parallel cannot be used together in "
+            "process; serve the checkpoint ('moe-finetune serve') and use backend 'server'"
+        )
+    return merged
+
+
+def open_vllm(
+    folder: Path,
+    identity: str,
+    overrides: dict[str, Any],
+    batch_size: int | str = "auto",
+    dtype: str = "auto",
+    seed: int = 0,
+) -> Backend:
+    """Start one engine for the checkpoint in ``folder``; takes 20-40 s."""
+    require_vllm()
+    arguments = engine_arguments(overrides, dtype, seed)
+    cpu = "+cpu" in importlib.metadata.version("vllm")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from lm_eval.models.vllm_causallms import VLLM
+
+    try:
+        lm = VLLM(
+            pretrained=str(folder), batch_size=batch_size, trust_remote_code=False, **arguments
+        )
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
+    settings = {
+        "backend": "vllm",
+        "batch_size": batch_size,
+        "engine": arguments,
+        "max_length": lm.max_length,
+        "versions": package_versions("lm-eval", "vllm", "torch"),
+    }
+    # A border between chunks lets the batch run empty: rare on a GPU, cheap on a CPU.
+    return Backend("vllm", lm, identity, str(folder), settings, 64 if cpu else 2048)
+
+
+def shutdown(lm: Any) -> None:
+    """Stop the engine's processes and free its memory."""
+    engine = getattr(getattr(lm, "model", None), "llm_engine", None)
+    core = getattr(engine, "engine_core", None)
+    if core is not None:
+        core.shutdown()
+    if hasattr(lm, "model"):
+        del lm.model
+    gc.collect()

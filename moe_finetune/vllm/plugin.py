@@ -1,0 +1,67 @@
+"""vLLM's general plugin: what vLLM 0.32 lacks to serve every family here, and to end with us.
+
+It loads plugins in every process that it starts, sometimes twice in one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+
+_WATCHER = "moe-finetune: ends with the parent"
+
+
+def register() -> None:
+    """Register the config of DeepSeek-MoE and mend rotary positions on the CPU; repeatable.
+
+    A process that vLLM has started (an engine, a worker) is also made to end with its parent.
+    """
+    die_with_parent()
+    from vllm.platforms import current_platform
+
+    from moe_finetune.models.deepseek_moe import register_config
+
+    register_config()  # vLLM has the architecture DeepseekForCausalLM, but no config class for it
+    if current_platform.is_cpu():
+        _mend_cpu_rotary()
+
+
+def die_with_parent() -> None:
+    """Let a process of ``multiprocessing`` end at once when its parent is gone; repeatable.
+
+    A parent that is killed cannot stop its engines, which would go on serving nobody. The kernel's
+    own signal of a parent's death will not do: it comes when the thread ends that started us.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _WATCHER for thread in threading.enumerate()):
+        return
+    threading.Thread(target=_watch, args=(parent.sentinel,), name=_WATCHER, daemon=True).start()
+
+
+def _watch(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mend_cpu_rotary() -> None:
+    """Replace, by vLLM's own extension point, a CPU kernel that is wrong for latent attention.
+
+    vLLM 0.32's CPU kernel takes queries as (tokens, heads * size). The attention of DeepSeek-V2 and
+    V3 hands it (tokens, heads, size) and gets wrong angles without an error. The native form, which
+    computes the same in torch, is right for both.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    if RotaryEmbedding.__name__ in op_registry_oot:
+        return
+
+    @RotaryEmbedding.register_oot(name=RotaryEmbedding.__name__)
+    class CpuRotaryEmbedding(RotaryEmbedding):
+        def forward_cpu(self, positions, query, key=None):
+            if query.dim() == 3:
+                return self.forward_native(positions, query, key)
+            return super().forward_cpu(positions, query, key)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+from tests.checkpoint import helpers
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    """family -> its tiny checkpoint, made once."""
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            made[family] = tiny.save(family, tmp_path_factory.mktemp("base") / family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def adapters(bases, tmp_path_factory):
+    """family -> a random adapter on everything LoRA reaches, made once."""
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            folder = tmp_path_factory.mktemp("adapter") / "adapter"
+            made[family] = helpers.adapter(bases(family), folder)
+        return made[family]
+
+    return get

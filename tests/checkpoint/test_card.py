@@ -1,0 +1,74 @@
+"""The model card names what matters and no path of the machine it was written on."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import yaml
+
+from moe_finetune.checkpoint import merge_adapter, write_metadata
+from moe_finetune.checkpoint.card import licence_of, write_card
+from tests.checkpoint import helpers
+
+
+def test_a_merge_writes_it(tiny_checkpoint, tmp_path):
+    """The base's own card gives the licence and is not taken for the export's."""
+    base = shutil.copytree(tiny_checkpoint("olmoe"), tmp_path / "the-base")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# The base's own card\n")
+    adapter = helpers.adapter(tiny_checkpoint("olmoe"), tmp_path / "adapter")
+    write_metadata(adapter, method="erc", data=["law.jsonl", "openai/gsm8k"])
+    merge_adapter(base, adapter, tmp_path / "merged")
+    text = (tmp_path / "merged" / "README.md").read_text()
+    assert "# the-base, fine-tuned with erc" in text and "own card" not in text
+    assert "`law.jsonl`, `openai/gsm8k`" in text and front(text)["license"] == "mit"
+    assert str(tmp_path) not in text
+
+
+def front(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_contents(tmp_path):
+    base = tmp_path / "some-base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
+    export = tmp_path / "merged"
+    export.mkdir()
+    file = write_card(
+        export,
+        base,
+        method="orthogonal_variance",
+        data=[tmp_path / "train.jsonl", "openai/gsm8k"],
+        metrics={"arithmetic|exact": 0.51234},
+        options={"rank": 32, "init": tmp_path / "other"},
+    )
+    text = file.read_text()
+    assert file == export / "README.md"
+    assert str(tmp_path) not in text
+    for part in ("some-base", "orthogonal_variance", "train.jsonl", "openai/gsm8k", "apache-2.0"):
+        assert part in text
+    assert "| arithmetic\\|exact | 0.5123 |" in text and "| rank | 32 |" in text
+    assert front(text)["license"] == "apache-2.0" and "base_model" not in front(text)
+
+
+def test_hub_base(tmp_path):
+    text = write_card(tmp_path, "Qwen/Qwen3-30B-A3B").read_text()
+    assert front(text)["base_model"] == "Qwen/Qwen3-30B-A3B"
+    assert "not stated" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "licence"),
+    [
+        ({"LICENSE": "\n  Apache License\nVersion 2.0\n"}, "Apache License"),
+        ({"README.md": "---\nlicense: other\nlicense_name: deepseek\n---\n"}, "deepseek"),
+        ({"README.md": "# no front matter\n---\nlicense: mit\n---\n"}, None),
+        ({"README.md": "---\n: [\n---\n", "LICENSE": "MIT License"}, "MIT License"),
+        ({}, None),
+    ],
+)
+def test_licence(tmp_path, files, licence):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert licence_of(tmp_path) == licence

@@ -1,0 +1,35 @@
+"""A merged folder's tokenizer gives the ids that training saw, in every loader."""
+
+from __future__ import annotations
+
+import json
+
+from transformers import AutoTokenizer
+
+from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.models.loading import load_tokenizer
+from tests import tiny
+
+
+def test_a_plain_tokenizer_is_carried_byte_for_byte(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    files = carried_files(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert files[name] == (tmp_path / name).read_bytes()
+
+
+def test_a_begin_of_sequence_that_loaders_ignore_is_written_out(tmp_path):
+    source, made = tmp_path / "base", tmp_path / "made"
+    tiny.tokenizer().save_pretrained(source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings |= {"add_bos_token": True, "bos_token": "<|im_start|>", "auto_map": {"x": ["a.B"]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    made.mkdir()
+    for name, content in carried_files(source).items():
+        (made / name).write_bytes(content)
+    wanted = load_tokenizer(source)("héllo").input_ids
+    assert wanted[0] == 1  # <|im_start|>
+    assert AutoTokenizer.from_pretrained(made)("héllo").input_ids == wanted
+    assert b"auto_map" not in (made / "tokenizer_config.json").read_bytes()

@@ -1,0 +1,115 @@
+"""A merge that is killed, raises or meets another one leaves nothing or the whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.errors import OutputExistsError
+from moe_finetune.io import clear_beside, output_folder
+
+MERGE = """
+import sys, time
+import torch
+from moe_finetune.checkpoint import merge_adapter
+def slow(done, total):
+    print(done, flush=True)
+    time.sleep(0.01)
+merge_adapter(*sys.argv[1:4], progress=slow, workers=1)
+"""
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_killed_at_random_moments(bases, adapters, tmp_path):
+    """SIGKILL after a random number of written pieces, the last few during sync and rename."""
+    base, adapter, target = bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "merged"
+    merge_adapter(base, adapter, tmp_path / "whole")
+    wanted = contents(tmp_path / "whole")
+    chooser = random.Random(0)
+    partial = 0
+    for moment in (1, chooser.randrange(2, 50), chooser.randrange(50, 100), 130):
+        process = subprocess.Popen(
+            [sys.executable, "-c", MERGE, str(base), str(adapter), str(target)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(moment):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        partial += bool(list(tmp_path.glob(".merged.partial-*")))
+        assert not target.exists() or contents(target) == wanted
+    assert partial
+    merge_adapter(base, adapter, target, overwrite=True)
+    assert contents(target) == wanted
+    assert {p.name for p in tmp_path.iterdir()} == {"whole", "merged"}
+
+
+def test_error_in_the_middle(bases, adapters, tmp_path):
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(bases("olmoe"), adapters("olmoe"), tmp_path / "m", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(
+            bases("olmoe"), adapters("olmoe"), tmp_path / "m", progress=stop, overwrite=True
+        )
+    assert contents(tmp_path / "m") == {"old": b"old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_stale_folders_only(tmp_path):
+    """A folder whose writer lives stays, one without a lock goes, others are not touched."""
+    live, dead, other = (
+        tmp_path / name
+        for name in (".m.partial-0000000a", ".m.partial-0000000b", ".x.partial-0000000a")
+    )
+    for folder in (live, dead, other):
+        folder.mkdir()
+        (folder / "part").write_text("x")
+    lock = os.open(live, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        clear_beside(tmp_path / "m")
+        assert {p.name for p in tmp_path.iterdir()} == {live.name, other.name}
+    finally:
+        os.close(lock)
+    clear_beside(tmp_path / "m")
+    assert {p.name for p in tmp_path.iterdir()} == {other.name}
+
+
+def test_target_appears_meanwhile(tmp_path):
+    with (
+        pytest.raises(OutputExistsError, match="appeared"),
+        output_folder(tmp_path / "m", 10) as folder,
+    ):
+        (folder / "new").write_text("new")
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "theirs").write_text("theirs")
+    assert contents(tmp_path / "m") == {"theirs": b"theirs"}
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_output_is_hidden_until_it_is_whole(tmp_path):
+    with output_folder(tmp_path / "deep" / "m", 10) as folder:
+        (folder / "new").write_text("new")
+        assert not (tmp_path / "deep" / "m").exists()
+    assert contents(tmp_path / "deep" / "m") == {"new": b"new"}

@@ -1,0 +1,407 @@
+"""Merged checkpoint = base + adapter, in transformers and stock PEFT."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint, write_metadata
+from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.errors import (
+    AdapterError,
+    MoeFinetuneError,
+    OutputExistsError,
+    UnsupportedModelError,
+)
+from tests import tiny
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import EXPERTS, logits
+
+MOONLIGHT_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def assert_same(found, wanted):
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def folder_bytes(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_merged_equals_base_and_adapter(bases, adapters, family, tmp_path):
+    base, adapter, merged = bases(family), adapters(family), tmp_path / family
+    report = merge_adapter(base, adapter, merged)
+    wanted = logits(helpers.with_adapter(base, adapter))
+    assert (wanted - logits(helpers.load(base))).norm() > 0.02 * wanted.norm()
+    assert_same(logits(helpers.load(merged)), wanted)
+
+    opened, out = open_checkpoint(base), open_checkpoint(merged)
+    assert {n: (i.dtype, i.shape) for n, i in out.tensors.items()} == {
+        n: (i.dtype, i.shape) for n, i in opened.tensors.items()
+    }
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (merged / name).read_bytes() == (base / name).read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {family}
+    assert set(report.expert_norms) == set(opened.experts)
+    assert report.changed + report.copied == len(opened.tensors)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+@pytest.mark.parametrize("target", EXPERTS)
+def test_one_fused_parameter(bases, family, target, tmp_path):
+    """A single wrapper has the bare key whichever parameter it holds."""
+    base = bases(family)
+    adapter = helpers.adapter(base, tmp_path / "a", target_parameters=[target])
+    report = merge_adapter(base, adapter, tmp_path / family)
+    assert_same(
+        logits(helpers.load(tmp_path / family)), logits(helpers.with_adapter(base, adapter))
+    )
+    down = open_checkpoint(base).family.disk.down.format(expert=0)
+    assert any(name.endswith(down) for name in report.delta_norms) == target.endswith("down_proj")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_full_router_and_patterns(bases, family, tmp_path):
+    """The router through modules_to_save, rsLoRA, and ranks and alphas by pattern."""
+    base = bases(family)
+    adapter = helpers.adapter(
+        base,
+        tmp_path / "a",
+        target_parameters=list(EXPERTS),
+        modules_to_save=["gate"],
+        use_rslora=True,
+        rank_pattern={r".*\.gate_up_proj": 3, "o_proj": 5},
+        alpha_pattern={r".*layers\.1\..*down_proj": 7, "o_proj": 2},
+    )
+    merge_adapter(base, adapter, tmp_path / family)
+    wanted = logits(helpers.with_adapter(base, adapter))
+    assert_same(logits(helpers.load(tmp_path / family)), wanted)
+
+
+def test_head_and_embedding(bases, tmp_path):
+    base = bases("qwen3_moe")
+    adapter = helpers.adapter(
+        base, tmp_path / "a", target_modules=["embed_tokens", "lm_head"], target_parameters=None
+    )
+    merge_adapter(base, adapter, tmp_path / "m")
+    assert_same(logits(helpers.load(tmp_path / "m")), logits(helpers.with_adapter(base, adapter)))
+
+
+def test_saved_experts(bases, tmp_path):
+    """Whole experts through modules_to_save are split back into the disk's matrices."""
+    base = bases("mixtral")
+    adapter = helpers.adapter(
+        base, tmp_path / "a", target_parameters=None, modules_to_save=["mlp.experts"]
+    )
+    merge_adapter(base, adapter, tmp_path / "mixtral")
+    wanted = logits(helpers.with_adapter(base, adapter))
+    assert_same(logits(helpers.load(tmp_path / "mixtral")), wanted)
+
+
+def test_adapter_with_per_expert_keys(bases, adapters, tmp_path):
+    """Adapters of older versions name each expert's Linear as it is on disk."""
+    base, adapter = bases("qwen3_moe"), tmp_path / "a"
+    config = json.loads((adapters("qwen3_moe") / "adapter_config.json").read_text())
+    adapter.mkdir()
+    config |= {"target_modules": ["down_proj"], "target_parameters": None}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    path = "model.layers.1.mlp.experts.7.down_proj"
+    a, b = torch.randn(4, 48), torch.randn(192, 4)
+    keys = {}
+    for layer, expert in itertools.product(range(3), range(12)):
+        key = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.down_proj"
+        keys |= {f"{key}.lora_A.weight": 0 * a, f"{key}.lora_B.weight": 0 * b}
+    keys |= {
+        f"base_model.model.{path}.lora_A.weight": a,
+        f"base_model.model.{path}.lora_B.weight": b,
+    }
+    save_file(keys, adapter / "adapter_model.safetensors")
+    merge_adapter(base, adapter, tmp_path / "m")
+    before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "m"))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == [f"{path}.weight"]
+    wanted = before[changed[0]] + 3.0 * b @ a
+    torch.testing.assert_close(after[changed[0]], wanted, rtol=1e-6, atol=1e-5)
+    for factor in "AB":
+        del keys[f"base_model.model.model.layers.2.mlp.experts.11.down_proj.lora_{factor}.weight"]
+    save_file(keys, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"layers\.2\.mlp\.experts\.11\.down_proj.*is missing"):
+        merge_adapter(base, adapter, tmp_path / "n")
+
+
+@pytest.mark.parametrize("shape", ["sharded", "indexless", "single"])
+def test_shards(bases, adapters, shape, tmp_path):
+    base, merged = tmp_path / "base" / "qwen3_moe", tmp_path / "merged"
+    tiny.model("qwen3_moe").save_pretrained(
+        base, max_shard_size="700KB" if shape != "single" else "5GB"
+    )
+    index = base / "model.safetensors.index.json"
+    files = sorted(p.name for p in base.glob("*.safetensors"))
+    original = index.read_bytes() if index.is_file() else b""
+    if shape == "indexless":
+        index.unlink()
+    merge_adapter(base, adapters("qwen3_moe"), merged)
+    assert sorted(p.name for p in merged.glob("*.safetensors")) == files
+    assert len(files) == 1 if shape == "single" else len(files) > 3
+    if shape == "sharded":
+        assert (merged / index.name).read_bytes() == original
+    if shape == "indexless":
+        written = json.loads((merged / index.name).read_bytes())
+        assert written["weight_map"] == json.loads(original)["weight_map"]
+        index.write_bytes(original)
+    wanted = logits(helpers.with_adapter(base, adapters("qwen3_moe")))
+    assert_same(logits(helpers.load(merged)), wanted)
+
+
+def test_untouched_bytes_and_metadata(bases, tmp_path):
+    base = bases("deepseek_v2")
+    adapter = helpers.adapter(base, tmp_path / "a", target_parameters=["gate.weight"])
+    report = merge_adapter(base, adapter, tmp_path / "m")
+    opened, out = open_checkpoint(base), open_checkpoint(tmp_path / "m")
+    for name, info in opened.tensors.items():
+        new = out.tensors[name]
+        same = [f.file.read_bytes()[f.offset : f.offset + f.size] for f in (info, new)]
+        assert (same[0] == same[1]) == (name not in report.delta_norms)
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_bfloat16_is_rounded_once(bases, adapters, tmp_path):
+    """bf16 output is the rounding of the float32 sum, for a bf16 base and for a conversion."""
+    base = tmp_path / "base" / "qwen3_moe"
+    tiny.model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(base)
+    merge_adapter(base, adapters("qwen3_moe"), tmp_path / "m")
+    merge_adapter(base, adapters("qwen3_moe"), tmp_path / "m32", dtype="float32")
+    merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m16", dtype="bfloat16")
+    half, full = (load_file(tmp_path / n / "model.safetensors") for n in ("m", "m32"))
+    assert {t.dtype for t in half.values()} == {torch.bfloat16}
+    assert {t.dtype for t in full.values()} == {torch.float32}
+    for name in half:
+        assert torch.equal(half[name], full[name].bfloat16()), name
+    wanted = logits(helpers.with_adapter(base, adapters("qwen3_moe")))
+    assert_same(logits(helpers.load(tmp_path / "m32")), wanted)
+    assert json.loads((tmp_path / "m16" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(tmp_path / "m16" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+
+
+def test_conversion_keeps_the_routing_bias_in_float32(bases, adapters, tmp_path):
+    merge_adapter(bases("moonlight"), adapters("moonlight"), tmp_path / "m", dtype="bfloat16")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    assert tensors[MOONLIGHT_BIAS].dtype == torch.float32
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_several_adapters_with_weights(bases, adapters, tmp_path):
+    base, first = bases("deepseek_v2"), adapters("deepseek_v2")
+    second = helpers.adapter(base, tmp_path / "b", seed=8, r=3)
+    pairs = [(first, 0.75), (second, -0.5)]
+    report = merge_adapter(base, pairs, tmp_path / "m")
+    each = [merge_adapter(base, folder, tmp_path / str(i)) for i, (folder, _) in enumerate(pairs)]
+    files = [base, *(r.output for r in each), tmp_path / "m"]
+    zero, one, two, both = (load_file(f / "model.safetensors") for f in files)
+    for name, start in zero.items():
+        wanted = start + 0.75 * (one[name] - start) - 0.5 * (two[name] - start)
+        torch.testing.assert_close(both[name], wanted, rtol=1e-5, atol=1e-6)
+        if name in report.delta_norms:
+            norm = (both[name] - start).norm().item()
+            assert report.delta_norms[name] == pytest.approx(norm, rel=1e-3)
+
+
+def test_delta_norms_by_expert(bases, adapters, tmp_path):
+    base = bases("mixtral")
+    report = merge_adapter(base, adapters("mixtral"), tmp_path / "m")
+    before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "m"))
+    for layer, norms in report.expert_norms.items():
+        for expert, norm in enumerate(norms):
+            head = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w"
+            wanted = sum((after[f"{head}{i}.weight"] - before[f"{head}{i}.weight"]).square().sum()
+                         for i in (1, 2, 3)) ** 0.5  # fmt: skip
+            assert norm == pytest.approx(wanted.item(), rel=1e-3)
+
+
+# Expert-selective LoRA
+
+
+def select(adapter, base, chosen, output):
+    """The parts of a full adapter that belong to ``chosen``, packed as moe_finetune.json says."""
+    opened = open_checkpoint(base)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    small = {}
+    for key, tensor in tensors.items():
+        if ".experts." not in key:
+            small[key] = tensor
+            continue
+        layer = int(key.split(".layers.")[1].split(".")[0])
+        if layer not in chosen:
+            continue
+        total, ids = opened.experts[layer], chosen[layer]
+        if "lora_A" in key:
+            packed = torch.cat([tensor.chunk(total)[expert] for expert in ids])
+        else:
+            by_rank = [tensor[:, r * total : (r + 1) * total][:, ids] for r in range(4)]
+            packed = torch.cat(by_rank, 1)
+        small[key] = packed.contiguous()
+    output.mkdir()
+    save_file(small, output / "adapter_model.safetensors")
+    shutil.copy(adapter / "adapter_config.json", output)
+    write_metadata(output, experts=chosen, experts_dropout=0.1)
+    return output
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_chosen_experts(bases, adapters, family, tmp_path):
+    """Merging a selection changes the chosen experts as the whole adapter does, and no others."""
+    base, full = bases(family), adapters(family)
+    chosen = {1: [9, 2, 5], 2: [0, 11]}
+    small = select(full, base, chosen, tmp_path / "small")
+    report = merge_adapter(base, small, tmp_path / family)
+    merge_adapter(base, full, tmp_path / "whole")
+    tables = [
+        load_file(f / "model.safetensors") for f in (base, tmp_path / family, tmp_path / "whole")
+    ]
+    disk = open_checkpoint(base).family.disk
+    for layer, experts in open_checkpoint(base).experts.items():
+        for expert in range(experts):
+            for part in ("gate", "up", "down"):
+                name = disk.name(part, layer, expert)
+                before, after, whole = (table[name] for table in tables)
+                assert torch.equal(after, whole if expert in chosen.get(layer, ()) else before)
+                assert not torch.equal(before, whole)
+    assert {k: [e for e, n in enumerate(v) if n] for k, v in report.expert_norms.items()} == {
+        layer: sorted(ids) for layer, ids in chosen.items()
+    }
+    ordinary = expand_selection(small, base, tmp_path / "ordinary")
+    wanted = logits(helpers.with_adapter(base, ordinary))
+    assert_same(logits(helpers.load(tmp_path / family)), wanted)
+
+
+# Routing bias
+
+
+def test_bias_of_moonlight(bases, adapters, tmp_path):
+    base, bias = bases("moonlight"), {1: [0.01 * i for i in range(12)], 2: [-0.5] * 12}
+    merge_adapter(base, adapters("moonlight"), tmp_path / "moonlight", bias=bias)
+    tensors = load_file(tmp_path / "moonlight" / "model.safetensors")
+    assert torch.equal(tensors[MOONLIGHT_BIAS], torch.tensor(bias[1]))
+    model = helpers.with_adapter(base, adapters("moonlight"))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor(bias[int(name.split(".layers.")[1].split(".")[0])]))
+    assert_same(logits(helpers.load(tmp_path / "moonlight")), logits(model))
+
+
+def test_bias_of_deepseek_v2(bases, adapters, tmp_path):
+    bias = {2: [0.02 * i for i in range(12)]}
+    report = merge_adapter(bases("deepseek_v2"), adapters("deepseek_v2"), tmp_path / "m", bias=bias)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    assert torch.equal(
+        tensors["model.layers.2.mlp.gate.e_score_correction_bias"], torch.tensor(bias[2])
+    )
+    assert not tensors["model.layers.1.mlp.gate.e_score_correction_bias"].any()
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "softmax")
+    assert any("noaux_tc" in note for note in report.plan.notes)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_moe", "olmoe", "mixtral"])
+def test_bias_without_a_place(bases, adapters, family, tmp_path):
+    bias = {1: [0.1] * 12}
+    with pytest.raises(UnsupportedModelError, match="no place for a routing bias"):
+        merge_adapter(bases(family), adapters(family), tmp_path / "m", bias=bias)
+    assert not (tmp_path / "m").exists()
+    merge_adapter(bases(family), adapters(family), tmp_path / "m", bias=bias, bias_export="drop")
+    merge_adapter(bases(family), adapters(family), tmp_path / "plain")
+    assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("family", ["moonlight", "deepseek_v2"])
+def test_a_bias_that_is_dropped_leaves_the_bases_own(bases, adapters, family, tmp_path):
+    base, adapter, bias = bases(family), adapters(family), {1: [0.1] * 12, 2: [-0.2] * 12}
+    merge_adapter(base, adapter, tmp_path / "m", bias=bias, bias_export="drop")
+    merge_adapter(base, adapter, tmp_path / "plain")
+    assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
+    verify_merge(base, adapter, tmp_path / "m")
+    merge_adapter(base, adapter, tmp_path / "kept", bias=bias)
+    verify_merge(base, adapter, tmp_path / "kept", bias=bias)
+    if family == "moonlight":  # of an added tensor verify says nothing
+        with pytest.raises(MoeFinetuneError):
+            verify_merge(base, adapter, tmp_path / "kept")
+
+
+# Output
+
+
+def test_dry_run_changes_nothing(bases, adapters, tmp_path):
+    report = merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m", dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    table = report.plan.table()
+    assert "model.layers.0.mlp.experts.11.up_proj.weight" in table
+    assert "rows 48-96" in table and "expert slot 11/12" in table
+    real = merge_adapter(bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "m")
+    written = sum(p.stat().st_size for p in (tmp_path / "m").iterdir())
+    assert report.plan.size == real.bytes_written == written
+    assert len(report.plan.table(limit=3).splitlines()) < 10
+
+
+def test_existing_output(bases, adapters, tmp_path):
+    target = tmp_path / "m"
+    target.mkdir()
+    (target / "mine.txt").write_text("keep")
+    with pytest.raises(OutputExistsError, match="not empty"):
+        merge_adapter(bases("olmoe"), adapters("olmoe"), target)
+    assert [p.name for p in tmp_path.rglob("*")] == ["m", "mine.txt"]
+    merge_adapter(bases("olmoe"), adapters("olmoe"), target, overwrite=True)
+    assert not (target / "mine.txt").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert_same(
+        logits(helpers.load(target)),
+        logits(helpers.with_adapter(bases("olmoe"), adapters("olmoe"))),
+    )
+
+
+def test_no_code_is_exported(bases, adapters, tmp_path):
+    base = tmp_path / "base" / "olmoe"
+    shutil.copytree(bases("olmoe"), base)
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((base / name).read_text())
+        content["auto_map"] = {"AutoConfig": "configuration_x.X"}
+        (base / name).write_text(json.dumps(content))
+    (base / "configuration_x.py").write_text("raise SystemExit")
+    (base / "LICENSE").write_text("Some Licence\n")
+    merge_adapter(base, adapters("olmoe"), tmp_path / "m")
+    assert not list((tmp_path / "m").glob("*.py"))
+    assert (tmp_path / "m" / "LICENSE").read_text() == "Some Licence\n"
+    for name in ("config.json", "tokenizer_config.json"):
+        before, after = (json.loads((f / name).read_text()) for f in (base, tmp_path / "m"))
+        assert before.pop("auto_map") and before == after
+
+
+def test_progress_reaches_the_total(bases, adapters, tmp_path):
+    seen = []
+    merge_adapter(
+        bases("olmoe"), adapters("olmoe"), tmp_path / "m", progress=lambda *step: seen.append(step)
+    )
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (open_checkpoint(bases("olmoe")).size,) * 2
+
+
+def test_left_over_factor_stops_the_merge(bases, adapters, tmp_path):
+    adapter = tmp_path / "a"
+    shutil.copytree(adapters("olmoe"), adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector"] = torch.ones(
+        3
+    )
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="lora_magnitude_vector"):
+        merge_adapter(bases("olmoe"), adapter, tmp_path / "m")

@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_finetune import cli
+from moe_finetune.cli.doctor import Check, as_json, healthy, text
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.placement.plan import PlacementPlan
+from moe_finetune.recipe.sections import LoraSection
+from tests import tiny
+
+VERBS = sorted(command.name or command.callback.__name__ for command in cli.app.registered_commands)
+
+
+def run(capsys, *arguments: str | Path) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_that_parses(capsys, verb):
+    code, out, _ = run(capsys, verb, "--help")
+    assert code == 0
+    example = " ".join(out.partition("Example: ")[2].partition("\n\n")[0].split())
+    assert example.startswith(f"moe-finetune {verb} ")
+    for option in [word for word in example.split() if word.startswith("--")]:
+        assert out.count(option) >= 2, f"{option} of the example is not an option of {verb}"
+
+
+def test_help_lists_the_verbs_and_imports_nothing_heavy():
+    heavy = ["torch", "transformers", "peft", "trl", "vllm", "lm_eval", "datasets", "pydantic"]
+    code = (
+        "import sys; from moe_finetune.cli import main; main(['--help']); "
+        f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stderr.strip() == "[]"
+    for verb in VERBS:
+        assert f"\n  {verb} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "Did you mean 'train'"),
+        (["train"], "Missing argument"),
+        (["train", "x.yaml"], "--output"),
+        (["train", "x.yaml", "--output", "o", "--resum"], "--resum"),
+        (["eval", "m", "--suite", "s", "--output", "o", "--backend", "vlm"], "vlm"),
+        (["train", "nowhere.yaml", "--output", "o"], "error: there is no recipe file nowhere.yaml"),
+        (["inspect", "./nowhere"], "nowhere"),
+        (["select", "nowhere", "--output", "o.json"], "nowhere: no trace there"),
+        (["select", "nowhere", "--top-p", "1.5", "--output", "o.json"], "--top-p 1.5: wanted a"),
+        (["report", "nowhere"], "nowhere"),
+        (["merge", "nowhere", "--output", "o"], "nowhere"),
+        (["convert", "./nowhere", "--output", "o"], "nowhere"),
+    ],
+)
+def test_wrong_input_is_exit_code_2_with_a_message(capsys, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2, err
+    assert said in err and "Traceback" not in err and not out
+    assert not list(tmp_path.iterdir()), "nothing may be written"
+
+
+def test_version(capsys):
+    import importlib.metadata
+
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out == f"moe-finetune {importlib.metadata.version('moe-finetune')}\n"
+
+
+def test_an_unknown_log_format_is_refused(capsys):
+    code, _, err = run(capsys, "inspect", "x", "--log-format", "yaml")
+    assert code == 2 and err == "error: --log-format yaml: wanted text or json\n"
+
+
+def test_debug_shows_where_it_was_raised(capsys):
+    with pytest.raises(cli.MoeFinetuneError):
+        cli.main(["train", "nowhere.yaml", "--output", "o", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)],
+)
+def test_interruption_and_failures_of_the_machine(capsys, monkeypatch, tmp_path, raised, code):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
+
+    def fail(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("moe_finetune.run.run_recipe", fail)
+    found, _, err = run(capsys, "train", recipe, "--output", tmp_path / "o")
+    assert found == code and "Traceback" not in err
+
+
+def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b=c.yaml"
+    first.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
+    second.write_text("method: erc\n")
+    seen = {}
+
+    def keep(recipe, output, resume=False, ignore_memory=False):
+        seen.update(recipe=recipe, output=output, resume=resume)
+        return output
+
+    monkeypatch.setattr("moe_finetune.run.run_recipe", keep)
+    arguments = [first, second, "trainer.max_steps=5", "--output", tmp_path / "o", "--resume"]
+    assert run(capsys, "train", *arguments)[0] == 0
+    assert seen["recipe"].method.preset == "erc" and seen["recipe"].trainer == {"max_steps": 5}
+    assert seen["resume"] is True and seen["output"] == tmp_path / "o"
+
+
+# -- merge, permute ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tiny_checkpoint, tmp_path) -> Path:
+    """An adapter folder whose factors are not zero, over a tiny checkpoint."""
+    import torch
+
+    base = tiny_checkpoint("olmoe")
+    model = add_lora(tiny.model("olmoe"), LoraSection(rank=8, alpha=8.0), "frozen")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "run" / "adapter")
+    return tmp_path / "run" / "adapter"
+
+
+def test_merge_takes_a_run_or_an_adapter(capsys, adapter, tmp_path):
+    code, out, err = run(capsys, "merge", adapter.parent, "--output", tmp_path / "a", "--verify")
+    assert code == 0, err
+    assert "tensors changed" in out and "verified: logits" in out
+    code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "b")
+    assert code == 0, err
+    name = "model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "b")
+    assert code == 2 and str(tmp_path / "b") in err
+    code, out, _ = run(capsys, "merge", adapter, "--output", tmp_path / "c", "--dry-run")
+    assert code == 0 and "q_proj" in out and not (tmp_path / "c").exists()
+
+
+def test_merge_names_the_base_that_is_missing(capsys, adapter, tmp_path):
+    config = adapter / "adapter_config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"base_model_name_or_path": None}))
+    code, _, err = run(capsys, "merge", adapter, "--output", tmp_path / "o")
+    assert code == 2 and "--base" in err
+    config.write_text(json.dumps(content))
+    code, _, err = run(capsys, "merge", adapter, "--base", tmp_path / "gone", "--output", "o")
+    assert code == 2 and "gone" in err
+
+
+def test_permute(capsys, tiny_checkpoint, tmp_path):
+    order = tmp_path / "order.json"
+    order.write_text(json.dumps({"1": [*range(6, 12), *range(6)]}))
+    arguments = [tiny_checkpoint("olmoe"), "--permutation", order]
+    assert run(capsys, "permute", *arguments, "--output", tmp_path / "p")[0] == 0
+    assert (tmp_path / "p" / "config.json").is_file()
+    order.write_text(json.dumps({"1": [0, 0, 1]}))
+    code, _, err = run(capsys, "permute", *arguments, "--output", tmp_path / "q")
+    assert code == 2 and "layer 1" in err and not (tmp_path / "q").exists()
+
+
+# -- inspect ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_inspect_states_the_facts_of_a_checkpoint(capsys, tiny_checkpoint, family):
+    folder = tiny_checkpoint(family)
+    code, out, err = run(capsys, "inspect", folder, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    config = tiny.config(family)
+    dense = getattr(config, "first_k_dense_replace", 0)
+    assert facts["family"] == family and facts["model_type"] == config.model_type
+    assert facts["moe_layers"] == list(range(dense, 3))
+    assert (facts["experts"], facts["top_k"], facts["hidden"], facts["expert_width"]) == (
+        12,
+        3,
+        192,
+        48,
+    )
+    assert facts["shared_experts"] == (3 if dense else 0)
+    model = tiny.model(family)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    idle = (3 - dense) * (12 - 3) * 3 * 48 * 192
+    assert facts["active_parameters"] == facts["parameters"] - idle
+    assert facts["stored_dtypes"] == ["F32"]
+    buffers = sum(b.numel() for n, b in model.named_buffers() if n.endswith("correction_bias"))
+    assert facts["stored_bytes"] == 4 * (facts["parameters"] + buffers)
+    assert facts["memory"] is None and facts["coverage"]["total"]["trained_tensors"] == 0
+
+
+def test_inspect_with_a_recipe_shows_coverage_and_memory(capsys, tiny_checkpoint, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {path: m, dtype: float32}\nlora: {rank: 4, alpha: 8}\nrouter: {train: frozen}\n"
+        "data: {train: d.jsonl, max_length: 100}\n"
+        "trainer: {per_device_train_batch_size: 3, gradient_checkpointing: false}\n"
+    )
+    folder = tiny_checkpoint("qwen3_moe")
+    code, out, _ = run(capsys, "inspect", folder, "--recipe", recipe, "--json")
+    facts = json.loads(out)
+    total, memory = facts["coverage"]["total"], facts["memory"]
+    assert code == 0 and total["trained_tensors"] == 2 * (12 + 6)
+    assert memory["weights"] == 4 * facts["parameters"]
+    assert memory["adapter"] == 4 * total["trained_parameters"]
+    assert memory["optimizer"] == 12 * total["trained_parameters"]
+    assert memory["tokens"] == 300
+    # One layer: ten hidden-sized tensors a token, and 2 H + 3 D for each of 3 experts.
+    assert memory["activations"] == 3 * 300 * (10 * 192 + 3 * (2 * 192 + 3 * 48)) * 4
+    code, out, _ = run(capsys, "inspect", folder, "--recipe", recipe)
+    assert "routed experts" in out and "memory for training" in out and "300 tokens" in out
+
+
+def test_inspect_refuses_damaged_and_unsupported_checkpoints(capsys, tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, _, err = run(capsys, "inspect", folder)
+    assert code == 2 and "model.safetensors" in err and "truncated" in err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_mo"}))
+    code, _, err = run(capsys, "inspect", folder)
+    assert code == 2 and "did you mean 'qwen3_moe'" in err
+
+
+# -- select -----------------------------------------------------------------------------------
+
+
+def test_select_writes_a_selection_file(capsys, tmp_path):
+    generator = np.random.default_rng(0)
+    ids = generator.permuted(np.tile(np.arange(8, dtype=np.int16), (50, 2, 1)), axis=-1)[..., :3]
+    weights = generator.random(ids.shape, dtype=np.float32)
+    trace = tmp_path / "trace.npz"
+    np.savez(trace, ids=ids, weights=weights, seq=np.zeros(50, np.int64))
+    code, out, err = run(capsys, "select", trace, "--output", tmp_path / "s.json", "--top-p", "0.3")
+    assert code == 0, err
+    chosen = json.loads((tmp_path / "s.json").read_text())["experts"]
+    assert sorted(chosen) == ["1", "2"] and "2 layers" in out
+    counts = np.bincount(ids[:, 0].ravel(), minlength=8)
+    assert counts[chosen["1"]].min() >= np.delete(counts, chosen["1"]).max()
+
+
+# -- place, compare -------------------------------------------------------------------------
+
+
+def test_place_finds_experts_that_work_together(capsys, tmp_path):
+    generator = np.random.default_rng(1)
+    clique = generator.integers(4, size=(600, 1, 1)) * 16  # each token stays in one of four
+    inside = generator.permuted(np.tile(np.arange(16), (600, 2, 1)), axis=-1)
+    ids = generator.permutation(64)[(clique + inside)[..., :3]].astype(np.int16)
+    trace, weights = tmp_path / "trace.npz", np.full(ids.shape, 1 / 3, np.float32)
+    np.savez(trace, ids=ids, weights=weights, seq=np.arange(600) // 10)
+    code, out, err = run(capsys, "place", trace, "--ranks", "4", "--output", tmp_path / "plan")
+    assert code == 0, err
+    lines = [line.split("cross_rank_share ")[1] for line in out.splitlines()[:3]]
+    index_order, _, planned = (float(line.partition(",")[0]) for line in lines)
+    assert index_order > 0.7, "index order tears the cliques apart"
+    assert planned < 0.15, "the plan holds them together on sequences it has not seen"
+    code, _, err = run(capsys, "place", trace, "--ranks", "5", "--output", tmp_path / "five")
+    assert code == 2 and "5 ranks" in err and not (tmp_path / "five").exists()
+
+
+def test_permute_takes_a_placement_plan(capsys, tiny_checkpoint, tmp_path):
+    ranks = np.array([[0, 1, 2] * 4, [2, 1, 0] * 4])
+    PlacementPlan.of("olmoe", [0, 2], 3, ranks).write(tmp_path / "plan.json")
+    plain = {
+        "0": [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11],
+        "2": [2, 5, 8, 11, 1, 4, 7, 10, 0, 3, 6, 9],
+    }
+    (tmp_path / "plain.json").write_text(json.dumps(plain))
+    for name in ("plan", "plain"):
+        order, folder = tmp_path / f"{name}.json", tmp_path / name
+        arguments = [tiny_checkpoint("olmoe"), "--permutation", order, "--output", folder]
+        code, _, err = run(capsys, "permute", *arguments)
+        assert code == 0, err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plan", "plain")]
+    assert weights[0] == weights[1]
+    assert weights[0] != (tiny_checkpoint("olmoe") / "model.safetensors").read_bytes()
+
+
+def test_compare_refuses_one_result_and_odd_names(capsys, tmp_path):
+    code, _, err = run(capsys, "compare", tmp_path)
+    assert code == 2 and "at least two" in err
+    code, _, err = run(capsys, "compare", tmp_path, tmp_path, "--output", tmp_path / "c.pdf")
+    assert code == 2 and ".html or .json" in err
+
+
+# -- doctor -----------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_is_there_and_what_to_do(capsys):
+    checks = [Check("a", "ok", "fine"), Check("bcd", "problem", "broken", "mend it")]
+    assert not healthy(checks) and healthy(checks[:1])
+    assert "PROBLEM  bcd  broken" in text(checks) and "-> mend it" in text(checks)
+    assert json.loads(as_json(checks))["healthy"] is False
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("problem", 1)])
+def test_doctors_exit_code(capsys, monkeypatch, state, code):
+    monkeypatch.setattr("moe_finetune.cli.doctor.examine", lambda fix: [Check("x", state, "y")])
+    assert run(capsys, "doctor")[0] == code
+
+
+@pytest.mark.slow
+def test_doctor_runs_where_transformers_cannot_be_imported(tmp_path):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "moe_finetune.cli", "doctor", "--json"],
+        capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert "torchvision::nms" in checks["import transformers"]["found"]
+    assert "doctor --fix" in checks["import transformers"]["remedy"]
+    assert checks["torch"]["state"] == "ok"
+
+
+def test_report_prints_its_numbers_under_labels(capsys, tmp_path):
+    from tests.report.folders import write_run
+
+    runs = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    code, out, _ = run(capsys, "report", *runs, "--format", "json", "--labels", "aux, ERC")
+    numbers = json.loads(out)
+    assert code == 0 and [each["label"] for each in numbers["runs"]] == ["aux", "ERC"]
+    assert numbers["comparisons"][0]["baseline"] == "aux"
+    file = tmp_path / "numbers.json"
+    assert run(capsys, "report", *runs, "--format", "json", "-o", file)[0] == 0
+    assert [each["label"] for each in json.loads(file.read_text())["runs"]] == ["a", "b"]
+    code, _, err = run(capsys, "report", *runs, "--labels", "one", "-o", tmp_path / "page")
+    assert code == 2 and "1 labels for 2 runs" in err
+    code, _, _ = run(capsys, "report", *runs, "--labels", "x,y", "-o", tmp_path / "page.html")
+    assert code == 0 and "y against x" in (tmp_path / "page.html").read_text()
+
+
+def test_push_is_refused_before_anything_is_written(capsys, adapter, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
+    output = tmp_path / "o"
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
+    assert code == 2 and "me/mine: there is no token" in err and not output.exists()
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "mine")
+    assert code == 2 and "wanted owner/name" in err and not output.exists()
+    # With a token but no network the merge stays and the message says how to go on.
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    code, _, err = run(capsys, "merge", adapter, "--output", output, "--push", "me/mine")
+    assert code == 2 and "the upload failed" in err and (output / "config.json").is_file()
+
+
+def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoint):
+    import torch
+    from safetensors.torch import load_file
+
+    from moe_finetune.training.bias_export import BIAS_FILE
+    from moe_finetune.training.state import save_state
+    from tests.checkpoint.helpers import adapter as random_adapter
+
+    bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}
+    folders = {}
+    for family in ("moonlight", "olmoe"):
+        folders[family] = random_adapter(tiny_checkpoint(family), tmp_path / family)
+        save_state(folders[family] / BIAS_FILE, bias)
+    code, out, err = run(
+        capsys, "merge", folders["moonlight"], "--output", tmp_path / "m", "--verify"
+    )
+    assert code == 0 and "verified" in out, err
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        torch.testing.assert_close(merged[name], bias[f"bias.{layer}"])
+    code, _, err = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o")
+    assert code == 2 and "no place for a routing bias" in err
+    code, _, _ = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o", "--drop-bias")
+    assert code == 0

@@ -1,0 +1,175 @@
+"""A miniature from its recipe to its tables: resumed, refused, and listed when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from eval.effects.settings import load_miniature, with_table
+from eval.effects.shards import shards_of
+from eval.effects.study import effects_of, plan_miniature, run_miniature
+from moe_finetune.errors import OutputExistsError, RecipeError
+from tests.conftest import ROOT
+
+SHIPPED = ROOT / "recipes" / "studies" / "miniature.yaml"
+CLASSIFICATION = {
+    "arms": ["baseline", "orthogonality"],
+    "setting": {
+        "samples": 120, "informative": 5, "redundant": 3, "classes": 4, "experts": 6, "hidden": 5,
+        "folds": 3, "batch": 32, "epochs": 2,
+    },
+}  # fmt: skip
+RECOVERY = {"count": 7, "k": 3, "width": 8, "trials": 3}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(**changes):
+        values = {
+            "kind": "miniature",
+            "seeds": [1, 2],
+            "recovery": RECOVERY,
+            "classification": CLASSIFICATION,
+            **changes,
+        }
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+        return path
+
+    return write
+
+
+def test_the_shipped_study_covers_every_comparison():
+    from eval.effects.claims import DIRECTIONS, EFFECTS
+
+    study = load_miniature(SHIPPED)
+    assert is_miniature(SHIPPED)
+    assert len(study.seeds) >= 5
+    arms = {(shard.part, shard.arm) for shard in shards_of(study)}
+    for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
+        assert (comparison.part, comparison.arm) in arms
+        assert (comparison.part, comparison.baseline or comparison.arm) in arms
+
+
+def test_a_study_shows_the_effects_of_its_parts():
+    both = load_miniature(SHIPPED.with_name("paper4.yaml"))
+    assert [effect.number for effect in effects_of(both)] == [12, 13]
+    assert [effect.number for effect in effects_of(load_miniature(SHIPPED))] == list(range(1, 16))
+    # What is the paper's stays so when the two files are edited.
+    whole = load_miniature(SHIPPED)
+    assert (both.recovery, both.classification) == (whole.recovery, whole.classification)
+
+
+def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert run_miniature(recipe(), output) == 0
+    assert "| 12 | Diverse experts" in capsys.readouterr().out
+    files = sorted(output.glob("shards/**/*.json"))
+    assert len(files) == 6
+    assert {path.name for path in (output / "pictures").iterdir()} == {"figure2.png", "figure3.png"}
+    first = (output / "effects.json").read_text()
+    held = {path: path.stat().st_mtime_ns for path in files}
+    files[0].unlink()
+    assert run_miniature(recipe(), output, resume=True) == 0
+    again = {path: path.stat().st_mtime_ns for path in files}
+    assert [path for path in files if again[path] != held[path]] == files[:1]
+    assert (output / "effects.json").read_text() == first
+
+
+def test_two_processes_share_a_study(recipe, tmp_path):
+    path, output = recipe(classification=None), tmp_path / "out"
+    run_miniature(path, output, part=(2, 2))
+    assert [file.stem for file in output.glob("shards/**/*.json")] == ["seed_2"]
+    run_miniature(path, output, resume=True, part=(1, 2))
+    assert len(list(output.glob("shards/**/*.json"))) == 2
+    with pytest.raises(RecipeError, match="--shard 3/2"):
+        run_miniature(path, output, resume=True, part=(3, 2))
+
+
+def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
+    # Five features in four dimensions do not exist; the classification runs all the same.
+    path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
+    assert run_miniature(path, output) == 2
+    assert "failed: recovery/sweep/seed_1" in capsys.readouterr().out
+    reason = output / "shards" / "recovery" / "sweep" / "seed_1.failed.txt"
+    assert "width is 4, wanted at least count=7" in reason.read_text()
+    assert len(list(output.glob("shards/classification/**/*.json"))) == 4
+    assert run_miniature(path, output, resume=True) == 2
+
+
+def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
+    output = tmp_path / "out"
+    run_miniature(recipe(classification=None), output)
+    run_miniature(recipe(classification=None, seeds=[1, 2, 3]), output, resume=True)
+    assert len(list(output.glob("shards/**/*.json"))) == 3
+    with pytest.raises(RecipeError, match="other settings under recovery"):
+        run_miniature(recipe(recovery={**RECOVERY, "trials": 4}), output, resume=True)
+
+
+def test_what_is_there_is_not_overwritten(recipe, tmp_path):
+    output = tmp_path / "out"
+    run_miniature(recipe(classification=None), output)
+    with pytest.raises(OutputExistsError, match="--resume"):
+        run_miniature(recipe(classification=None), output)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="other files"):
+        run_miniature(recipe(), other)
+    assert os.listdir(other) == ["mine.txt"]
+
+
+def test_a_damaged_result_is_named(recipe, tmp_path):
+    output = tmp_path / "out"
+    run_miniature(recipe(classification=None), output)
+    broken = output / "shards" / "recovery" / "sweep" / "seed_1.json"
+    broken.write_text(broken.read_text()[:40])
+    with pytest.raises(RecipeError, match=r"seed_1\.json:1: not JSON .*; delete it"):
+        run_miniature(recipe(classification=None), output, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": []}, "seeds"),
+        ({"clasification": {}}, "clasification"),
+        ({"finetune": {"arms": {"a": {"preset": "orthogonal_varianc"}}}}, "did you mean"),
+        ({"finetune": {"arms": {"a/b": {"preset": "none"}}}}, "wanted a name"),
+        ({"finetune": {"arms": {"a": {"preset": "none"}}, "once": ["b"]}}, "not among"),
+        ({"classification": {"arms": ["dpp"], "setting": {"epoch": 3}}}, "'epochs'"),
+        ({"scratch": {"arms": {"a": {}}, "mixture": {"prose": 3}}}, "'prose_rows'"),
+        ({"scratch": {"arms": {"a": {"terms": {"variance": {"weight": -1}}}}}}, "weight"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_runs(recipe, tmp_path, changes, message):
+    output = tmp_path / "out"
+    with pytest.raises(RecipeError, match=message):
+        run_miniature(recipe(**changes), output)
+    assert not output.exists()
+
+
+def test_the_plan_counts_runs(recipe):
+    text = plan_miniature(recipe())
+    assert "2  recovery" in text and "4  classification" in text and "6  runs in all" in text
+    assert plan_miniature(recipe(), ["seeds=[7]"]).splitlines()[-1].split()[0] == "3"
+
+
+def test_only_supervised_routing_gets_a_table():
+    assert with_table({"preset": "erc"}, "t") == {"preset": "erc"}
+    for method in (
+        {"preset": "supervised_routing"},
+        {"terms": {"supervised_routing": {"weight": 0.5}}},
+    ):
+        assert with_table(method, "t")["terms"]["supervised_routing"]["table"] == "t"
+
+
+def test_other_files_are_no_miniature(tmp_path):
+    path = tmp_path / "x.yaml"
+    assert not is_miniature(path)
+    path.write_text("seeds: [1]")
+    assert not is_miniature(path)
+    path.write_text(json.dumps({"kind": "miniature"}))
+    assert is_miniature(path)

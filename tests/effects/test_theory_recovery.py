@@ -1,0 +1,99 @@
+"""Figure 2's choices against slow searches, and the barrier where theory puts it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from eval.effects.theory.recovery import (
+    coherence_sweep,
+    greedy_choice,
+    optimal_choice,
+    random_features,
+    recovery,
+    residual,
+    worst_features,
+)
+from moe_finetune.metrics import coherence_barrier, mutual_coherence
+
+
+def _distance(features_NH, target_H, chosen) -> float:
+    span = features_NH[list(chosen)].T
+    weights = np.linalg.lstsq(span, target_H, rcond=None)[0]
+    return float(((target_H - span @ weights) ** 2).sum() / (target_H**2).sum())
+
+
+def test_the_optimal_subset_is_the_one_of_a_slow_search_over_all():
+    rng = np.random.default_rng(3)
+    features_BNH, target_BH = rng.standard_normal((4, 7, 9)), rng.standard_normal((4, 9))
+    chosen_Bk = optimal_choice(features_BNH, target_BH, 3)
+    for features_NH, target_H, chosen_k in zip(features_BNH, target_BH, chosen_Bk, strict=True):
+        subsets = list(itertools.combinations(range(7), 3))
+        best = min(subsets, key=lambda s, f=features_NH, y=target_H: _distance(f, y, s))
+        assert tuple(chosen_k) == best
+    wanted = [
+        _distance(f, y, c) for f, y, c in zip(features_BNH, target_BH, chosen_Bk, strict=True)
+    ]
+    np.testing.assert_allclose(residual(features_BNH, target_BH, chosen_Bk), wanted, rtol=1e-9)
+
+
+def test_the_greedy_choice_takes_the_largest_inner_products():
+    features_BNH = np.array([[[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]]])
+    target_BH = np.array([[1.0, 0.5]])  # scores 1, 1, -1, 0.5: ties go to the lower id
+    np.testing.assert_array_equal(greedy_choice(features_BNH, target_BH, 3), [[0, 1, 3]])
+    np.testing.assert_array_equal(greedy_choice(features_BNH, target_BH, 1), [[0]])
+
+
+@pytest.mark.parametrize("coherence", [0.02, 0.3, 0.9])
+def test_random_features_have_the_coherence_asked_for(coherence):
+    features_BNH = random_features(5, 11, 13, coherence, np.random.default_rng(1))
+    assert features_BNH.shape == (5, 11, 13)
+    np.testing.assert_allclose(np.linalg.norm(features_BNH, axis=-1), 1)
+    found = [mutual_coherence(features_NH) for features_NH in features_BNH]
+    np.testing.assert_allclose(found, coherence, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [2, 4, 6])
+def test_on_worst_features_greedy_fails_exactly_above_the_barrier(k):
+    barrier = coherence_barrier(k)
+    answer = np.arange(k)[None]
+    for coherence, right in ((barrier * 0.999, 1.0), (barrier * 1.001, 0.0)):
+        features_NH = worst_features(k + 5, k, coherence)
+        assert mutual_coherence(features_NH) == pytest.approx(coherence)
+        found = recovery(features_NH[None], answer)
+        assert found["greedy"] == right
+        assert found["optimal"] == 1.0
+
+
+def test_recovery_counts_experts_that_the_greedy_choice_found():
+    # Above the barrier of 1/5 the outsider takes the place of one of the three.
+    features_NH = worst_features(6, 3, 0.25)
+    found = recovery(np.stack([features_NH, np.eye(6)]), np.tile(np.arange(3), (2, 1)))
+    assert found["greedy"] == 0.5
+    assert found["greedy_experts"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["optimal_residual"] == pytest.approx(0, abs=1e-12)
+    assert found["greedy_residual"] > 1e-3
+
+
+def test_the_sweep_recovers_below_the_barrier_and_repeats():
+    options = {"count": 9, "k": 4, "width": 10, "trials": 6, "coherences": (0.05, 1 / 7.1, 0.9)}
+    found = coherence_sweep(7, **options)
+    assert found["barrier"] == pytest.approx(1 / 7)
+    assert [row["greedy"] for row in found["random"][:2]] == [1.0, 1.0]
+    assert [row["optimal"] for row in found["random"]] == [1.0, 1.0, 1.0]
+    assert found == coherence_sweep(7, **options)
+    assert found != coherence_sweep(8, **options)
+
+
+def test_impossible_features_are_refused():
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="width is 5, wanted at least count=6"):
+        random_features(2, 6, 5, 0.1, rng)
+    with pytest.raises(ValueError, match=r"coherence is 0\.99"):
+        random_features(2, 4, 5, 0.99, rng)
+    with pytest.raises(ValueError, match="less than 1/6"):
+        worst_features(8, 6, 0.2)
+    with pytest.raises(ValueError, match="more than k=6"):
+        worst_features(6, 6, 0.1)

@@ -1,0 +1,87 @@
+"""The verb: its plan, and one message with exit code 2 for every wrong input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from moe_finetune.cli import main
+from moe_finetune.errors import OutputExistsError
+from moe_finetune.experiments import expand, load_study
+from moe_finetune.experiments.folder import prepare, record_finished, run_folder
+
+BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
+STUDY = {"base": BASE, "axes": {"method": ["none", "erc"]}, "seeds": [1], "baseline": "none"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"baseline": "nome"}, [], "baseline: no axis has a value 'nome'; did you mean 'none'?"),
+        ({"axes": {"metod": ["erc"]}}, [], "axes.metod: is no key of a recipe; did you mean"),
+        ({"axes": {"method": ["erc", "erc"]}}, [], "axes.method: two values are called 'erc'"),
+        ({"seeds": []}, [], "seeds: "),
+        ({}, ["seeds=[1,1]"], "seeds: 1 is listed twice"),
+        ({}, ["method=erc"], "the study varies method"),
+        ({}, ["trainer.max_stps=3"], "trainer.max_stps: unknown key"),
+        ({}, ["launch.kind=accelerate"], "launch.config: is missing"),
+        ({}, ["--shard", "3/2"], "shard 3/2: wanted i/n"),
+        ({}, ["--shard", "half"], "--shard half: wanted I/N"),
+    ],
+)
+def test_wrong_input_is_one_message_and_starts_nothing(
+    changes, arguments, message, write_study, tmp_path, capsys
+):
+    file = write_study({**STUDY, **changes})
+    output = tmp_path / "out"
+    assert main(["study", str(file), *arguments, "--output", str(output)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said and said.count("error: ") == 1
+    assert not (output / "runs").exists()
+
+
+def test_missing_file_or_output(write_study, capsys):
+    assert main(["study", "gone.yaml", "--output", "x"]) == 2
+    assert "there is no recipe file gone.yaml" in capsys.readouterr().err
+    assert main(["study", str(write_study(STUDY))]) == 2
+    assert "--output: is missing" in capsys.readouterr().err
+
+
+def test_a_damaged_finished_run_ends_with_2(write_study, tmp_path, capsys):
+    file, output = write_study(STUDY), tmp_path / "out"
+    study = load_study(file)
+    runs = expand(study)
+    prepare(study, runs, output, resume=False)
+    folder = run_folder(output, runs[0].name)
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(runs[0].recipe.to_yaml())
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1}) + "\n")
+    record_finished(folder, runs[0].recipe.hash, 1.0)
+    (folder / "metrics.jsonl").write_text("")
+    assert main(["study", str(file), "--output", str(output), "--resume"]) == 2
+    assert f"{folder / 'metrics.jsonl'}: was changed" in capsys.readouterr().err
+
+
+def test_another_study_does_not_take_the_folder(write_study, tmp_path):
+    """Shards go into a folder that others have made: only of the same study."""
+    file, output = write_study(STUDY), tmp_path / "out"
+    study = load_study(file)
+    prepare(study, expand(study), output, resume=False)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    other = load_study(file, ["trainer.max_steps=77"])
+    with pytest.raises(OutputExistsError, match="holds another study"):
+        prepare(other, expand(other), output, resume=True)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    fewer = load_study(file, ["only.method=[none]"])
+    prepare(fewer, expand(fewer), output, resume=True)
+
+
+def test_plan_starts_nothing(write_study, tmp_path, capsys, tiny_checkpoint):
+    shutil.copy(tiny_checkpoint("olmoe") / "config.json", tmp_path / "config.json")
+    options = [f"model.path={tmp_path}", "plan.tokens=1000", "--output", str(tmp_path / "out")]
+    assert main(["study", str(write_study(STUDY)), *options, "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "study: 2 runs" in said and "\nnone " in said and "\nerc " in said
+    assert not (tmp_path / "out").exists()

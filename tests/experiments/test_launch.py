@@ -1,0 +1,214 @@
+"""Runs in processes of their own: killed, interrupted, failed, and as jobs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_finetune.errors import StudyError
+from moe_finetune.experiments import expand, load_results, load_study
+from moe_finetune.experiments.launch import held, reason, starter
+from moe_finetune.experiments.recipe import LaunchSection
+from moe_finetune.experiments.slurm import batch_script, shard_command, submit
+
+STUDY = [sys.executable, "-m", "moe_finetune.cli", "study"]
+
+
+@pytest.fixture(scope="module")
+def study_file(ingredients, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("study") / "small.yaml"
+    values = {
+        "base": ingredients,
+        "axes": {"method": ["none", "aux_loss", "erc"]},
+        "seeds": [1],
+        "baseline": "none",
+        "metrics": {"routing/max_violation": "lower"},
+    }
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    return file
+
+
+def wait_for(condition, seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
+    whole = tmp_path / "whole"
+    subprocess.run([*STUDY, study_file, "launch.kind=inline", "--output", whole], check=True)
+
+    killed = tmp_path / "killed"
+    first = subprocess.Popen(
+        [*STUDY, study_file, "--output", killed], start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    second_run = killed / "runs" / "aux_loss" / "seed_1" / "metrics.jsonl"
+    wait_for(second_run.exists)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    states = [run.state for run in load_results(killed).runs]
+    assert states == ["finished", "started", "missing"]
+
+    again = subprocess.run(
+        [*STUDY, study_file, "--output", killed, "--resume"], capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert "none seed 1: finished already" in again.stderr
+    for name in ("study.csv", "study.tex", "study.txt", "study.json"):
+        table = (killed / "tables" / name).read_text()
+        assert table == (whole / "tables" / name).read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_run_at_work_with_a_checkpoint(study_file, tmp_path, number):
+    output = tmp_path / "out"
+    options = ["trainer.max_steps=100000", "evaluation=null"]
+    study = subprocess.Popen([*STUDY, study_file, *options, "--output", output])
+    wait_for((output / "runs" / "none" / "seed_1" / "metrics.jsonl").exists)
+    study.send_signal(number)
+    assert study.wait(timeout=120) == 130
+    checkpoints = list((output / "runs" / "none" / "seed_1" / "checkpoints").glob("checkpoint-*"))
+    assert checkpoints
+    states = [run.state for run in load_results(output).runs]
+    assert states == ["started", "missing", "missing"]
+
+
+@pytest.mark.slow
+def test_failures_end_with_exit_code_1_and_their_reason(ingredients, write_study, tmp_path):
+    arms = {"bad": {"model": {"path": str(tmp_path / "gone")}}, "good": None}
+    plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
+    file = write_study(
+        {"base": plain, "axes": {"arm": arms}, "seeds": [1], "metrics": {"loss": "lower"}}
+    )
+    found = subprocess.run(
+        [*STUDY, file, "--output", tmp_path / "out"], capture_output=True, text=True
+    )
+    assert found.returncode == 1
+    assert f"failed: bad seed 1: {tmp_path / 'gone'}: no such folder" in found.stdout
+    assert "1 of 2 runs finished" in found.stdout
+    assert "Traceback" not in found.stderr
+
+
+def test_reason_is_the_error_or_the_last_line(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("error: an old one\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("step 1\nerror: model.path: gone\nsecond line\n")
+    assert reason(log, start, 2) == "model.path: gone\nsecond line"
+    log.write_text("loading\nsegmentation\n\n")
+    assert reason(log, 0, -11) == f"killed by SIGSEGV: segmentation (log: {log})"
+    log.write_text("")
+    assert reason(log, 0, 3) == f"exit code 3: it printed nothing (log: {log})"
+
+
+def test_a_lock_is_held_until_both_let_go(tmp_path):
+    with held(tmp_path, "arm/seed_1") as descriptor:
+        child = subprocess.Popen(["sleep", "30"], pass_fds=(descriptor,))
+    with (tmp_path / "locks" / "arm" / "seed_1.lock").open() as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child.kill()
+        child.wait()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_accelerate_needs_its_configuration(tmp_path):
+    with pytest.raises(StudyError, match=r"launch\.config: is missing"):
+        starter(LaunchSection(kind="accelerate"))
+    with pytest.raises(StudyError, match=r"launch\.config: there is no file"):
+        starter(LaunchSection(kind="accelerate", config="gone.yaml"), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_under_accelerate(ingredients, write_study, tmp_path):
+    (tmp_path / "cpu.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 1\nuse_cpu: true\n"
+    )
+    plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
+    file = write_study(
+        {
+            "base": plain,
+            "seeds": [1],
+            "metrics": {"loss": "lower"},
+            "launch": {"kind": "accelerate", "config": "cpu.yaml"},
+        }
+    )
+    subprocess.run([*STUDY, file, "--output", tmp_path / "out"], check=True)
+    (run,) = load_results(tmp_path / "out").runs
+    assert run.finished and len(run.rows) == 4
+
+
+def test_the_batch_script_runs_a_shard_a_job(write_study, tmp_path):
+    study = load_study(
+        write_study(
+            {
+                "base": {"model": {"path": "m"}, "data": {"train": "a.jsonl"}},
+                "axes": {"method": ["none", "erc"]},
+                "seeds": [1, 2, 3],
+                "launch": {"kind": "slurm", "options": {"partition": "gpu", "gres": "gpu:8"}},
+            }
+        ),
+        ["trainer.run_name=two words"],
+    )
+    text = batch_script(study, shard_command(study, tmp_path / "o"), 6, tmp_path / "o")
+    head, *options, work = text.splitlines()
+    assert head == "#!/bin/bash"
+    assert {
+        "#SBATCH --array=1-6",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --gres=gpu:8",
+        "#SBATCH --time=1440",
+    } <= {*options}
+    words = shlex.split(work)
+    assert words[0] == "exec" and words[2:5] == ["-m", "moe_finetune.cli", "study"]
+    assert words[5] == str(study.file) and "trainer.run_name=two words" in words
+    assert words[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/6"] and "launch.kind=process" in words
+    assert "--resume" in words
+    syntax = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert syntax.returncode == 0 and not syntax.stderr
+
+
+@pytest.mark.parametrize("options", [{"gres": "gpu:8\nrm"}, {"gres=x": "y"}])
+def test_options_that_would_break_the_script_are_refused(options, write_study, tmp_path):
+    study = load_study(
+        write_study(
+            {
+                "base": {"model": {"path": "m"}, "data": {"train": "a.jsonl"}},
+                "seeds": [1],
+                "launch": {"kind": "slurm", "options": options},
+            }
+        )
+    )
+    with pytest.raises(StudyError, match="is no option of sbatch"):
+        submit(study, expand(study), tmp_path)
+
+
+@pytest.mark.slow
+def test_jobs_of_submitit(study_file, tmp_path):
+    """Its local executor: the same pickled jobs as under Slurm, side by side on this machine."""
+    pytest.importorskip("submitit")
+    options = [
+        "launch.kind=slurm", "launch.cluster=local", "launch.jobs=2", "only.method=[none, erc]",
+        "evaluation=null", "export.merge=false",
+    ]  # fmt: skip
+    output = tmp_path / "out"
+    subprocess.run([*STUDY, study_file, *options, "--output", output], check=True)
+    results = load_results(output)
+    assert [run.state for run in results.runs] == ["finished", "finished"]
+    assert (output / "tables" / "study.csv").is_file()

@@ -1,0 +1,114 @@
+"""Every study that comes with the package expands, and every run's recipe is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_finetune.evaluation.suites import load_suite, select
+from moe_finetune.experiments import expand, load_study
+from moe_finetune.experiments.slurm import batch_script, shard_command
+from moe_finetune.losses.presets import PRESETS
+
+STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
+FILES = [file for file in sorted(STUDIES.glob("*.yaml")) if reproduction_of(file) is None]
+PAPER0_BENCHMARKS = {
+    "glue", "bbh", "livebench", "mmlu", "mmlu_pro", "gpqa", "gsm8k", "math500", "numinamath",
+    "humaneval", "mbpp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_expands_to_valid_runs_that_all_differ(file, tmp_path):
+    study = load_study(file)
+    runs = expand(study)
+    assert len({run.recipe.hash for run in runs}) == len(runs)
+    assert study.title and "arXiv" in study.source and file.read_text().startswith("# P")
+    for run in runs:
+        assert run.recipe.evaluation is not None
+        suite = load_suite(run.recipe.evaluation.suite)
+        if run.recipe.evaluation.only is not None:
+            select(suite, run.recipe.evaluation.only)
+        assert (run.recipe.lora is None) >= (run.recipe.model.init == "random")
+    if study.launch.config is not None:
+        assert (STUDIES / study.launch.config).is_file()
+        assert "launch.kind=accelerate" in shard_command(study, tmp_path)
+    assert f"--array=1-{len(runs)}" in batch_script(study, ["x"], len(runs), tmp_path)
+
+
+def test_paper0_table1_by_hand():
+    """3 models x 5 methods x 5 groups x 3 seeds; each model and method has all 11 benchmarks."""
+    runs = expand(load_study(STUDIES / "paper0_table1.yaml"))
+    assert len(runs) == 3 * 5 * 5 * 3 == 225
+    found: dict = {}
+    for run in runs:
+        row = (run.values["model"], run.values["method"], run.seed)
+        found.setdefault(row, []).extend(run.recipe.evaluation.only)
+        recipe = run.recipe
+        assert recipe.method.preset == run.values["method"]
+        assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (32, 128, 0.1)
+        assert recipe.router.train == "lora" and recipe.trainer["num_train_epochs"] == 3
+        assert recipe.method.export_bias == (
+            "drop" if run.values["model"] == "deepseek_moe_16b" else "write"
+        )
+    assert len(found) == 45
+    for benchmarks in found.values():
+        assert len(benchmarks) == 11 and set(benchmarks) == PAPER0_BENCHMARKS
+
+
+def test_paper0_ablation_by_hand():
+    """8 combinations x 3 models x 5 groups x 3 seeds, each with the terms of its name."""
+    runs = expand(load_study(STUDIES / "paper0_ablation.yaml"))
+    assert len(runs) == 8 * 3 * 5 * 3 == 360
+    letters = {"aux": "load_balance", "o": "orthogonality", "v": "variance"}
+    names = {run.values["method"] for run in runs}
+    assert len(names) == 8
+    full = PRESETS["orthogonal_variance"].terms
+    for run in runs:
+        name = run.values["method"]
+        wanted = set() if name == "none" else {letters[part] for part in name.split("_")}
+        terms = run.recipe.method.terms
+        assert set(terms) == wanted
+        assert all(terms[term].weight == full[term]["weight"] for term in wanted)
+
+
+def test_paper1_pretrain_by_hand():
+    """2 architectures x 3 sizes x 9 methods x 3 seeds."""
+    runs = expand(load_study(STUDIES / "paper1_pretrain.yaml"))
+    assert len(runs) == 2 * 3 * 9 * 3 == 162
+    by_name = {run.values["method"]: set(run.recipe.method.terms) for run in runs}
+    lb, z, sp, cp = "load_balance", "z_loss", "specialization", "coupling"
+    assert by_name == {
+        "lb": {lb}, "lb_z": {lb, z}, "lb_o_v": {lb, "orthogonality", "variance"},
+        "lb_sp": {lb, sp}, "lb_cp": {lb, cp}, "lb_sp_cp": {lb, sp, cp},
+        "lb_z_sp": {lb, z, sp}, "lb_z_cp": {lb, z, cp}, "lb_z_sp_cp": {lb, z, sp, cp},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("study", "config", "arm", "billions", "active"),
+    [
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-small-lb", 0.4, 0.08),
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-medium-lb", 1.1, 0.10),
+        ("paper1_pretrain", "deepseek_moe_16b", "vanilla-large-lb", 7.0, 0.50),
+        ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
+        ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
+    ],
+)
+def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, tmp_path):
+    """On the meta device, from the config of the checkpoint that the recipe names."""
+    import shutil
+
+    from moe_finetune.experiments.cost import model_size
+
+    fixtures = Path(__file__).resolve().parents[1] / "models" / "fixtures"
+    if config == "olmoe_1b_7b":  # transformers' defaults are its shape
+        (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    else:
+        shutil.copy(fixtures / f"{config}.json", tmp_path / "config.json")
+    runs = expand(load_study(STUDIES / f"{study}.yaml", [f"model.path={tmp_path}"]))
+    recipe = next(run.recipe for run in runs if run.arm == arm)
+    size = model_size(recipe)
+    assert size.parameters / 1e9 == pytest.approx(billions, rel=0.06)
+    assert active is None or size.active / 1e9 == pytest.approx(active, rel=0.08)

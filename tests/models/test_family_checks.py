@@ -1,0 +1,34 @@
+"""Options that transformers ignores and vLLM does not are refused, never run differently."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.models import family_of
+from tests import tiny
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_the_published_options_are_supported(family):
+    assert family_of(tiny.config(family)).name == family
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("moonlight", "topk_method", "greedy"),
+        ("moonlight", "scoring_func", "softmax"),
+        ("moonlight", "moe_layer_freq", 2),
+        ("deepseek_moe", "scoring_func", "sigmoid"),
+    ],
+)
+def test_others_are_refused_by_name(family, key, value):
+    config = tiny.config(family)
+    setattr(config, key, value)
+    with pytest.raises(UnsupportedModelError, match=f"{key} '{value}' is not supported; supported"):
+        family_of(config)

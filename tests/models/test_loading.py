@@ -1,0 +1,184 @@
+"""Loading a checkpoint: the same model back, and one clear message for each way to break it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from moe_finetune.checkpoint.convert import write_tokenizer
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.io.checkpoint_files import read_headers
+from moe_finetune.models import deepseek_moe
+from moe_finetune.models.loading import load_config, load_model, load_tokenizer, local_folder
+from tests import tiny
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A sharded checkpoint that a test may break."""
+    tiny.model("qwen3_moe").save_pretrained(tmp_path / "m", max_shard_size="300KB")
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_a_saved_model_comes_back_whole(family, tiny_checkpoint):
+    model, expected = load_model(tiny_checkpoint(family)), tiny.model(family)
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    assert not model.training
+    assert load_model(tiny_checkpoint(family), dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_tokenizer(tiny_checkpoint(family)).decode([*range(100, 110)])
+
+
+def test_index_missing_shard(sharded):
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=rf"{victim.name} is missing; copy"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -1])
+def test_truncated_shard(sharded, kept):
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    data = victim.read_bytes()
+    victim.write_bytes(data[:kept])
+    with pytest.raises(
+        CheckpointError, match=rf"{victim.name}: .*copy or download this file again"
+    ):
+        load_model(sharded)
+
+
+def test_shard_that_lacks_a_tensor_of_the_index(sharded):
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    tensors = load_file(victim)
+    dropped = sorted(tensors)[0]
+    del tensors[dropped]
+    save_file(tensors, victim)
+    with pytest.raises(CheckpointError, match=rf"'{dropped}' in {victim.name}, which does not"):
+        load_model(sharded)
+
+
+def test_tensor_that_the_config_asks_for_is_in_no_file(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.post_attention_layernorm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.post_attention_layernorm\.weight"):
+        load_model(folder)
+
+
+def test_tensors_that_do_not_fit_the_config(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = 401
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        load_model(folder)
+
+
+def test_index_that_leaves_its_folder_or_is_no_index(sharded):
+    index = sharded / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    name = next(iter(whole["weight_map"]))
+    whole["weight_map"][name] = "../other.safetensors"
+    index.write_text(json.dumps(whole))
+    with pytest.raises(CheckpointError, match="no file of its folder"):
+        read_headers(sharded)
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="holds list instead of an object"):
+        read_headers(sharded)
+
+
+def test_missing_folder_config_and_weights(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json; give the folder"):
+        load_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="this is an adapter"):
+        load_config(tmp_path)
+    tiny.config("qwen3_moe").save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+        load_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tiktoken\.model"):
+        load_tokenizer(tmp_path)
+
+
+def test_hub_id_that_cannot_be_fetched():
+    with pytest.raises(CheckpointError, match="nobody/nothing-at-all: neither a folder here"):
+        load_config("nobody/nothing-at-all")
+
+
+def test_unsupported_model_type_and_damaged_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_mo"}))
+    with pytest.raises(UnsupportedModelError, match="did you mean 'qwen3_moe'"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", ')
+    with pytest.raises(CheckpointError, match=r"config\.json:1: not JSON"):
+        load_config(tmp_path)
+    bad = {"model_type": "qwen3_moe", "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(bad))
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        load_config(tmp_path)
+
+
+def test_remote_code_is_refused(tiny_checkpoint):
+    with pytest.raises(UnsupportedModelError, match="never executed"):
+        load_model(tiny_checkpoint("qwen3_moe"), trust_remote_code=True)
+
+
+def test_published_deepseek_tokenizer_is_taken_as_its_file_defines_it(tmp_path):
+    """Its config names Llama's class, which would split at spaces and not byte by byte."""
+    folder = tiny.save("deepseek_moe", tmp_path / "m")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
+    settings |= {"bos_token": "<|im_start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "two  words, größer"
+    expected = tiny.tokenizer().encode(text)
+    bos = tiny.tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert load_tokenizer(folder).encode(text) == [bos, *expected]
+    deepseek_moe.register()
+    assert AutoTokenizer.from_pretrained(folder).encode(text) == expected  # drops add_bos_token
+    write_tokenizer(folder, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == [bos, *expected]
+    assert load_tokenizer(tmp_path).encode(text) == [bos, *expected]  # once, not twice
+
+
+def test_importing_the_families_is_quick():
+    """No heavy library behind `import moe_finetune.models`, which every command needs."""
+    heavy = "torch", "transformers", "vllm", "huggingface_hub"
+    code = (
+        "import sys, moe_finetune.models.loading, moe_finetune.checkpoint.convert;"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_revision_belongs_to_a_hub_id(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint("qwen3_moe")
+    with pytest.raises(CheckpointError, match="a folder has no revision 'v1'"):
+        local_folder(folder, revision="v1")
+    asked = {}
+
+    def download(repository, **options):
+        asked.update(options, repository=repository)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert local_folder("me/moe", revision="v1") == folder
+    assert asked["repository"] == "me/moe" and asked["revision"] == "v1"
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="me/moe at revision 'v1'"):
+        local_folder("me/moe", revision="v1")

@@ -1,0 +1,148 @@
+"""The experts' forward and its written-out backward against a loop over tokens and choices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moe_finetune.moe import by_token, grouped
+from moe_finetune.moe.experts import LoraFactors, run_experts
+
+TOKENS, EXPERTS, SELECTED, HIDDEN, WIDTH, RANK = 23, 7, 3, 10, 6, 2
+IDLE = 4  # an expert that no token selects
+NEEDS = [
+    frozenset(),
+    frozenset({"outputs_gram"}),
+    frozenset({"activations_gram"}),
+    frozenset({"outputs_gram", "activations_gram", "outputs", "activations"}),
+]
+
+
+def random(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
+
+
+def inputs(lora: tuple[str, ...], train_experts: bool) -> dict:
+    torch.manual_seed(3)
+    busy = [expert for expert in range(EXPERTS) if expert != IDLE]
+    choices = [torch.randperm(len(busy))[:SELECTED] for _ in range(TOKENS)]
+    made = {
+        "hidden": random(TOKENS, HIDDEN),
+        "index": torch.tensor(busy)[torch.stack(choices)],
+        "weights": torch.rand(TOKENS, SELECTED, dtype=torch.float64).requires_grad_(),
+        "gate_up": random(EXPERTS, 2 * WIDTH, HIDDEN, grad=train_experts),
+        "down": random(EXPERTS, HIDDEN, WIDTH, grad=train_experts),
+        "up_factors": (random(EXPERTS, RANK, HIDDEN), random(EXPERTS, 2 * WIDTH, RANK)),
+        "down_factors": (random(EXPERTS, RANK, WIDTH), random(EXPERTS, HIDDEN, RANK)),
+    }
+    return {k: None if k.endswith("factors") and k not in lora else v for k, v in made.items()}
+
+
+def leaves(given: dict) -> list[torch.Tensor]:
+    flat = [t for v in given.values() if v is not None for t in (v if type(v) is tuple else (v,))]
+    return [tensor for tensor in flat if tensor.requires_grad]
+
+
+def by_loop(given: dict, activation: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that the experts can hand over, one choice of one token at a time."""
+
+    def effective(weight, factors, scaling):
+        if factors is None:
+            return weight
+        return torch.stack([w + scaling * b @ a for w, a, b in zip(weight, *factors, strict=True)])
+
+    gate_up = effective(given["gate_up"], given["up_factors"], 1.5)
+    down = effective(given["down"], given["down_factors"], 0.7)
+    activations, outputs = [], []
+    for x, experts in zip(given["hidden"], given["index"].tolist(), strict=True):
+        z = [activation(gate_up[e][:WIDTH] @ x) * (gate_up[e][WIDTH:] @ x) for e in experts]
+        activations.append(torch.stack(z))
+        outputs.append(torch.stack([down[e] @ v for e, v in zip(experts, z, strict=True)]))
+    z, y = torch.stack(activations), torch.stack(outputs)
+    return {
+        "out": (given["weights"].unsqueeze(2) * y).sum(1),
+        "activations": z,
+        "outputs": y,
+        "activations_gram": z @ z.transpose(1, 2),
+        "outputs_gram": y @ y.transpose(1, 2),
+    }
+
+
+def by_groups(given: dict, activation: nn.Module, needs: frozenset[str]) -> dict:
+    up, down = given["up_factors"], given["down_factors"]
+    result = run_experts(
+        given["hidden"],
+        given["index"],
+        given["weights"],
+        given["gate_up"],
+        given["down"],
+        activation,
+        LoraFactors(*up, scaling=1.5) if up else None,
+        LoraFactors(*down, scaling=0.7) if down else None,
+        needs,
+    )
+    found = {
+        "out": result.out_TH,
+        "activations": result.activations_TKD,
+        "outputs": result.outputs_TKH,
+        "activations_gram": result.activations_gram_TKK,
+        "outputs_gram": result.outputs_gram_TKK,
+    }
+    assert {name for name, value in found.items() if value is not None} == {"out", *needs}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def compare(given: dict, activation: nn.Module, needs: frozenset[str]) -> None:
+    found, wanted = by_groups(given, activation, needs), by_loop(given, activation)
+    torch.manual_seed(4)
+    mixed = {name: torch.randn_like(value) for name, value in found.items()}
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10, msg=name)
+    mine, theirs = (
+        torch.autograd.grad(sum((results[k] * mixed[k]).sum() for k in mixed), leaves(given))
+        for results in (found, wanted)
+    )
+    assert all(gradient.abs().max() > 1e-3 for gradient in theirs)
+    for got, want in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture(params=["whole", "an expert at a time", "a few"])
+def pieces(request, monkeypatch):
+    """How much is taken at a time: rows of experts, and tokens."""
+    row = HIDDEN * 8
+    rows = {"whole": 10**6, "an expert at a time": 1, "a few": 25}[request.param]
+    tokens = {"whole": 10**6, "an expert at a time": 1, "a few": 5}[request.param]
+    monkeypatch.setattr(grouped, "PART_BYTES", rows * row)
+    monkeypatch.setattr(by_token, "CACHED_BYTES", tokens * SELECTED * row)
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs)) or "none")
+@pytest.mark.parametrize("lora", [(), ("up_factors",), ("up_factors", "down_factors")])
+def test_values_and_gradients(pieces, needs, lora):
+    compare(inputs(lora, train_experts=not lora), nn.SiLU(), needs)
+
+
+def test_experts_and_adapters_trained_together_with_another_activation(pieces):
+    given = inputs(("up_factors", "down_factors"), train_experts=True)
+    compare(given, nn.GELU(), NEEDS[-1])
+
+
+def test_an_expert_without_tokens_has_no_gradient(pieces):
+    given = inputs(("up_factors", "down_factors"), train_experts=True)
+    found = by_groups(given, nn.SiLU(), NEEDS[1])
+    for gradient in torch.autograd.grad(sum(v.sum() for v in found.values()), leaves(given)[2:]):
+        assert gradient[IDLE].abs().max() == 0 and gradient[IDLE - 1].abs().max() > 0
+
+
+def test_parts_cover_all_rows_once():
+    index = torch.tensor([[0, 5], [5, 2], [0, 5]])
+    groups = grouped.Groups.of(index, EXPERTS, on_device=False)
+    parts = groups.parts(grouped.PART_BYTES // 2)
+    assert [part.rows for part in parts] == [slice(0, 2), slice(2, 3), slice(3, 6)]
+    assert [part.experts for part in parts] == [slice(0, 2), slice(2, 5), slice(5, 7)]
+    assert [part.sizes for part in parts] == [[2, 0], [1, 0, 0], [3, 0]]
+    torch.testing.assert_close(torch.cat([part.slots_P for part in parts]), groups.slots_S)
+    whole = groups.parts(1)
+    assert len(whole) == 1 and whole[0].sizes == [2, 0, 1, 0, 0, 3, 0]

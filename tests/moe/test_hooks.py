@@ -1,0 +1,355 @@
+"""The recorded model computes what the stock one does, and injection equals explicit addition."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from peft import LoraConfig, get_peft_model
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
+from moe_finetune.recipe.sections import LoraSection
+from tests import tiny
+
+FAMILIES = tiny.FAMILY_NAMES
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "z_loss": {"weight": 0.02},
+    "orthogonality": {"weight": 0.5},
+    "variance": {"weight": 0.7},
+}
+
+
+def adapted(name: str, router: str = "lora", seed: int = 0):
+    """A tiny model with random, non-zero LoRA on attention, experts, shared experts and router."""
+    base = tiny.model(name, seed)
+    torch.manual_seed(seed + 1)
+    model = add_lora(base, LoraSection(rank=4, alpha=12.0), router)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.1)
+    return model.train()
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours: dict, theirs: dict, tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys() and ours
+    for name, value in theirs.items():
+        scale = value.abs().max().clamp_min(1e-6)
+        assert (ours[name] - value).abs().max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_and_gradients_equal_stock_peft(name):
+    model, batch = adapted(name), tiny.batch()
+    stock = model(**batch)
+    stock.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with Recorder(model):
+        recorded = model(**batch)
+        recorded.loss.backward()
+    scale = stock.logits.abs().max()
+    assert (recorded.logits - stock.logits).abs().max() <= 1e-5 * scale
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_is_exact(name):
+    model, batch = adapted(name).eval(), tiny.batch()
+    hooks = lambda: [  # noqa: E731
+        (n, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
+        for n, m in model.named_modules()
+    ]
+    before, logits = hooks(), model(**batch).logits
+    implementation = model.config._experts_implementation
+    with pytest.raises(ZeroDivisionError), Recorder(model):
+        assert hooks() != before
+        raise ZeroDivisionError
+    assert hooks() == before
+    assert model.config._experts_implementation == implementation
+    assert torch.equal(model(**batch).logits, logits)
+
+
+def explicit(model, batch, terms, scale=1.0):
+    """Loss plus the objective, summed by hand from observed records that keep their graph."""
+    objective = Objective.from_options(terms, model_facts(model))
+    totals = []
+
+    def observer(record, _):
+        with torch.enable_grad():
+            from moe_finetune.losses.base import LayerContext, PreviousLayer
+
+            below = totals[-1][1] if totals else None
+            previous = below and PreviousLayer(below.layer, below.distribution_TE, below.index_TK)
+            totals.append((objective(record, LayerContext(previous=previous)).total, record))
+
+    with Recorder(model, observers=[observer], needs=objective.needs):
+        loss = model(**batch).loss
+        for total, _ in totals:
+            if total is not None:
+                loss = loss + scale * total
+        loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_injection_equals_explicit_addition(name, checkpointing):
+    model, batch = adapted(name), tiny.batch()
+    expected = explicit(model, batch, TERMS, scale=0.25)
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    objective = Objective.from_options(TERMS, model_facts(model))
+    visits = []
+    recorder = Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)])
+    recorder.scale = lambda: 0.25
+    with recorder:
+        model(**batch).loss.backward()
+    assert_close(gradients(model), expected, 2e-5)
+    assert visits == list(objective.facts.moe_layers)  # a recomputed layer counts once
+    with pytest.raises(AssertionError):  # the terms do change the gradient
+        assert_close(gradients(plain), expected, 1e-3)
+
+
+def test_nothing_is_injected_or_recorded_outside_training():
+    model, batch = adapted("qwen3_moe"), tiny.batch()
+    objective = Objective.from_options(TERMS, model_facts(model))
+    visits = []
+    with Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)]):
+        with torch.no_grad():
+            model(**batch)
+        model.eval()
+        output = model(**batch)
+        output.loss.backward()
+        assert not visits
+        silent = gradients(model)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    assert_close(silent, gradients(model))
+
+
+def test_two_forwards_before_one_backward():
+    model = adapted("deepseek_v2")
+    first, second = tiny.batch(seed=1), tiny.batch(rows=2, length=23, seed=2)
+    expected = explicit(model, first, TERMS)
+    model.zero_grad()
+    other = explicit(model, second, TERMS)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    with Recorder(model, Objective.from_options(TERMS, model_facts(model))):
+        (model(**first).loss + model(**second).loss).backward()
+    assert_close(gradients(model), {n: expected[n] + other[n] for n in expected}, 2e-5)
+
+
+def test_a_copy_of_the_context_is_refused():
+    """Losses between layers would be lost without a word."""
+    model = adapted("olmoe")
+
+    def take_apart(module, args, kwargs):
+        return args, {k: copy.copy(v) if k == CONTEXT_KEY else v for k, v in kwargs.items()}
+
+    objective = Objective.from_options({"coupling": {"weight": 2.0}}, model_facts(model))
+    layer = model.get_base_model().model.layers[1]
+    handle = layer.register_forward_pre_hook(take_apart, with_kwargs=True)
+    with Recorder(model, objective), pytest.raises(CaptureError, match="layer 1 got a copy"):
+        model(**tiny.batch())
+    handle.remove()
+    with Recorder(model, objective):
+        model(**tiny.batch()).loss.backward()
+
+
+def test_wrappers_that_map_over_tensors_leave_the_context_whole():
+    from torch.distributed.utils import _apply_to_tensors
+
+    context = ForwardContext(train=True, observe=False, scale=1.0, tokens=None)
+    given = {"hidden": torch.ones(2), CONTEXT_KEY: [context]}
+    for mapped in (
+        _apply_to_tensors(lambda t: t + 1, given),
+        torch.utils._pytree.tree_map(lambda leaf: leaf, given),
+        send_to_device(given, torch.device("meta")),
+    ):
+        assert mapped[CONTEXT_KEY][0] is context
+    assert not context.copied
+    assert copy.copy(context).copied and copy.deepcopy(context).copied
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_a_layer_without_its_models_forward_is_refused_in_training(name):
+    model = tiny.model(name).train()
+    layer, hidden = model.model.layers[1], torch.randn(1, 5, 192)
+    positions = torch.arange(5).unsqueeze(0)
+    rope = model.model.rotary_emb(hidden, positions)
+    objective = Objective.from_options(TERMS, model_facts(model))
+    with Recorder(model, objective):
+        with pytest.raises(CaptureError, match="layer 1 was run without its model's own forward"):
+            layer(hidden, position_embeddings=rope, position_ids=positions)
+        with torch.no_grad():
+            quiet = layer(hidden, position_embeddings=rope, position_ids=positions)
+    assert torch.allclose(
+        layer(hidden, position_embeddings=rope, position_ids=positions), quiet, atol=1e-5
+    )
+
+
+def test_coupling_refuses_a_forward_that_skips_the_layer_below():
+    model = tiny.model("olmoe").train()
+    objective = Objective.from_options({"coupling": {"weight": 1.0}}, model_facts(model))
+    layers = model.model.layers
+    skip = lambda hidden, **_: hidden  # noqa: E731
+    with Recorder(model, objective):
+        layers[1].forward = skip
+        with pytest.raises(CaptureError, match="layer 2 found nothing from the MoE layer below"):
+            model(**tiny.batch())
+    del layers[1].forward
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = adapted("olmoe")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with Recorder(model), pytest.raises(CaptureError, match="use_reentrant"):
+        model(**tiny.batch())
+
+
+def test_adapter_life_cycle():
+    model, batch = adapted("mixtral").eval(), tiny.batch()
+    with torch.no_grad():
+        on = model(**batch).logits
+        with model.disable_adapter():
+            off = model(**batch).logits
+        assert (on - off).abs().max() > 1e-2
+        with Recorder(model):
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+            with model.disable_adapter():
+                assert torch.allclose(model(**batch).logits, off, atol=1e-4)
+            model.merge_adapter()
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+            model.unmerge_adapter()
+            assert torch.allclose(model(**batch).logits, on, atol=1e-4)
+
+
+def test_two_active_adapters_are_refused():
+    model = adapted("qwen3_moe", router="frozen")
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    model.base_model.set_adapter(["default", "other"])
+    with Recorder(model), pytest.raises(CaptureError, match="active together"):
+        model(**tiny.batch())
+
+
+def test_full_router_through_modules_to_save():
+    base = tiny.model("moonlight")
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["gate"]),
+    ).train()
+    records = []
+    with Recorder(model, observers=[lambda record, _: records.append(record)]):
+        model(**tiny.batch()).loss.backward()
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and "gate" in n]
+    assert [tuple(p.shape) for p in trained] == [(12, 192)] * 2
+    assert [r.router_weight_EH.data_ptr() for r in records] == [p.data_ptr() for p in trained]
+    assert all(p.grad.abs().max() > 0 for p in trained)
+
+
+@pytest.mark.parametrize("saved", [["experts"], ["gate", "experts"], ["mlp"]])
+def test_experts_that_peft_trains_in_full(saved):
+    """``modules_to_save`` keeps the frozen experts beside a copy that trains."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
+    model, batch = get_peft_model(tiny.model("qwen3_moe"), config).train(), tiny.batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.3)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    with model.disable_adapter(), torch.no_grad():
+        off = model(**batch).logits
+    model.zero_grad()
+    with Recorder(model):
+        model(**batch).loss.backward()
+        with model.disable_adapter(), torch.no_grad():
+            assert torch.allclose(model(**batch).logits, off, atol=1e-4)
+    assert_close(gradients(model), expected)
+    assert any("down_proj" in name for name in expected)
+    terms = {"erc": {"weight": 0.4, "noise": False}, **TERMS}
+    model.zero_grad()
+    wanted = explicit(model, batch, terms)
+    model.zero_grad()
+    with Recorder(model, Objective.from_options(terms, model_facts(model))):
+        model(**batch).loss.backward()
+    assert_close(gradients(model), wanted, 2e-5)
+
+
+def test_a_model_beside_the_recorded_one_may_share_its_config():
+    recorded, batch = tiny.model("olmoe"), tiny.batch()
+    other = type(recorded)(recorded.config)
+    other.load_state_dict(recorded.state_dict())
+    implementation = recorded.config._experts_implementation
+    with torch.no_grad(), Recorder(recorded):
+        assert recorded.config is other.config
+        assert recorded.config._experts_implementation == implementation
+        assert torch.allclose(other(**batch).logits, recorded(**batch).logits, atol=1e-4)
+    assert recorded.model.layers[0].mlp.experts.config is recorded.config
+
+
+def test_bfloat16_is_no_further_from_float32_than_stock():
+    def run(model, recorded):
+        model.zero_grad()
+        if recorded:
+            with Recorder(model):
+                model(**tiny.batch()).loss.backward()
+        else:
+            model(**tiny.batch()).loss.backward()
+        return gradients(model)
+
+    exact = run(adapted("qwen3_moe"), recorded=False)
+    half = adapted("qwen3_moe")
+    for parameter in half.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+    def distance(got):
+        errors = [((got[n].float() - exact[n]).norm() / exact[n].norm()).item() for n in exact]
+        return sorted(errors)[len(errors) // 2]
+
+    ours, stock = distance(run(half, True)), distance(run(half, False))
+    assert 0 < ours <= 1.1 * stock
+
+
+def test_dropout_acts_in_training_alone_and_repeats_under_checkpointing():
+    model, batch = adapted("qwen3_moe", router="frozen"), tiny.batch()
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        with Recorder(model, dropout=0.5):
+            torch.manual_seed(5)
+            loss = model(**batch).loss
+            loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1])
+    with Recorder(model, dropout=0.5), torch.no_grad():
+        assert (model(**batch).loss - results[0][0]).abs() > 1e-4
+        model.eval()
+        quiet = model(**batch).loss
+    with torch.no_grad():
+        assert torch.allclose(model(**batch).loss, quiet, atol=1e-5)

@@ -1,0 +1,211 @@
+"""The grouped path, which every GPU runs: equal to the loop, and never waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_finetune import SpecializationCallback
+from moe_finetune.errors import CaptureError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training.specialization import Specialization
+from tests import tiny
+
+COUPLED_BY_TABLE = "coupling, transition"
+RANK = 3  # not aligned: the grouped path fills it up
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp("table") / "table.safetensors"
+    torch.manual_seed(5)
+    save_file({"token_frequencies": torch.randn(tiny.VOCABULARY, 12).softmax(1)}, path)
+    return str(path)
+
+
+def methods(table):
+    """Every preset with weights that are seen, and what no preset has."""
+    for name, preset in PRESETS.items():
+        options = preset.method()
+        for term, chosen in options["terms"].items():
+            summed = chosen.get("reduction") == "sum"
+            chosen["weight"] = 0.02 if summed or term == "z_loss" else 0.4
+            if term == "supervised_routing":
+                chosen["table"] = table
+        yield name, options
+    yield COUPLED_BY_TABLE, {"terms": {"coupling": {"weight": 1.0, "pairing": "transition"}}}
+
+
+def adapted(family, lora=True):
+    torch.manual_seed(1)
+    base = tiny.model(family, initializer_range=0.08)
+    if not lora:
+        return base.train()
+    model = add_lora(base, LoraSection(rank=RANK, alpha=7.0), "full").train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def step(model, options, kernel, batch, dropout=0.1):
+    model.zero_grad()
+    with Specialization(model, options, kernel=kernel, dropout=dropout) as method:
+        torch.manual_seed(2)
+        loss = model(**batch).loss
+        loss.backward()
+        method.step()
+        return (
+            {"loss": loss.item(), **method.read()},
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        )
+
+
+def assert_equal(grouped, loop):
+    values, gradients = grouped
+    wanted_values, wanted = loop
+    assert values == pytest.approx(wanted_values, rel=1e-5, abs=1e-6)
+    assert gradients.keys() == wanted.keys() and wanted
+    for name, value in wanted.items():
+        scale = value.abs().max().clamp_min(1e-6)
+        assert (gradients[name] - value).abs().max() <= 2e-5 * scale, name
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many grouped products ran."""
+    from moe_finetune.moe import grouped
+
+    original, seen = grouped.grouped_mm, []
+    monkeypatch.setattr(
+        grouped, "grouped_mm", lambda *a, **k: (seen.append(1), original(*a, **k))[1]
+    )
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_grouped_equals_loop(family, table, calls, no_reach):
+    batch = tiny.batch(rows=2, length=9)
+    for lora in (True, False):
+        model = adapted(family, lora)
+        for name, options in methods(table):
+            if not lora and name not in ("orthogonal_variance", "erc"):
+                continue
+            loop = step(model, options, "loop", batch)
+            assert not calls, name
+            grouped = step(model, options, "grouped", batch)
+            assert len(calls) >= 10, name
+            calls.clear()
+            assert_equal(grouped, loop)
+
+
+@pytest.fixture
+def no_reach(monkeypatch):
+    """Leave out the checks before the first step: they read values, and cost more than the step."""
+    place = "moe_finetune.training.specialization"
+    monkeypatch.setattr(f"{place}.check_reach", lambda *_: {})
+    monkeypatch.setattr(f"{place}._fingerprint", lambda _: torch.zeros(3))
+
+
+class NothingReadBack(TorchDispatchMode):
+    """Refuse operations that mix devices or bring a value to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+        if any(t.device.type == "meta" for t in tensors):
+            assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"), name
+            devices = {t.device for t in tensors if t.dim() > 0}
+            assert len(devices) < 2 or name in ("aten::_to_copy", "aten::copy_"), (name, devices)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_autocast(monkeypatch):
+    """``torch.autocast`` knows no meta device; transformers switches it off around its rope."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+
+
+def on_meta(family):
+    """In bfloat16 with float32 adapters and routers: what ``grouped_mm`` takes there."""
+    model = adapted(family)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    return model.to("meta")
+
+
+def meta_step(model, options, batch, steps):
+    """Training steps that a GPU would queue from end to end without an answer."""
+    # Measuring strength, once, compares numbers on the host.
+    options = {**options, "strength": {"first": False}}
+    work = Specialization(model, options, kernel="grouped", dropout=0.1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    work.install()
+    try:
+        with NothingReadBack():
+            for _ in range(steps):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                work.step()
+    finally:
+        work.restore()
+    assert work.statistics._forwards == steps
+    return set(work.statistics._losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_a_step_never_waits_for_the_device(family, table, no_autocast, no_reach):
+    model = on_meta(family)
+    ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    for name, options in methods(table):
+        steps = 2 if name == COUPLED_BY_TABLE else 1  # the second meets the first one's table
+        terms = meta_step(model, options, {"input_ids": ids, "labels": ids}, steps)
+        assert terms == set(options["terms"]), name
+
+
+def test_the_step_would_notice(no_autocast, table):
+    """Negative control: the loop reads group sizes, an observer may read values."""
+    model = on_meta("olmoe")
+    ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    with Recorder(model, kernel="loop"), pytest.raises((RuntimeError, NotImplementedError)):
+        model(input_ids=ids)
+    reading = [lambda record, _: record.mask_T.sum().item()]
+    with (
+        Recorder(model, observers=reading, kernel="grouped"),
+        NothingReadBack(),
+        pytest.raises(AssertionError, match="_local_scalar_dense"),
+    ):
+        model(input_ids=ids)
+
+
+def test_what_the_grouped_kernel_cannot_take_is_refused():
+    for model in (tiny.model("olmoe", intermediate_size=22), tiny.model("olmoe").double()):
+        with (
+            pytest.raises(CaptureError, match="cannot use the grouped kernel"),
+            Recorder(model, kernel="grouped"),
+        ):
+            pass
+        with Recorder(model), torch.no_grad():
+            model(**tiny.batch())
+    with pytest.raises(CaptureError, match="kernel is 'fast', wanted one of auto, grouped, loop"):
+        Recorder(tiny.model("olmoe"), kernel="fast").install()
+
+
+def test_a_recipe_chooses_the_kernel():
+    recipe = Recipe.from_preset("erc", "some/checkpoint", "my.jsonl")
+    assert recipe.model.experts_kernel == "auto"
+    assert SpecializationCallback("erc", kernel="grouped").kernel == "grouped"

@@ -1,0 +1,92 @@
+"""Every recipe that lies in recipes/ is valid, alone or composed, and described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+import pytest
+import yaml
+
+from moe_finetune.data.rows import Former
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.recipe.schema import load_recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((RECIPES / folder).glob("*.yaml"))
+    assert found, f"recipes/{folder} is empty"
+    return found
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("data", files("data"), ids=name)
+@pytest.mark.parametrize("model", files("models"), ids=name)
+def test_models_compose_with_data_and_every_method(model, data):
+    for method in files("methods"):
+        for training in (RECIPES / "training" / "p0_lora.yaml",):
+            recipe = load_recipe([model, method, data, training])
+            assert recipe.method.preset == method.stem
+            assert recipe.model.path and recipe.data.train
+            assert recipe.lora is not None and (recipe.lora.rank, recipe.lora.alpha) == (32, 128)
+
+
+@pytest.mark.parametrize("path", files("."), ids=name)
+def test_full_recipes_only_compose(path):
+    recipe = load_recipe(path)
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) == 1 and lines[0].startswith("extends:")
+    assert recipe.lora is not None and recipe.trainer["seed"] == 42
+
+
+@pytest.mark.parametrize("training", files("training"), ids=name)
+def test_training_settings_compose(training):
+    model, data = RECIPES / "models/deepseek_v2_lite.yaml", RECIPES / "data/esft_law.yaml"
+    assert load_recipe([model, data, training]).trainer["gradient_accumulation_steps"] == 8
+
+
+def test_there_is_a_file_and_a_described_row_for_every_preset():
+    assert {path.stem for path in files("methods")} == set(PRESETS)
+    readme = (RECIPES / "README.md").read_text()
+    for preset in PRESETS.values():
+        assert f"[`{preset.name}`](methods/{preset.name}.yaml)" in readme
+        assert f"| {preset.source} | {preset.shows} |" in readme
+
+
+@pytest.mark.parametrize(
+    ("data", "source", "task"),
+    [
+        ("paper0_code", 0, "mbpp/mbpp_local"),
+        ("paper0_code", 1, "mbpp/mbpp_local"),
+        ("paper0_math", 0, "gsm8k/gsm8k_local"),
+        ("paper0_math", 1, "math/_boxed"),
+        ("paper0_math", 2, "math/_boxed"),
+    ],
+)
+def test_training_asks_as_the_test_asks(data, source, task):
+    text = (RECIPES.parent / "eval" / "tasks" / f"{task}.yaml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("doc_to_text:"))
+    asked = jinja2.Template(yaml.safe_load(line)["doc_to_text"], keep_trailing_newline=True)
+    row = {
+        "text": "Add two numbers.", "test_list": ["assert f(1, 2) == 3", "assert f(4, 4) == 8"],
+        "code": "def f(a, b): ...", "problem": "What is 1 + 2?", "question": "What is 1 + 2?",
+        "solution": "It is 3.",
+    }  # fmt: skip
+    layers = ("models/deepseek_v2_lite.yaml", f"data/{data}.yaml", "training/p0_lora.yaml")
+    given = load_recipe([RECIPES / file for file in layers])
+    template = given.data.train[source].template
+    assert Former("prompt_completion", template=template)("a:1", row)["prompt"] == asked.render(row)
+
+
+@pytest.mark.parametrize("path", files("hardware"), ids=name)
+def test_accelerate_reads_the_hardware_files(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "bf16"
+    assert config.num_processes % config.num_machines == 0

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.schema import Recipe, load_recipe
+
+BASE = """\
+model: {path: some/model}
+lora: {rank: 8, alpha: 16}
+data: {train: a.jsonl}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, text: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def refused(paths, overrides=()) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(paths, overrides)
+    return str(caught.value).split("\n")
+
+
+def test_later_files_and_overrides_win(write):
+    write(
+        "parts/model.yaml", "model: {path: low, dtype: float32}\ntrainer: {seed: 1, max_steps: 3}"
+    )
+    write("parts/more.yaml", "model: {path: middle}\ntrainer: {seed: 2}")
+    first = write(
+        "run.yaml",
+        "extends: [parts/model.yaml, parts/more.yaml]\ndata: {train: [x.jsonl, y.jsonl]}",
+    )
+    second = write("second.yaml", "trainer: {seed: 3}")
+    recipe = load_recipe([first, second], ["trainer.max_steps=5", "data.train.1=z.jsonl"])
+    assert (recipe.model.path, recipe.model.dtype) == ("middle", "float32")
+    assert recipe.trainer == {"seed": 3, "max_steps": 5}
+    assert recipe.data.train == ["x.jsonl", "z.jsonl"]
+    assert recipe.seed == 3
+
+
+def test_a_file_reached_twice_is_not_a_circle(write):
+    write("base.yaml", BASE)
+    write("left.yaml", "extends: base.yaml\ntrainer: {seed: 1}")
+    write("right.yaml", "extends: base.yaml\nrouter: {train: lora}")
+    recipe = load_recipe(write("top.yaml", "extends: [left.yaml, right.yaml]"))
+    assert recipe.seed == 1 and recipe.router.train == "lora"
+
+
+def test_circle_missing_parent_duplicate_key_and_bad_yaml(write):
+    write("a.yaml", "extends: b.yaml")
+    (line,) = refused(write("b.yaml", "extends: a.yaml"))
+    assert "circle" in line and "a.yaml" in line and "b.yaml" in line
+    (line,) = refused(write("c.yaml", "\nextends: nothere.yaml"))
+    assert "c.yaml:2" in line and "nothere.yaml" in line
+    (line,) = refused(write("d.yaml", BASE + "model: {path: other}"))
+    assert "d.yaml:4" in line and "model is set twice" in line
+    assert "not YAML" in refused(write("e.yaml", "model: [unclosed"))[0]
+    assert "wanted `key: value`" in refused(write("f.yaml", "- just\n- a list"))[0]
+    assert "there is no recipe file" in refused("nowhere.yaml")[0]
+
+
+def test_yaml_cannot_build_objects(write):
+    lines = refused(write("x.yaml", "model: !!python/object/apply:os.getcwd []"))
+    assert "not YAML" in lines[0]
+
+
+def test_every_problem_is_one_line_with_its_place(write):
+    file = write(
+        "bad.yaml",
+        "modle: {path: x}\nlora: {rnak: 4, rank: eight}\ndata:\n  train: 4\n  max_length: 1\n"
+        "trainer:\n  learning_rat: 1.0\n  seed: soon\n",
+    )
+    text = "\n".join(refused(file))
+    for place, message in {
+        1: "modle: unknown key; did you mean 'model'?",
+        2: "lora.rnak: unknown key; did you mean 'rank'?",
+        4: "data.train: 4 is not right; wanted text or a list",
+        5: "data.max_length: 1 is not right; wanted 2 or more",
+        7: "trainer.learning_rat: unknown key of TRL's SFTConfig; did you mean 'learning_rate'?",
+        8: "trainer.seed: 'soon' is not right; wanted a whole number",
+    }.items():
+        assert f"{file}:{place}: {message}" in text
+    assert "model: required, but missing (it needs model.path)" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lora.rank", "written key.path=value"),
+        ("lora..rank=1", "written key.path=value"),
+        ("data.train=[", "not YAML"),
+        ("data.train.0=x", "data.train has no '0'"),
+        (
+            "lora.targets=[atention]",
+            "override 'lora.targets=[atention]': lora.targets.0: 'atention'",
+        ),
+        ("trainer.save_strategy=sometimes", "one of no, steps, epoch, best"),
+        ("trainer.fp16=true", "trainer.fp16"),
+        ("trainer.output_dir=x", "--output on the command line"),
+        ("trainer.packing=true", "set data.packing"),
+        ("trainer.hub_token=secret", "secrets stay out of recipes"),
+        ("trainer.gradient_checkpointing_kwargs={use_reentrant: true}", "use_reentrant: false"),
+        ("trainer.bf16=1", "wanted true or false"),
+        ("method=ortogonal_variance", "did you mean 'orthogonal_variance'?"),
+        ("method.terms.varance.weight=1", "unknown loss; did you mean 'variance'?"),
+        ("method.terms.variance.weight=-1.0", "method.terms.variance.weight: -1.0 is not right"),
+        ("method.terms.variance=0.1", "not a mapping such as"),
+        ("method.terms.z_loss.wieght=1", "method.terms.z_loss.wieght: unknown key"),
+        ("method.perturbations.jiter=0.1", "did you mean 'jitter'?"),
+        ("method.bias_update=-1.0", "method.bias_update"),
+        ("lora=8", "lora: 8 is not right; wanted a mapping"),
+        ("model.dtype=float16", "'bfloat16' or 'float32'"),
+        ("lora.rank=null", "lora.rank: required, but missing"),
+        ("lora.alpha=.inf", "lora.alpha: inf is not right; wanted 1000000 or less"),
+        ("lora.alpha=1.0e+30", "lora.alpha: 1e+30 is not right"),
+        ("lora.alpha=.nan", "lora.alpha: nan is not right"),
+        ("data.columns={prompt: q}", "cannot be combined"),
+        ("export.merge=false", "evaluation: needs export.merge"),
+        ("logging.every=5", "logging: unknown key"),
+        ("evaluation.suite=''", "evaluation.suite"),
+    ],
+)
+def test_refusals_name_key_and_remedy(write, override, said):
+    file = write("r.yaml", BASE + "evaluation: {suite: demo}\n")
+    extra = ["data.template={prompt: '{q}'}"] if "columns" in override else []
+    assert said in "\n".join(refused(file, [*extra, override]))
+
+
+def test_contradictions(write):
+    file = write("r.yaml", BASE)
+    assert "leaves nothing to train" in refused(file, ["lora.targets=[]", "router.train=frozen"])[0]
+    assert "needs a `lora:` section" in refused(file, ["lora=null", "router.train=lora"])[0]
+    assert load_recipe(file, ["lora=null"]).lora is None
+    assert "nothing else to verify" in refused(file, ["export={merge: false, verify: true}"])[0]
+    assert load_recipe(file, ["export.merge=false"]).export.verify is False
+    selection = ["lora.experts=s.json", "lora.targets=[attention]"]
+    assert "needs 'experts' in lora.targets" in refused(file, selection)[0]
+    cut = ["data.packing=true", "data.packing_strategy=wrapped", "data.format=messages"]
+    assert "cuts examples apart" in refused(file, cut)[0]
+    masked = ["data.format=text", "data.completion_only_loss=true"]
+    assert "needs completions" in refused(file, masked)[0]
+
+
+def test_numbers_in_exponent_form_are_numbers(write):
+    recipe = load_recipe(write("r.yaml", BASE + "trainer: {learning_rate: 1e-4}"))
+    assert recipe.trainer["learning_rate"] == 1e-4
+
+
+def test_a_secret_in_the_environment_is_not_written(write, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    assert "hf_secret_value" not in load_recipe(write("r.yaml", BASE)).to_yaml()
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "supervised_routing"])
+def test_resolved_copy_is_equal_and_has_the_same_hash(write, preset):
+    recipe = load_recipe(write("r.yaml", BASE), [f"method={preset}"])
+    again = load_recipe(write("resolved.yaml", recipe.to_yaml()))
+    assert again == recipe and again.hash == recipe.hash
+    assert set(recipe.method.terms) == set(PRESETS[preset].terms)
+
+
+def test_weight_zero_removes_a_term_and_stays_removed(write):
+    overrides = ["method=orthogonal_variance", "method.terms.variance.weight=0"]
+    recipe = load_recipe(write("r.yaml", BASE), overrides)
+    assert set(recipe.method.terms) == {"load_balance", "orthogonality"}
+    again = load_recipe(write("resolved.yaml", recipe.to_yaml()))
+    assert set(again.method.terms) == {"load_balance", "orthogonality"}
+
+
+def test_hash_sees_content_not_files(write):
+    whole = load_recipe(write("r.yaml", BASE))
+    write("part.yaml", "model: {path: some/model}")
+    rest = write(
+        "rest.yaml", "extends: part.yaml\nlora: {alpha: 16, rank: 8}\ndata: {train: a.jsonl}"
+    )
+    assert load_recipe(rest).hash == whole.hash
+    assert load_recipe(rest, ["lora.alpha=17"]).hash != whole.hash
+
+
+def test_method_from_name_mapping_and_overrides():
+    plain = resolve_method("orthogonal_variance")
+    changed = resolve_method(
+        {"preset": "orthogonal_variance"},
+        terms={"variance": {"weight": 0.5, "schedule": {"kind": "linear", "warmup_steps": 7}}},
+        token_mask="labels",
+    )
+    assert plain.terms["variance"].weight == 1e-3 and plain.token_mask == "attention"
+    assert changed.terms["variance"].weight == 0.5 and changed.token_mask == "labels"
+    assert changed.terms["variance"].schedule.factor(3, 100) == 4 / 7
+    assert changed.terms["orthogonality"] == plain.terms["orthogonality"]
+    assert resolve_method(None).terms == {} and resolve_method("none").terms == {}
+    assert resolve_method(changed) == changed
+    assert resolve_method("loss_free").bias_update == 1e-3
+    assert resolve_method("loss_free", bias_update=None).bias_update is None
+    with pytest.raises(RecipeError, match="token_maks: unknown key"):
+        resolve_method("none", token_maks="labels")
+
+
+def test_resolving_does_not_change_the_presets():
+    before = PRESETS["orthogonal_variance"].method()
+    resolve_method("orthogonal_variance", terms={"variance": {"weight": 9.0}})
+    assert PRESETS["orthogonal_variance"].method() == before
+
+
+def test_from_preset():
+    recipe = Recipe.from_preset("erc", "my/model", "my.jsonl", trainer={"max_steps": 5})
+    assert recipe.method.preset == "erc" and recipe.trainer == {"max_steps": 5}
+    assert yaml.safe_load(recipe.to_yaml())["model"]["path"] == "my/model"

@@ -1,0 +1,62 @@
+"""The end of a run on the terminal."""
+
+from __future__ import annotations
+
+import json
+
+from moe_finetune.io.terminal import Terminal, use
+from moe_finetune.report.outcome import end_run, next_commands, outcome, outcome_text
+
+
+def _run(folder, score, overlap, losses):
+    task = {"value": score, "stderr": 0.02, "n": 40, "metric": "acc"}
+    for name in ("eval", "routing", "report", "merged"):
+        (folder / name).mkdir(parents=True)
+    (folder / "eval" / "results.json").write_text(json.dumps({"tasks": {"sums": task}}))
+    for when, value in zip(("before", "after"), overlap, strict=True):
+        metrics = {"expert_overlap": {"mean": value}, "max_violation": {"mean": None}}
+        (folder / "routing" / f"{when}.json").write_text(json.dumps({"metrics": metrics}))
+    rows = [{"kind": "train", "step": n, "loss": loss} for n, loss in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "report" / "index.html").write_text("page")
+    return folder
+
+
+def test_scores_and_changes_of_two_runs_and_their_base(tmp_path):
+    runs = {
+        "aux": _run(tmp_path / "aux", 0.5, (0.4, 0.41), [3.0, 2.4]),
+        "ours": _run(tmp_path / "ours", 0.75, (0.4, 0.3), [3.0, 2.1]),
+    }
+    base = tmp_path / "base"
+    base.mkdir()
+    task = {"value": 0.25, "stderr": None, "n": 40, "metric": "acc"}
+    (base / "results.json").write_text(json.dumps({"tasks": {"sums": task}}))
+    text = outcome_text(outcome(runs, base))
+    assert [" ".join(line.split()) for line in text.splitlines()] == [
+        "scores n base aux ours",
+        "sums (acc) 40 0.250 0.500 ± 0.020 0.750 ± 0.020",
+        "",
+        "what training changed before after aux after ours",
+        "expert overlap 0.4 0.41 (+2.5 %) 0.3 (-25 %)",
+        "training loss 3 2.4 (-20 %) 2.1 (-30 %)",
+    ]
+
+
+def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
+    run = _run(tmp_path / "a b", None, (0.4, 0.2), [3.0])
+    (run / "eval" / "results.json").unlink()
+    following = next_commands(run / "report" / "index.html", run / "merged", ["r.yaml"])
+    for style, quiet in (("plain", False), ("plain", True), ("json", False)):
+        before = use(Terminal(style, quiet))
+        try:
+            end_run({"after": run}, None, following)
+        finally:
+            use(before)
+        out = capsys.readouterr().out
+        assert "scores  " not in out
+        if style == "json":
+            change = json.loads(out)["changes"]["after"]["expert_overlap"]
+            assert change == {"before": 0.4, "after": 0.2}
+        else:
+            assert "0.2 (-50 %)" in out and ("next:" in out) is not quiet
+            assert quiet or f"moe-finetune serve '{run / 'merged'}'" in out

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.errors import OutputExistsError, TraceError
+from moe_finetune.routing.trace import RoutingTrace, TraceWriter
+from moe_finetune.routing.trace_format import load_arrays, write_chunk
+
+LAYERS, E, K, H = (1, 2, 5, 6), 11, 3, 7
+L = len(LAYERS)
+FACTS = {
+    "model_type": "olmoe",
+    "checkpoint": "tiny",
+    "layers": LAYERS,
+    "num_experts": E,
+    "top_k": K,
+    "hidden_size": H,
+}
+
+
+def batch(seed: int, tokens: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(tokens, L, E))
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    index = np.argsort(rng.random((tokens, L, E)), axis=-1)[..., :K]
+    return {
+        "index_TLK": index,
+        "weights_TLK": np.take_along_axis(probs, index, -1),
+        "seq_T": np.full(tokens, seed),
+        "probs_TLE": probs,
+        "token_ids_T": rng.integers(0, 99, tokens),
+    }
+
+
+def record(folder, batches: int = 9, chunk_bytes: int = 6000, **changes):
+    """A trace of several chunks, and the arrays that went into it."""
+    made = [batch(seed, 13 + seed) for seed in range(batches)]
+    rng = np.random.default_rng(99)
+    kept: dict[str, list[np.ndarray]] = {"positions": [], "embeddings": []}
+    start = 0
+    options = {**FACTS, "domains": ["law", "intent"], "embedding_share": 0.3, **changes}
+    with TraceWriter(folder, chunk_bytes=chunk_bytes, **options) as writer:
+        for number, arrays in enumerate(made):
+            tokens = len(arrays["seq_T"])
+            positions = writer.sample(tokens)
+            embeddings = rng.normal(size=(len(positions), L, H)).astype(np.float32)
+            writer.append(
+                **arrays,
+                domain=("law", "intent")[number % 2],
+                positions_N=positions,
+                embeddings_NLH=torch.from_numpy(embeddings),
+            )
+            kept["positions"].append(positions + start)
+            kept["embeddings"].append(embeddings)
+            start += tokens
+    whole = {name: np.concatenate([arrays[name] for arrays in made]) for name in made[0]}
+    return whole | {name: np.concatenate(parts) for name, parts in kept.items()}
+
+
+@pytest.mark.parametrize("chunk_bytes", [900, 6000, 10**9])
+def test_saved_equals_loaded(tmp_path, chunk_bytes):
+    wanted = record(tmp_path / "trace", chunk_bytes=chunk_bytes, weights_dtype="float32")
+    trace = RoutingTrace.open(tmp_path / "trace", model_type="olmoe", layers=LAYERS)
+    assert (len(trace.info.chunks) == 1) == (chunk_bytes == 10**9)
+    assert trace.num_tokens == len(wanted["seq_T"])
+    assert np.array_equal(trace.load("ids"), wanted["index_TLK"])
+    assert trace.load("ids").dtype == np.int16
+    assert np.array_equal(trace.load("weights"), wanted["weights_TLK"].astype(np.float32))
+    assert np.array_equal(trace.load("seq"), wanted["seq_T"])
+    assert np.array_equal(trace.load("token_ids"), wanted["token_ids_T"])
+    assert np.array_equal(trace.load("probs"), wanted["probs_TLE"].astype(np.float16))
+    assert np.array_equal(trace.load("domain"), wanted["seq_T"] % 2)
+    assert np.array_equal(trace.load("ids", "intent"), wanted["index_TLK"][wanted["seq_T"] % 2 > 0])
+    positions = trace.load("embedding_positions")
+    assert np.array_equal(positions, wanted["positions"])
+    assert 0.2 < len(positions) / trace.num_tokens < 0.4
+    assert trace.num_embeddings == len(positions)
+    assert np.array_equal(trace.load("embeddings"), wanted["embeddings"].astype(np.float16))
+    best = wanted["weights_TLK"].argmax(-1)[..., None]
+    top = np.take_along_axis(wanted["index_TLK"], best, -1)[..., 0]
+    assert np.array_equal(trace.load("embedding_labels"), top[positions])
+    starts = [chunk.start for chunk in trace.chunks("seq")]
+    assert starts == [0, *np.cumsum([c.tokens for c in trace.info.chunks])[:-1].tolist()]
+
+
+def test_large_embeddings_keep_their_range(tmp_path):
+    with TraceWriter(tmp_path / "t", **FACTS) as writer:
+        arrays = batch(0, 5)
+        big = np.full((1, L, H), 1e6, np.float32)
+        writer.append(**arrays, positions_N=[2], embeddings_NLH=big)
+    assert np.array_equal(RoutingTrace.open(tmp_path / "t").load("embeddings"), big)
+
+
+def test_ids_only(tmp_path):
+    arrays = batch(3, 17)
+    with TraceWriter(tmp_path / "t", **FACTS) as writer:
+        writer.append(arrays["index_TLK"], None, arrays["seq_T"])
+    trace = RoutingTrace.open(tmp_path / "t")
+    assert np.array_equal(trace.load("ids"), arrays["index_TLK"])
+    with pytest.raises(TraceError, match="holds no weights, only ids, seq, domain"):
+        trace.load("weights")
+
+
+def test_the_published_layout(data_file):
+    path = data_file("deepseek_v2_lite_routing_law.npz")
+    trace = RoutingTrace.open(path, model_type="deepseek_v2", layers=range(1, 27))
+    with np.load(path, allow_pickle=False) as archive:
+        for ours, theirs in (("ids", "ids"), ("weights", "weights"), ("seq", "seq")):
+            assert np.array_equal(trace.load(ours), archive[theirs])
+    assert trace.num_tokens == 8327
+    assert (trace.info.num_experts, trace.info.top_k) == (64, 6)
+    assert trace.info.domains == ("law",)
+    assert not trace.load("domain").any()
+
+
+def test_an_imported_trace_with_too_few_experts(tmp_path):
+    path = tmp_path / "routing_x.npz"
+    arrays = batch(0, 9)
+    ids = arrays["index_TLK"].astype(np.int16)
+    weights = arrays["weights_TLK"].astype(np.float32)
+    np.savez(path, ids=ids, weights=weights, seq=arrays["seq_T"])
+    assert RoutingTrace.open(path, num_experts=E).load("ids").shape == ids.shape
+    with pytest.raises(TraceError, match=f"got values from 0 to {E - 1}, wanted 0 to 8"):
+        RoutingTrace.open(path, num_experts=9).load("ids")
+    np.savez(path, ids=ids, weights=weights)
+    with pytest.raises(TraceError, match=r"routing_x.npz: not a trace, or damaged .*seq.npy"):
+        RoutingTrace.open(path)
+    np.savez(path, ids=np.array([{}], dtype=object), weights=weights, seq=arrays["seq_T"])
+    with pytest.raises(TraceError, match="not a trace, or damaged"):
+        RoutingTrace.open(path)  # a pickled array is never loaded
+
+
+def test_unfinished_recordings_do_not_open(tmp_path):
+    with pytest.raises(RuntimeError, match="stopped"), TraceWriter(tmp_path / "t", **FACTS) as w:
+        w.append(**batch(0, 5))
+        raise RuntimeError("stopped")
+    with pytest.raises(TraceError, match="the recording did not finish"):
+        RoutingTrace.open(tmp_path / "t")
+
+
+def test_an_empty_domain_is_named(tmp_path):
+    writer = TraceWriter(tmp_path / "t", **FACTS, domains=["law", "code", "maths"])
+    writer.append(**batch(0, 5), domain="code")
+    with pytest.raises(TraceError, match="no tokens of domain 'law', 'maths'"):
+        writer.close()
+    assert not (tmp_path / "t" / "trace.json").exists()
+
+
+def test_unknown_domain_and_field(tmp_path):
+    record(tmp_path / "t")
+    trace = RoutingTrace.open(tmp_path / "t")
+    with pytest.raises(TraceError, match="no domain 'code'; it holds law, intent"):
+        trace.load("ids", "code")
+    with pytest.raises(ValueError, match="got 'logits', wanted some of ids"):
+        trace.load("logits")
+
+
+def test_existing_folders_are_not_touched(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "mine.txt").write_text("keep")
+    with pytest.raises(OutputExistsError, match="already holds something"):
+        TraceWriter(tmp_path / "t", **FACTS)
+    assert [p.name for p in (tmp_path / "t").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"model_type": "mixtral"}, "a trace of model type 'olmoe', wanted 'mixtral'"),
+        ({"layers": range(3)}, "holds 4 MoE layers .* wanted 3 layers"),
+        ({"num_experts": 12}, "11 experts a layer, wanted 12"),
+    ],
+)
+def test_traces_of_another_model(tmp_path, facts, message):
+    record(tmp_path / "t", batches=2)
+    trace = RoutingTrace.open(tmp_path / "t")
+    trace.check(model_type="olmoe", layers=LAYERS, num_experts=E)
+    with pytest.raises(TraceError, match=message):
+        trace.check(**facts)
+
+
+@pytest.mark.faults
+def test_damage_is_found_and_named(tmp_path):
+    folder = tmp_path / "t"
+    record(folder)
+    file = folder / "chunk-00001.npz"
+    intact = file.read_bytes()
+
+    file.write_bytes(intact[:-40])
+    with pytest.raises(TraceError, match=r"chunk-00001.npz: damaged: \d+ bytes"):
+        RoutingTrace.open(folder)
+
+    with zipfile.ZipFile(file := folder / "chunk-00001.npz", "w") as archive:
+        archive.writestr("ids.npy", b"x")
+    file.write_bytes(file.read_bytes().ljust(len(intact), b"\0"))
+    with pytest.raises(TraceError, match=r"chunk-00001.npz: not a trace, or damaged"):
+        RoutingTrace.open(folder).load("ids")
+
+    file.write_bytes(intact)
+    trace = RoutingTrace.open(folder)
+    wanted = {name: trace.load(name) for name in trace.info.fields}
+    refused = 0
+    for place in range(0, len(intact), 97):
+        flipped = bytearray(intact)
+        flipped[place] ^= 0x55
+        file.write_bytes(flipped)
+        try:
+            found = {name: RoutingTrace.open(folder).load(name) for name in wanted}
+        except TraceError as error:
+            assert "chunk-00001.npz" in str(error)
+            refused += 1
+        else:  # a zip repeats its headers; what nobody reads may be damaged
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert refused > 0.8 * len(intact) / 97
+
+    file.unlink()
+    with pytest.raises(TraceError, match=r"chunk-00001.npz: this chunk of the trace is missing"):
+        RoutingTrace.open(folder)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=9), "version 9"),
+        (lambda d: d.pop("layers"), "damaged .KeyError: 'layers'"),
+        (lambda d: d.update(layers=[3, 1, 5, 6]), "not ascending"),
+        (lambda d: d.update(top_k=12), "top_k 12 of 11"),
+        (lambda d: d.update(fields=["ids", "code"]), r"unknown fields \['code'\]"),
+        (lambda d: d.update(chunks=[]), "holds no tokens"),
+        (lambda d: d["chunks"][0].update(file="../x.npz"), "outside the folder"),
+    ],
+)
+def test_damaged_manifests(tmp_path, change, message):
+    record(tmp_path / "t", batches=2)
+    path = tmp_path / "t" / "trace.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match=message):
+        RoutingTrace.open(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("ids", np.full((17, L, K), E, np.int16), "ids: got values from 11 to 11"),
+        ("ids", np.zeros((17, L, K), np.int64), "ids: got int64"),
+        ("weights", np.full((17, L, K), np.nan, np.float16), "weights: holds NaN"),
+        ("seq", np.zeros(16, np.int32), r"seq: got int32 \(16,\), wanted int32 or int64 \(17,\)"),
+    ],
+)
+def test_wrong_values_in_a_chunk(tmp_path, name, array, message):
+    arrays = batch(0, 17)
+    with TraceWriter(tmp_path / "t", **FACTS) as writer:
+        writer.append(arrays["index_TLK"], arrays["weights_TLK"], arrays["seq_T"])
+    file = tmp_path / "t" / "chunk-00000.npz"
+    with np.load(file) as archive:
+        stored = dict(archive)
+    write_chunk(file, stored | {name: array})
+    manifest = tmp_path / "t" / "trace.json"
+    document = json.loads(manifest.read_text())
+    document["chunks"][0]["bytes"] = file.stat().st_size
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match=message):
+        RoutingTrace.open(tmp_path / "t").load(name)
+
+
+def test_wrong_batches(tmp_path):
+    writer = TraceWriter(tmp_path / "t", **FACTS)
+    arrays = batch(0, 5)
+    with pytest.raises(ValueError, match=r"index_TLK: got shape \(5, 3, 3\), wanted \(T, 4, 3\)"):
+        writer.append(arrays["index_TLK"][:, :3], None, arrays["seq_T"])
+    broken = arrays["weights_TLK"].copy()
+    broken[1, 2, 0] = np.nan
+    with pytest.raises(ValueError, match="weights_TLK: 1 of 60 values are NaN"):
+        writer.append(arrays["index_TLK"], broken, arrays["seq_T"])
+    with pytest.raises(ValueError, match="domain: got 'law', wanted one of"):
+        writer.append(**arrays, domain="law")
+    with pytest.raises(ValueError, match="embeddings_NLH: 1 of 28 values are NaN"):
+        embeddings = np.ones((1, L, H))
+        embeddings[0, 3, 6] = np.nan
+        writer.append(**arrays, positions_N=[0], embeddings_NLH=embeddings)
+    with pytest.raises(ValueError, match="positions_N: wanted ascending"):
+        writer.append(**arrays, positions_N=[3, 1], embeddings_NLH=np.ones((2, L, H)))
+    writer.append(**arrays)
+    with pytest.raises(ValueError, match=r"wanted .* as in the first batch"):
+        writer.append(arrays["index_TLK"], None, arrays["seq_T"])
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path):
+    arrays = batch(0, 500)
+    ids, weights = arrays["index_TLK"], arrays["weights_TLK"]
+
+    def peak(batches: int) -> int:
+        tracemalloc.start()
+        with TraceWriter(tmp_path / str(batches), **FACTS, chunk_bytes=100_000) as writer:
+            for number in range(batches):
+                writer.append(ids, weights, np.full(500, number))
+        for chunk in RoutingTrace.open(tmp_path / str(batches)).chunks():
+            assert chunk.tokens
+        peaked = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peaked
+
+    short, long = peak(20), peak(400)
+    written = 400 * (ids.astype(np.int16).nbytes * 2)
+    assert long < short + written / 20
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "said"),
+    [
+        ("ids", lambda a: np.concatenate([a[..., :1]] * a.shape[-1], -1), "one expert twice"),
+        ("weights", lambda a: -a, "negative"),
+        ("weights", lambda a: a.astype(np.float32).view(np.int32), "wanted float16 or float32"),
+        ("ids", lambda a: a.astype(np.float32), "wanted int16"),
+        ("ids", lambda a: a + 100, "wanted 0 to"),
+    ],
+)
+def test_arrays_that_no_router_gives(tmp_path, field, change, said):
+    record(tmp_path / "trace", chunk_bytes=10**9)
+    trace = RoutingTrace.open(tmp_path / "trace")
+    (chunk,) = trace.info.chunks
+    arrays = load_arrays(tmp_path / "trace" / chunk.file, trace.info.fields)
+    write_chunk(tmp_path / "trace" / chunk.file, arrays | {field: change(arrays[field])})
+    manifest = json.loads((tmp_path / "trace" / "trace.json").read_text())
+    manifest["chunks"][0]["bytes"] = (tmp_path / "trace" / chunk.file).stat().st_size
+    (tmp_path / "trace" / "trace.json").write_text(json.dumps(manifest))
+    with pytest.raises(TraceError, match=said) as caught:
+        RoutingTrace.open(tmp_path / "trace").load(field)
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 10**9),
+        ("num_experts", 10**400),
+        ("top_k", 0),
+        ("top_k", 99),
+        ("layers", [-3, 1, 2]),
+        ("layers", [1, 1, 2]),
+        ("layers", list(range(5000))),
+        ("domains", ["a", "a"]),
+        ("fields", ["ids", "ids"]),
+        ("chunks", [{"file": "x", "tokens": -5, "embeddings": 0, "bytes": 1}]),
+        ("hidden_size", "1e999"),
+    ],
+)
+def test_manifests_that_nobody_wrote(tmp_path, key, value):
+    record(tmp_path / "trace")
+    file = tmp_path / "trace" / "trace.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(TraceError, match=r"trace\.json"):
+        RoutingTrace.open(tmp_path / "trace")
+
+
+def test_a_manifest_with_a_key_twice(tmp_path):
+    record(tmp_path / "trace")
+    file = tmp_path / "trace" / "trace.json"
+    file.write_text(file.read_text().replace('"top_k"', '"top_k": 1, "top_k"'))
+    with pytest.raises(TraceError, match="'top_k' occurs twice"):
+        RoutingTrace.open(tmp_path / "trace")

@@ -1,0 +1,55 @@
+"""Everything that needs a vLLM engine, over one engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_finetune.errors import EvaluationError
+from moe_finetune.evaluation.backends import open_backend
+from moe_finetune.evaluation.engine import evaluate
+from moe_finetune.evaluation.parity import parity
+from moe_finetune.vllm.engine import engine_arguments
+from tests.evaluation.local import write_suite
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_vllm_and_transformers_give_the_same_answers(vllm_engine, checkpoint, tmp_path):
+    suite = write_suite(tmp_path / "data", items=200)
+    found = parity(checkpoint, ("vllm", "hf"), suite, tmp_path / "out", 200,
+                   opened={"vllm": vllm_engine})  # fmt: skip
+    by_task = {p.task: p for p in found}
+    assert set(by_task) == {"sums", "colours"}
+    for result in found:
+        assert result.holds and result.n == 200, result
+    assert by_task["sums"].largest_difference is None
+    assert by_task["colours"].largest_difference < 1e-3
+    assert (tmp_path / "out" / "parity.json").is_file()
+
+
+def test_parity_sees_another_model(vllm_engine, checkpoint, tmp_path):
+    from tests import tiny
+
+    suite = write_suite(tmp_path / "data", items=20)
+    with open_backend(tiny.save("qwen3_moe", tmp_path / "other", seed=9), "hf") as other:
+        found = parity(checkpoint, ("vllm", "hf"), suite, tmp_path / "out", 20,
+                       opened={"vllm": vllm_engine, "hf": other})  # fmt: skip
+    assert not any(result.holds for result in found)
+    assert all(result.equal_prompts == 20 for result in found)
+
+
+def test_one_engine_serves_several_suites(vllm_engine, checkpoint, tmp_path):
+    for items, name in ((11, "a"), (13, "b")):
+        suite = write_suite(tmp_path / name, items)
+        results = evaluate("unused", suite, "vllm", tmp_path / name / "out", opened=vllm_engine)
+        assert results["complete"] and results["backend"] == "vllm"
+        assert results["tasks"]["sums"]["n"] == items
+        assert results["settings"]["engine"]["dtype"] == "float32"
+
+
+def test_engine_arguments_that_cannot_work_are_refused():
+    with pytest.raises(EvaluationError, match="trust_remote_code"):
+        engine_arguments({"trust_remote_code": True})
+    with pytest.raises(EvaluationError, match="serve the checkpoint"):
+        engine_arguments({"data_parallel_size": 2, "enable_expert_parallel": True})
+    assert engine_arguments({"tensor_parallel_size": 4})["tensor_parallel_size"] == 4

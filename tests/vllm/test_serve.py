@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_finetune import cli
+from moe_finetune.checkpoint import write_metadata
+from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.vllm.serve import (
+    ServeOptions,
+    adapter_arguments,
+    curl_line,
+    merged_folder,
+    serve_command,
+    watch,
+)
+from tests.checkpoint.helpers import EXPERTS
+from tests.checkpoint.helpers import adapter as random_adapter
+from tests.vllm_server import ROOT, needs_vllm
+
+ATTENTION = {"target_parameters": None}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    return dict(zip(command, [*command[1:], ""], strict=True))
+
+
+def test_the_command_carries_every_option(tmp_path):
+    options = ServeOptions(
+        host="0.0.0.0",
+        port=8123,
+        tensor_parallel=4,
+        data_parallel=2,
+        expert_parallel=True,
+        extra=("--max-model-len", "512", "--dtype=bfloat16"),
+    )
+    command = serve_command(tmp_path / "merged", options, cpu=False)
+    found = pairs(command)
+    assert command[0] == sys.executable and command[3:5] == ["serve", str(tmp_path / "merged")]
+    assert found["--host"] == "0.0.0.0" and found["--port"] == "8123"
+    assert found["--tensor-parallel-size"] == "4" and found["--data-parallel-size"] == "2"
+    assert "--enable-expert-parallel" in command and "--enforce-eager" not in command
+    assert found["--served-model-name"] == "merged"
+    assert command[-3:] == ["--max-model-len", "512", "--dtype=bfloat16"]
+    assert options.url == "http://127.0.0.1:8123"
+    on_cpu = serve_command(tmp_path, options, cpu=True)
+    assert "--enforce-eager" in on_cpu and "float32" not in on_cpu  # --dtype was given
+    plain = serve_command(tmp_path, ServeOptions(), cpu=True)
+    assert pairs(plain)["--dtype"] == "float32" and "--tensor-parallel-size" not in plain
+
+
+@pytest.mark.parametrize("extra", ["--trust-remote-code", "--trust_remote_code", "--port=9"])
+def test_refused_options(tmp_path, extra):
+    with pytest.raises(RecipeError, match=extra.partition("=")[0].replace("_", "-")):
+        serve_command(tmp_path, ServeOptions(extra=(extra,)), cpu=False)
+
+
+def test_what_is_served(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    assert merged_folder(base) == base
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "adapter").mkdir()
+    with pytest.raises(CheckpointError, match="moe-finetune merge"):
+        merged_folder(run)
+    (run / "merged").symlink_to(base)
+    assert merged_folder(run) == run / "merged"
+    with pytest.raises(CheckpointError, match="no such folder"):
+        merged_folder(tmp_path / "nowhere")
+
+
+def test_an_adapter_on_qwen3_experts_is_served_on_a_gpu(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    found = adapter_arguments(base, adapter, cpu=False)
+    assert found["--max-lora-rank"] == "16" and "--enable-lora" in found
+    assert "--enable-mixed-moe-lora-format" in found
+    module = json.loads(found["--lora-modules"])
+    assert module == {"name": "law", "path": str(adapter), "is_3d_lora_weight": True}
+    command = serve_command(base, ServeOptions(adapter=adapter), cpu=False)
+    assert pairs(command)["--max-lora-rank"] == "16"
+    plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
+    found = adapter_arguments(base, plain, cpu=False)
+    assert "--enable-mixed-moe-lora-format" not in found
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "cpu", "reason"),
+    [
+        ("qwen3_moe", {"target_parameters": list(EXPERTS)}, True, "on GPUs only"),
+        ("qwen3_moe", {}, False, "neither attention nor routed experts"),
+        ("qwen3_moe", {**ATTENTION, "modules_to_save": ["gate"]}, False, "whole modules (gate)"),
+        ("olmoe", {"target_parameters": list(EXPERTS)}, False, "on the experts of OLMoE"),
+        ("deepseek_v2", ATTENTION, False, "attention of DeepSeek"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_serve(tmp_path, tiny_checkpoint, family, options, cpu, reason):
+    base = tiny_checkpoint(family)
+    adapter = random_adapter(base, tmp_path / "adapter", **options)
+    with pytest.raises(AdapterError) as caught:
+        adapter_arguments(base, adapter, cpu)
+    assert reason in str(caught.value) and "moe-finetune merge" in str(caught.value)
+
+
+def test_chosen_experts_and_biases_are_refused(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
+    save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
+    with pytest.raises(AdapterError, match="routing bias"):
+        adapter_arguments(base, adapter, cpu=False)
+    adapter = random_adapter(base, tmp_path / "chosen", target_parameters=list(EXPERTS))
+    write_metadata(adapter, {layer: range(12) for layer in range(3)})
+    with pytest.raises(AdapterError, match="chosen experts only"):
+        adapter_arguments(base, adapter, cpu=False)
+
+
+def test_the_curl_line_is_one_a_shell_splits():
+    import shlex
+
+    words = shlex.split(curl_line("http://h:1", "it's", True))
+    assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "prompt" in json.loads(shlex.split(curl_line("http://h:1", "m", False))[-1])
+
+
+def file_server(tmp_path, port: int, then: str = "") -> list[str]:
+    """A process that answers /health with 200 (a file of that name)."""
+    (tmp_path / "health").write_text("ok")
+    code = (
+        "import http.server, os, threading, functools, time; print('starting', flush=True); "
+        "handler = functools.partial(http.server.SimpleHTTPRequestHandler, "
+        f"directory={str(tmp_path)!r}); "
+        f"server = http.server.ThreadingHTTPServer(('127.0.0.1', {port}), handler); "
+        "threading.Thread(target=server.serve_forever, daemon=True).start(); "
+        f"{then or 'time.sleep(600)'}"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_ready_then_ended_by_itself(tmp_path, capfd):
+    port, seen = free_port(), []
+    command = file_server(tmp_path, port, "time.sleep(3)")
+    options = ServeOptions(port=port)
+    assert watch(command, options, os.environ, lambda: seen.append(1), timeout=60) == 0
+    assert seen == [1] and "starting" in capfd.readouterr().err
+
+
+def test_a_server_that_dies_shows_its_last_lines(capfd):
+    code = "import sys; [print('line', i) for i in range(50)]; sys.exit(7)"
+    options = ServeOptions(port=free_port())
+    command = [sys.executable, "-c", code]
+    assert watch(command, options, os.environ, pytest.fail, timeout=60) == 1
+    last = capfd.readouterr().err.partition("ended with 7; its last lines:\n")[2]
+    assert last.split("\n")[0] == "line 20" and "line 49" in last
+
+
+def test_not_ready_in_time_is_stopped(capfd):
+    options = ServeOptions(port=free_port())
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert watch(command, options, os.environ, pytest.fail, timeout=0.5) == 1
+    assert "was not ready within 0.5 s" in capfd.readouterr().err
+
+
+def test_a_used_port_is_refused_before_anything_starts(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="another --port"):
+            watch(["false"], ServeOptions(port=port), os.environ, pytest.fail, timeout=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_the_whole_group_ends(tmp_path, number):
+    port = free_port()
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
+    child += "time.sleep(600)']); print('child', p.pid, flush=True); time.sleep(600)"
+    program = (
+        # A shell's background job starts with interrupts ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import os, sys; from moe_finetune.vllm.serve import ServeOptions, watch\n"
+        f"try:\n watch({file_server(tmp_path, port, child)!r}, ServeOptions(port={port}), "
+        "os.environ, lambda: print('ready', flush=True), 60)\n"
+        "except KeyboardInterrupt:\n sys.exit(130)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout.readline().strip() == "ready"
+    time.sleep(1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    grandchild = int(err.partition("child ")[2].split()[0])
+    end = time.monotonic() + 20
+    while time.monotonic() < end and alive(grandchild):
+        time.sleep(0.1)
+    assert not alive(grandchild)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port))  # nor the server
+
+
+ENGINE = """
+import multiprocessing, os, sys, threading, time
+from moe_finetune.vllm.plugin import die_with_parent
+
+def worker(deeper):
+    die_with_parent()
+    die_with_parent()
+    if deeper:
+        context.Process(target=worker, args=(deeper - 1,)).start()
+    print("process", os.getpid(), threading.active_count(), flush=True)
+    time.sleep(600)
+
+context = multiprocessing.get_context(sys.argv[1])
+if __name__ == "__main__":
+    die_with_parent()
+    # The thread that starts an engine may end before it does.
+    thread = threading.Thread(target=lambda: context.Process(target=worker, args=(1,)).start())
+    thread.start()
+    thread.join()
+    print("started", threading.active_count(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_engines_end_with_a_killed_parent(tmp_path, method):
+    (tmp_path / "engine.py").write_text(ENGINE)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "engine.py"), method],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    said = [process.stdout.readline().split() for _ in range(3)]
+    assert ["started", "1"] in said  # no watcher in who has no such parent
+    engines = [int(words[1]) for words in said if words[0] == "process"]
+    assert len(engines) == 2 and all(words[2] == "2" for words in said if words[0] == "process")
+    time.sleep(0.5)
+    assert all(alive(pid) for pid in engines)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(alive, engines)):
+        time.sleep(0.05)
+    assert not any(map(alive, engines))
+
+
+@pytest.mark.parametrize("streams", ["out", "both"])
+def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
+    """``train ... | head -1``, and with ``2>&1``: the work goes on, and says so where it can."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from moe_finetune.cli.pipes import closed_pipes_ignored\n"
+        "with closed_pipes_ignored():\n"
+        "    for step in range(20000):\n"
+        "        print('step', step)\n"
+        "        print('log', step, file=sys.stderr) if 'both' in sys.argv else None\n"
+        "    Path(sys.argv[1]).write_text('whole')\n"
+    )
+    file = tmp_path / "result"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file), streams],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if streams == "both" else subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout.readline() in ("step 0\n", "log 0\n")
+    process.stdout.close()
+    said = process.stderr.read() if streams == "out" else ""
+    assert process.wait(60) == 0 and file.read_text() == "whole"
+    assert said == (
+        "standard output was closed by its reader; the command goes on without it\n"
+        if streams == "out"
+        else ""
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_wrong_source_is_exit_code_2(capsys, tmp_path):
+    assert cli.main(["serve", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_real_server_answers_and_stops(tiny_checkpoint):
+    checkpoint, port = tiny_checkpoint("qwen3_moe"), free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), "--port", str(port),
+         "--name", "tiny", "--", "--max-model-len", "256"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    import threading
+
+    errors: list[str] = []
+    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
+    try:
+        first = process.stdout.readline()
+        assert first.startswith(f"serving {checkpoint}"), "".join(errors)[-3000:]
+        assert process.stdout.readline().startswith("curl ")
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 4}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] >= 1
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    options = ServeOptions(
+        port=8123, tensor_parallel=4, data_parallel=2, expert_parallel=True, adapter=adapter
+    )
+    parser = make_arg_parser(FlexibleArgumentParser())
+    found = parser.parse_args(serve_command(base, options, cpu=False)[4:])
+    assert found.model_tag == str(base) and found.port == 8123 and found.enable_lora
+    assert (found.tensor_parallel_size, found.data_parallel_size) == (4, 2)
+    assert found.enable_expert_parallel and found.enable_mixed_moe_lora_format
+    assert found.max_lora_rank == 16 and found.lora_modules[0].is_3d_lora_weight
+    on_cpu = parser.parse_args(serve_command(base, ServeOptions(), cpu=True)[4:])
+    assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
