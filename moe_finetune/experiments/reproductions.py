@@ -1,4 +1,4 @@
-"""Studies that reproduce the papers, by kind; their code is ``eval/effects/``, beside the package."""
+"""Studies that reproduce the papers, by kind; their code is ``eval/effects/``."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from eval.effects.settings import load_miniature, with_table
 from eval.effects.shards import shards_of
 from eval.effects.study import effects_of, plan_miniature, run_miniature
 from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.experiments.reproductions import REPRODUCTIONS, reproduction_of
 from tests.conftest import ROOT
 
 SHIPPED = ROOT / "recipes" / "studies" / "miniature.yaml"
@@ -46,7 +47,7 @@ def test_the_shipped_study_covers_every_comparison():
     from eval.effects.claims import DIRECTIONS, EFFECTS
 
     study = load_miniature(SHIPPED)
-    assert is_miniature(SHIPPED)
+    assert reproduction_of(SHIPPED) is REPRODUCTIONS["miniature"]
     assert len(study.seeds) >= 5
     arms = {(shard.part, shard.arm) for shard in shards_of(study)}
     for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
@@ -168,8 +169,8 @@ def test_only_supervised_routing_gets_a_table():
 
 def test_other_files_are_no_miniature(tmp_path):
     path = tmp_path / "x.yaml"
-    assert not is_miniature(path)
+    assert reproduction_of(path) is None
     path.write_text("seeds: [1]")
-    assert not is_miniature(path)
+    assert reproduction_of(path) is None
     path.write_text(json.dumps({"kind": "miniature"}))
-    assert is_miniature(path)
+    assert reproduction_of(path) is REPRODUCTIONS["miniature"]

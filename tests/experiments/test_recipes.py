@@ -8,6 +8,7 @@ import pytest
 
 from moe_finetune.evaluation.suites import load_suite, select
 from moe_finetune.experiments import expand, load_study
+from moe_finetune.experiments.reproductions import reproduction_of
 from moe_finetune.experiments.slurm import batch_script, shard_command
 from moe_finetune.losses.presets import PRESETS
 
