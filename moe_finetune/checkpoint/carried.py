@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint.tokenizer import write_tokenizer
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX
 from moe_finetune.io.json_file import read_object
@@ -81,8 +82,6 @@ def _loaders_disagree(folder: Path) -> bool:
 
 
 def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
-    from moe_finetune.checkpoint.convert import write_tokenizer
-
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(folder, Path(made))
         return {path.name: path.read_bytes() for path in Path(made).iterdir()}

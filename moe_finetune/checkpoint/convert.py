@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
+from moe_finetune.checkpoint.card import public_name, write_card
+from moe_finetune.checkpoint.carried import refuse_foreign_links
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.errors import CheckpointError
+from moe_finetune.checkpoint.tokenizer import write_json, write_tokenizer
 from moe_finetune.io import check_output, one_writer, output_folder, sync
-from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, read_config, tensors_of
-from moe_finetune.io.json_file import read_object
+from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_config, tensors_of
 from moe_finetune.io.safetensors_header import Header
-from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.models.loading import load_config, local_folder
 
 _CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
 _COPY_BYTES = 16 << 20
-TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 @one_writer
@@ -38,9 +36,6 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
             written, or does not fit on the disk.
     """
-    from moe_finetune.checkpoint.card import public_name, write_card
-    from moe_finetune.checkpoint.carried import refuse_foreign_links
-
     output = Path(output)
     check_output(output)
     folder = local_folder(source)
@@ -54,7 +49,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         write_index(files, work)
         config = read_config(folder)
         config.pop("auto_map", None)
-        _write_json(work / "config.json", config)
+        write_json(work / "config.json", config)
         write_tokenizer(folder, work)
         for pattern in _CARRIED:
             for file in folder.glob(pattern):
@@ -66,32 +61,6 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     return output
 
 
-def write_tokenizer(source: Path, output: Path) -> None:
-    """Write ``source``'s tokenizer into the folder ``output`` so that every loader reads the same.
-
-    ``tokenizer.json`` holds what :func:`load_tokenizer` returns: its splitting, merges, added
-    tokens and a begin-of-sequence token where the settings ask for one. ``tokenizer_config.json``
-    keeps its settings, but names a class that takes ``tokenizer.json`` as it is, and no code.
-
-    Raises:
-        CheckpointError: ``source`` has no tokenizer that can be read without its code.
-    """
-    load_tokenizer(source).backend_tokenizer.save(str(output / "tokenizer.json"))
-    for name in ("special_tokens_map.json", "added_tokens.json"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, output / name)
-    settings_file = source / "tokenizer_config.json"
-    settings = {}
-    if settings_file.is_file():
-        settings = read_object(settings_file, CheckpointError, COPY_AGAIN)
-    settings.pop("auto_map", None)
-    settings["tokenizer_class"] = TOKENIZER_CLASS
-    _write_json(output / "tokenizer_config.json", settings)
-    template = source / "chat_template.jinja"
-    if template.is_file():
-        shutil.copyfile(template, output / template.name)
-
-
 def write_index(files: dict[str, Header], output: Path) -> None:
     """Write the index of a checkpoint that has more files than ``model.safetensors``."""
     if list(files) == [SINGLE]:
@@ -99,11 +68,7 @@ def write_index(files: dict[str, Header], output: Path) -> None:
     tensors = sorted(tensors_of(files).items())
     total = sum(info.size for _, info in tensors)
     weight_map = {name: info.file.name for name, info in tensors}
-    _write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from moe_finetune.models.loading import load_tokenizer
 from tests import tiny
 from tests.models import moonlight_files
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 CODE = "raise SystemExit('remote code ran')\n"
 
 

@@ -17,7 +17,7 @@ from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.inspection import GIB
 from tests import tiny
 
-FIXTURES = Path(__file__).resolve().parents[1] / "models" / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, t
 
     from moe_finetune.experiments.cost import model_size
 
-    fixtures = Path(__file__).resolve().parents[1] / "models" / "fixtures"
+    fixtures = Path(__file__).resolve().parents[1] / "fixtures"
     if config == "olmoe_1b_7b":  # transformers' defaults are its shape
         (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
     else:

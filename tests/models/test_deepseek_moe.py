@@ -17,7 +17,7 @@ from moe_finetune.models import FAMILIES, deepseek_moe, family_of
 from tests import tiny
 from tests.models import deepseek_reference
 
-FIXTURE = Path(__file__).parent / "fixtures" / "deepseek_moe_16b.json"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "deepseek_moe_16b.json"
 VARIANTS = [
     {},
     {"norm_topk_prob": True, "n_shared_experts": None},

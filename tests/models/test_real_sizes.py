@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moe_finetune.models import family_of
 from moe_finetune.models.loading import load_config
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 # parameters as the hub counts them (Moonlight's also has 26 x 64 router biases, not parameters);
 # layers, MoE layers, experts, expert width
 FACTS = {

@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from moe_finetune.models.deepseek_moe import check, moe_layers
 from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
+from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 
 class DeepseekMLP(nn.Module):
