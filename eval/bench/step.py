@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from variants import BASELINES, COMPILED, Variant, adapts_experts, build
 
 from moe_finetune.models import family_of
-from moe_finetune.moe.layers import backbone_of
+from moe_finetune.moe.layers import backbone_of, config_facts
 
 
 def batch_of(arguments, vocab):
@@ -183,6 +183,11 @@ def main() -> None:
     if arguments.memory_of:
         memory_child(arguments)
         return
+    moe_layers = len(config_facts(config_of(arguments)).moe_layers)
+    if moe_layers == 0:
+        parser.error(f"--layers {arguments.layers}: {arguments.geometry} begins with a dense layer")
+    if moe_layers == 1:
+        print("coupling joins two MoE layers; with the one here it is left out of every variant")
     names = arguments.variants or [
         *BASELINES,
         "ours",

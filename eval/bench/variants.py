@@ -60,10 +60,18 @@ def adapts_experts(variant: str) -> bool:
     return not variant.startswith("attention-only")
 
 
-def terms_of(variant: str) -> dict | None:
-    """Loss terms of a variant of ours, None for a baseline."""
+def terms_of(variant: str, moe_layers: int) -> dict | None:
+    """Loss terms of a variant of ours in a model of so many MoE layers, None for a baseline.
+
+    Coupling joins two MoE layers, so a model of one goes without it.
+    """
     if variant in BASELINES:
         return None
+    terms = _all_terms_of(variant)
+    return terms if moe_layers > 1 else {n: t for n, t in terms.items() if n != "coupling"}
+
+
+def _all_terms_of(variant: str) -> dict:
     if variant in ("ours", "ours+metrics"):
         return {}
     if variant == "ours+all":
@@ -82,12 +90,12 @@ class Variant:
         name, _, compiled = name.partition(",")
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-        terms = terms_of(name)
+        facts = model_facts(model)
+        terms = terms_of(name, len(facts.moe_layers))
         self.context = contextlib.nullcontext
         if terms is not None:
             from moe_finetune.training.statistics import TrainingStatistics
 
-            facts = model_facts(model)
             objective = Objective.from_options(terms, facts) if terms else None
             observers = (
                 [TrainingStatistics(facts.moe_layers, facts.num_experts)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
@@ -97,8 +98,8 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     if not adapts(lora, router):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(_is_router(model, name))
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        for layer in moe_layers(model):
+            widen(layer.router)
         return model
     chosen, config = read_selection(model, lora), lora_config(model, lora, router)
     adapted = get_peft_model(
@@ -171,12 +172,20 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
 
 def widen_routers(model: nn.Module) -> None:
     """Make trainable copies of routers float32."""
-    from peft.utils.other import ModulesToSaveWrapper
-
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             for copy in module.modules_to_save.values():
-                copy.float()
+                widen(copy)
+
+
+def widen(router: nn.Module) -> None:
+    """Make a router float32, and let it take what a bfloat16 model gives it, hooks or none."""
+    router.float()
+    router.register_forward_pre_hook(_widened)
+
+
+def _widened(router: nn.Module, args: tuple) -> tuple:
+    return (args[0].to(next(router.parameters()).dtype), *args[1:])
 
 
 def _is_router(model: nn.Module, name: str) -> bool:

@@ -1,0 +1,164 @@
+"""Every family and preset in bfloat16, as a GPU trains them: beside the same weights in float32.
+
+The tolerances are a few times what rounding to 8 bits alone does: transformers' own forward without
+any loss of ours is up to 0.2 off in the gradients of the adapters (all of them as one vector,
+relative to its norm), since a token near the edge selects another expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_finetune.families import table
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.sections import LoraSection
+from moe_finetune.training.specialization import Specialization
+from tests import tiny, tiny_families
+
+LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
+WAYS = [(kernel, autocast) for kernel in ("loop", "grouped") for autocast in (False, True)]
+EVERY_TERM = {
+    "load_balance": {"weight": 0.1},
+    "z_loss": {"weight": 1e-3},
+    "orthogonality": {"weight": 0.1},
+    "variance": {"weight": 0.1},
+    "specialization": {"weight": 0.1},
+    "coupling": {"weight": 0.1},
+    "erc": {"weight": 0.1, "noise": False},
+    "router_orthogonality": {"weight": 0.1},
+    "dpp": {"weight": 0.1},
+    "ncl": {"weight": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    """Leave out the checks before the first step, which cost more than the step."""
+    place = "moe_finetune.training.specialization"
+    monkeypatch.setattr(f"{place}.check_reach", lambda *_: {})
+    monkeypatch.setattr(f"{place}._fingerprint", lambda _: torch.zeros(3))
+
+
+def adapted(base, dtype, router="full"):
+    """The model in ``dtype``, its weights rounded to bfloat16 in any case."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraSection(rank=4, alpha=8.0)
+        model = add_lora(base.bfloat16().to(dtype), lora, router).train()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def batch():
+    ids = torch.randint(4, 260, (4, 37), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def step(model, options=None, kernel="loop", autocast=False):
+    """Loss, the terms' values and the gradients of one step; without ``options``, a stock one."""
+    model.zero_grad()
+    cast = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    work = contextlib.nullcontext()
+    if options is not None:
+        options = {**options, "strength": {"first": False}}
+        work = Specialization(model, options, kernel=kernel)
+    torch.manual_seed(2)
+    with work as method:
+        with cast:
+            loss = model(**batch()).loss
+        loss.backward()
+        if method is not None:
+            method.step()
+        read = {} if method is None else method.read()
+    terms = {key: value for key, value in read.items() if key.startswith("losses/")}
+    return (
+        loss.item(),
+        terms,
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    )
+
+
+def assert_near(found, wanted, what):
+    loss, terms, gradients = found
+    wanted_loss, wanted_terms, wanted_gradients = wanted
+    assert loss == pytest.approx(wanted_loss, rel=LOSS), what
+    assert terms == pytest.approx(wanted_terms, rel=VALUE, abs=1e-3), what
+    assert gradients.keys() == wanted_gradients.keys() and gradients, what
+    apart = sum((gradients[n] - g).square().sum() for n, g in wanted_gradients.items())
+    whole = sum(g.square().sum() for g in wanted_gradients.values())
+    assert (apart / whole).sqrt() < GRADIENT, (what, (apart / whole).sqrt())
+
+
+def copied(result):
+    loss, terms, gradients = result
+    return loss, terms, {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family.name for family in table.FAMILIES])
+def test_every_family(family):
+    """Stock and recorded, with every term at once."""
+    exact = adapted(tiny_families.model(family), torch.float32)
+    wanted = copied(step(exact, {"terms": EVERY_TERM}))
+    assert set(wanted[1]) == {f"losses/{name}" for name in EVERY_TERM}
+    plain = step(exact)
+    model = adapted(tiny_families.model(family), torch.bfloat16)
+    for kernel, autocast in WAYS:
+        found = step(model, {"terms": EVERY_TERM}, kernel, autocast)
+        assert_near(found, wanted, (kernel, autocast))
+    for autocast in (False, True):
+        assert_near(step(model, autocast=autocast), plain, ("stock", autocast))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
+def test_every_preset(family, tmp_path):
+    torch.manual_seed(5)
+    frequencies = torch.rand(tiny.VOCABULARY, 12).softmax(1)
+    save_file({"token_frequencies": frequencies}, tmp_path / "table.safetensors")
+    exact = adapted(tiny.model(family), torch.float32)
+    model = adapted(tiny.model(family), torch.bfloat16)
+    for name, preset in PRESETS.items():
+        options = preset.method()
+        if preset.perturbations:
+            continue  # noise is drawn in the type of what it is added to
+        if "supervised_routing" in options["terms"]:
+            options["terms"]["supervised_routing"]["table"] = str(tmp_path / "table.safetensors")
+        if "erc" in options["terms"]:
+            options["terms"]["erc"]["noise"] = False
+        wanted = copied(step(exact, options))
+        for kernel, autocast in WAYS:
+            assert_near(step(model, options, kernel, autocast), wanted, (name, kernel, autocast))
+
+
+@pytest.mark.parametrize("router", ["full", "lora", "frozen"])
+def test_ours_is_as_near_to_float32_as_stock(router):
+    """The forward beside the stack rounds no more than PEFT's, which builds W + BA."""
+    off = {}
+    for way in ("stock", "ours"):
+        options = {"preset": "none"} if way == "ours" else None
+        wanted = copied(step(adapted(tiny.model("qwen3_moe"), torch.float32, router), options))
+        model = adapted(tiny.model("qwen3_moe"), torch.bfloat16, router)
+        found = step(model, options, "grouped")[2]
+        errors = [(found[n] - g).norm() / g.norm() for n, g in wanted[2].items()]
+        off[way] = torch.stack(errors).median()
+    assert off["ours"] < 1.5 * off["stock"]
+
+
+def test_a_router_that_trains_alone_takes_bfloat16():
+    base = tiny_families.model("gpt_oss").bfloat16()  # whose router has a bias
+    model = add_lora(base, LoraSection(rank=4, targets=[]), "full").train()
+    found = step(model)[2]
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert len(found) == tiny_families.LAYERS
