@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-
 Output = TypeVar("Output", Tensor, tuple)
 
 
