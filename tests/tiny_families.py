@@ -56,6 +56,15 @@ _LINEAR = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 3,
 }
+_MAMBA = {
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_d_state": 11,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 _GRANITE = {
     "num_local_experts": EXPERTS,
     "intermediate_size": WIDTH,
@@ -87,6 +96,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
     "granitemoe": _GRANITE,
     "granitemoe_swa": _GRANITE,
+    "granitemoehybrid": _GRANITE | _MAMBA,
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": {
         "num_experts": EXPERTS,
@@ -100,6 +110,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "router_scaling_factor": 1.7,
         "enable_moe_fp32_combine": False,
     },
+    "hy_v4": _MLA | _INDEXER,
+    "jamba": {
+        "num_experts": EXPERTS,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": 7,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 11,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 7,
+    },
     "kimi_linear": _MLA
     | {
         "num_local_experts": EXPERTS,
@@ -110,6 +131,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
     },
     "laguna": {"num_experts": EXPERTS, "moe_routed_scaling_factor": 1.7},
+    "lfm2_moe": {
+        "num_experts": EXPERTS,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": 3,
+    },
     "mellum": {"num_local_experts": EXPERTS},
     "mimo_v2_flash": {
         "num_key_value_heads": 3,  # twice as many where attention slides
@@ -129,9 +156,32 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 56,
         "head_dim": 32,
     },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "moe"],
+        "ssm_state_size": 11,
+        "mamba_num_heads": 12,
+        "mamba_head_dim": 14,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 56,
+        "moe_latent_size": 52,
+    },
+    "phimoe": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
     "qwen3_next": _LINEAR | {"num_experts": EXPERTS},
+    "qwen4_exp": _LINEAR
+    | {
+        "num_experts": EXPERTS,
+        "hc_count": 3,
+        "hc_lowrank": 14,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 512,
+        "indexer_compress_ratio": 4,
+    },
 }
 
 

@@ -94,6 +94,11 @@ def plan_bias(
         content = struct.pack(f"<{len(bias[layer])}f", *(float(value) for value in bias[layer]))
         router = base.tensors[family.disk.name("router", layer)]
         name = bias_name(family, layer)
+        if family.bias_export == "tensor" and name not in base.tensors:
+            raise UnsupportedModelError(
+                f"{family.title}: this checkpoint's routers have no bias ('{name}'), so it has no "
+                "place for a routing bias; export with bias 'drop'"
+            )
         file = base.tensors[name].file.name if name in base.tensors else router.file.name
         tensors[name] = BiasValue(file, content)
     return tensors, changes, notes

@@ -27,7 +27,7 @@ def expand_selection(adapter: str | Path, base: str | Path, output: str | Path) 
     tensors = {key: read_tensor(info) for key, info in opened.tensors.items()}
     family, selection = checkpoint.family, opened.metadata.experts
     if selection is not None:
-        experts = f".{family.block_path}.{family.experts_name}."
+        experts = f".{family.experts_path}."
         packed = {
             key: (update.rank, key == update.a)
             for update in updates

@@ -13,9 +13,9 @@ from typing import Any
 
 from moe_finetune.checkpoint.opened import Checkpoint
 from moe_finetune.errors import CheckpointError, did_you_mean
-from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
-from moe_finetune.models import FUSED, Family, family_of
-from moe_finetune.models.structure import name_on_disk, shapes_on_disk
+from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
+from moe_finetune.models import Family, family_of
+from moe_finetune.models.structure import integers_on_disk, name_on_disk, shapes_on_disk
 
 Shapes = dict[str, tuple[int, ...]]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -94,13 +94,15 @@ def check_tensors(
             f"{folder}: tensor '{name}' in {tensors[name].file.name} is none of this model's "
             f"({len(extra)} such tensors); the files are of another checkpoint or config.json is"
         )
+    integers = integers_on_disk(config)
     for name, shape in needed.items():
         info = tensors.get(name)
         if info is None:
             continue
-        if info.dtype not in FLOATS:
+        if info.dtype not in (INTEGERS if name in integers else FLOATS):
+            wanted = "whole numbers" if name in integers else "a float"
             raise CheckpointError(
-                f"{info.file}: '{name}' is stored as {info.dtype}, not as a float; the checkpoint "
+                f"{info.file}: '{name}' is stored as {info.dtype}, not as {wanted}; the checkpoint "
                 "is quantised or damaged, use the unquantised one"
             )
         if info.shape != shape:
@@ -147,15 +149,14 @@ def places_on_disk(
     state: Shapes, family: Family, config: Any
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """Each tensor of a loaded model with the files' tensors that it is, one below the other."""
-    block = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.block_path)}\.(.+)")
+    stack = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
     disk, mapping = family.disk, config.to_dict()
     for name, shape in state.items():
-        match = block.fullmatch(name)
-        stack, _, parameter = match[2].rpartition(".") if match else ("", "", "")
-        if match is None or stack != family.experts_name or parameter not in FUSED:
+        match = stack.fullmatch(name)
+        if match is None or match[2] not in family.expert_parameters:
             yield name, [(name_on_disk(mapping, name), shape)]
             continue
-        parts = disk.parts(parameter)
+        parts = disk.parts(match[2])
         if disk.fused:
             yield name, [(disk.name(parts[0], int(match[1])), shape)]
             continue

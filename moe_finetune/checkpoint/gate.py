@@ -93,7 +93,7 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     config = json.dumps(adapter.config, sort_keys=True)
     wanted = set(_peft_keys(base.folder, (base.folder / "config.json").stat().st_mtime_ns, config))
     if chosen is not None:
-        stack = f".{family.block_path}.{family.experts_name}."
+        stack = f".{family.experts_path}."
         left_out = {
             key
             for key in wanted
@@ -103,7 +103,7 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     held = set(adapter.tensors)
     if old := {key for key in held if _OLD_EXPERT.search(key)}:
         # Before experts were fused, PEFT wrapped each one's matrices.
-        stack = f".{family.block_path}.{family.experts_name}."
+        stack = f".{family.experts_path}."
         wanted = {key for key in wanted if stack not in key} | _old_keys(adapter, base, old)
     extra = sorted(key for key in held - wanted if not key.endswith(_OPTIONAL))
     for key in sorted(wanted - held):

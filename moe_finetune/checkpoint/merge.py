@@ -19,7 +19,6 @@ from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
 from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
-from moe_finetune.models import FUSED
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.writer import Content
@@ -192,7 +191,7 @@ def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, lis
         parts = [
             [
                 norms.get(disk.name(part, layer, expert) + (f"[{expert}]" if disk.fused else ""))
-                for parameter in FUSED
+                for parameter in base.family.expert_parameters
                 for part in disk.parts(parameter)
             ]
             for expert in range(experts)

@@ -104,7 +104,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     found = {
         int(match[1])
         for name in checkpoint.tensors
-        if (match := re.match(r"model\.layers\.(\d+)\.", name))
+        if (match := re.match(r"(?:model\.|backbone\.)?layers\.(\d+)\.", name))
     }
     wanted = checkpoint.config.get("num_hidden_layers")
     missing = sorted(set(range(wanted)) - found) if isinstance(wanted, int) else []
@@ -121,7 +121,7 @@ def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
     if disk.fused:
         return _count_stacked(checkpoint)
     parts = {}
-    for part in ("gate", "up", "down"):
+    for part in [part for part in ("gate", "up", "down") if getattr(disk, part) is not None]:
         literal = re.escape(f"{disk.block}.{getattr(disk, part)}")
         pattern = literal.replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"(\d+)")
         parts[part] = re.compile(pattern)
@@ -161,7 +161,7 @@ def _count_stacked(checkpoint: Checkpoint) -> dict[int, int]:
 
 def _check_present(checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
     disk = checkpoint.family.disk
-    for part in ("router", *(["router_bias"] if disk.router_bias else []), *parts):
+    for part in ("router", *parts):
         if disk.name(part, layer) not in checkpoint.tensors:
             raise CheckpointError(
                 f"{checkpoint.folder}: tensor '{disk.name(part, layer)}' is missing; "

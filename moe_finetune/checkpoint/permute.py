@@ -59,6 +59,25 @@ class Rows:
             out.write(one, target.offset + place * size)
 
 
+@dataclass(frozen=True)
+class Renumbered:
+    """Content that names the same experts as a stored tensor of their numbers."""
+
+    source: TensorInfo
+    order: tuple[int, ...]
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        """See :class:`moe_finetune.checkpoint.writer.Content`."""
+        import torch
+
+        from moe_finetune.checkpoint.tensors import read_tensor
+
+        old = read_tensor(self.source)
+        new_of_old = torch.empty(len(self.order), dtype=old.dtype)
+        new_of_old[list(self.order)] = torch.arange(len(self.order), dtype=old.dtype)
+        out.write(new_of_old[old.long()].view(-1).view(torch.uint8), target.offset)
+
+
 @one_writer
 def permute_experts(
     base: str | Path,
@@ -144,7 +163,9 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
     """Raise CheckpointError unless ``permutation`` can be applied to ``base``."""
-    groups = base.config.get("n_group") or 1
+    from moe_finetune.models.loading import parse_config
+
+    groups, _ = base.family.groups(parse_config(base.folder))
     for layer, order in permutation.items():
         experts = base.experts.get(layer)
         if experts is None:
@@ -174,16 +195,21 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
 
     disk = base.family.disk
     found: dict[str, Content] = {}
-    for part in ("router", *(["router_bias"] if disk.router_bias else [])):
-        found[disk.name(part, layer)] = Rows(base.tensors[disk.name(part, layer)], order)
     block = disk.block.format(layer=layer)
+    stacks = (disk.gate_up, disk.down) if disk.fused else ()
+    for part in (disk.router, disk.router_bias, *stacks, *disk.per_expert):
+        name = f"{block}.{part}"
+        if name in base.tensors:
+            # Rows beyond the experts' are of shared ones, and stay.
+            rows = (*order, *range(len(order), base.tensors[name].shape[0]))
+            found[name] = Rows(base.tensors[name], rows)
+    ids = f"{block}.{disk.expert_ids}"
+    if ids in base.tensors:
+        found[ids] = Renumbered(base.tensors[ids], order)
     if disk.fused:
-        stacks = (disk.name("gate_up", layer), disk.name("down", layer))
-        for name in (*stacks, *(f"{block}.{part}" for part in disk.per_expert)):
-            found[name] = Rows(base.tensors[name], order)
         return found
     # Whatever else an expert has on disk (scales of a quantised one) moves with it.
-    head = f"{block}.{disk.gate.partition('{expert}')[0]}"
+    head = f"{block}.{disk.down.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
         number, dot, rest = name.removeprefix(head).partition(".")
         if not (name.startswith(head) and dot and number.isdigit()):

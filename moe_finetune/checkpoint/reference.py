@@ -14,6 +14,8 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.moe.biased_choice import correction_bias
+from moe_finetune.moe.layers import moe_layers
 
 
 def register_classes(base: Checkpoint) -> None:
@@ -86,8 +88,7 @@ def _logits(model: Any, ids: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _set_bias(model: Any, base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            layer = int(name.partition(f".{base.family.block_path}.")[0].rpartition(".")[2])
-            if layer in bias:
-                buffer.copy_(torch.tensor([float(value) for value in bias[layer]]))
+    for layer in moe_layers(model):
+        buffer = correction_bias(layer.block)
+        if layer.index in bias and buffer is not None:
+            buffer.copy_(torch.tensor([float(value) for value in bias[layer.index]]))

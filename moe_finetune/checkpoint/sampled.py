@@ -114,8 +114,6 @@ def _deltas(
 ) -> Iterator[tuple[str, Tensor]]:
     """(base tensor name, PEFT's delta) of one module; two experts of a fused stack."""
     family, clean = base.family, path.replace(".base_layer", "")
-    head, _, tail = clean.partition(f".{family.block_path}.")
-    layer = int(head.rpartition(".")[2]) if tail else -1
     if module is None:
         name = _stored_name(base, path)
         saved = read_tensor(adapter.tensors[path]).float()
@@ -124,20 +122,20 @@ def _deltas(
     for factor in ("lora_A", "lora_B"):
         weight = read_tensor(adapter.tensors[f"{path}.{factor}.weight"]).float()
         getattr(module, factor)["default"].weight = torch.nn.Parameter(weight)
-    if tail != family.experts_name:
+    head, experts, _ = clean.rpartition(f".{family.experts_path}")
+    if not experts or not clean.endswith(experts):
         lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
         yield _stored_name(base, f"{clean}.weight"), module.scaling["default"] * (lora_b @ lora_a)
         return
+    layer, parameter = int(head.rpartition(".")[2]), module.parameter_name
     lhs, rhs, scaling = module.get_delta_factors("default")
     # The same two for every adapter and parameter, so that their changes can be summed.
     for expert in random.Random(f"{seed} {layer}").sample(range(len(lhs)), 2):
         delta = scaling * (lhs[expert] @ rhs[expert])
         if family.disk.fused:
-            (part,) = family.disk.parts(module.parameter_name)
+            (part,) = family.disk.parts(parameter)
             yield f"{family.disk.name(part, layer)}[{expert}]", delta
-        elif module.parameter_name == "gate_up_proj":
-            gate, up = delta.chunk(2)
-            yield family.disk.name("gate", layer, expert), gate
-            yield family.disk.name("up", layer, expert), up
-        else:
-            yield family.disk.name("down", layer, expert), delta
+            continue
+        parts = family.disk.parts(parameter)
+        for part, half in zip(parts, delta.chunk(len(parts)), strict=True):
+            yield family.disk.name(part, layer, expert), half

@@ -20,6 +20,8 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
 }
 
 # Direct input and output wants offsets, lengths and addresses that are multiples of this.

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from moe_finetune.checkpoint.adapter import Adapter, unused
 from moe_finetune.checkpoint.opened import Checkpoint
 from moe_finetune.errors import AdapterError
-from moe_finetune.models.base import FUSED
 from moe_finetune.models.structure import name_on_disk
 
 _LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
@@ -75,10 +74,8 @@ def resolve(adapter: Adapter, base: Checkpoint, number: int = 0) -> list[tuple[s
 class _Resolver:
     def __init__(self, adapter: Adapter, base: Checkpoint, number: int):
         self.adapter, self.base, self.number = adapter, base, number
-        family = base.family
-        self.block = re.compile(
-            rf"(?P<head>model\.layers\.)(?P<layer>\d+)\.{re.escape(family.block_path)}\.(?P<rest>.+)"
-        )
+        self.parameters = base.family.expert_parameters
+        self.experts = re.compile(rf"model\.layers\.(\d+)\.{re.escape(base.family.experts_path)}")
         self.used: list[str] = []
 
     def run(self) -> Iterator[tuple[str, Update]]:
@@ -113,10 +110,8 @@ class _Resolver:
 
     def _experts_layer(self, path: str) -> int | None:
         """The layer whose experts module ``path`` is, or None."""
-        match = self.block.fullmatch(path)
-        if match and match["rest"] == self.base.family.experts_name:
-            return int(match["layer"])
-        return None
+        match = self.experts.fullmatch(path)
+        return int(match[1]) if match else None
 
     def _disk_name(self, name: str) -> str:
         """Name in the base's files of a tensor with the loaded model's ``name``."""
@@ -164,7 +159,7 @@ class _Resolver:
 
     def _parameter(self, path: str, depth: int, depths: list[int]) -> str:
         """Which of the fused parameters the wrapper at ``depth`` holds."""
-        named = [p for p in FUSED if self.adapter.targets_parameter(f"{path}.{p}")]
+        named = [p for p in self.parameters if self.adapter.targets_parameter(f"{path}.{p}")]
         if depths != list(range(len(named))):
             raise AdapterError(
                 f"{self.adapter.folder}: '{path}' has {len(depths)} pairs of factors, but "
@@ -214,7 +209,7 @@ class _Resolver:
         name = key.replace(".base_layer.", ".")
         path, _, parameter = name.rpartition(".")
         self.used.append(key)
-        if parameter in FUSED and (layer := self._experts_layer(path)) is not None:
+        if parameter in self.parameters and (layer := self._experts_layer(path)) is not None:
             yield from self._saved_experts(key, layer, parameter)
             return
         target = self._target(name, key)

@@ -22,6 +22,7 @@ ITEM_BYTES = {
     "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = ("I64", "I32")
 # The format's own limit; a larger length means that the file is something else.
 _MAX_HEADER = 100_000_000
 

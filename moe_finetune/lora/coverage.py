@@ -133,10 +133,9 @@ def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
         return "attention"
     if layer not in moe_layers:
         return "other"
-    block = family.block_path
-    if rest.startswith(f"{block}.{family.experts_name}."):
+    if rest.startswith(f"{family.experts_path}."):
         return "routed experts"
-    if rest.startswith(f"{block}.{family.router_name}."):
+    if rest.startswith(f"{family.router_path}."):
         return "router"
     shared = {f"{target.rpartition('.')[0]}." for target in family.shared_targets}
     return "shared experts" if rest.startswith(tuple(shared)) else "other"

@@ -19,6 +19,7 @@ from torch import nn
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.models import family_of
+from moe_finetune.models.base import GATED_MLP
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.moe.lora_factors import parameter_wrappers
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
@@ -48,7 +49,10 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     for group in lora.targets:
         if group == "attention":
             found = [t for t in family.attention_targets if _any_ends(names, t)]
-            modules += found
+            # PEFT takes these names for a part of the experts' stacks.
+            halves = [t for t in found if t.rpartition(".")[2] in GATED_MLP]
+            modules += [t for t in found if t not in halves]
+            parameters += [f"{target}.weight" for target in halves]
         elif group == "shared_experts":
             found = [t for t in family.shared_targets if _any_ends(names, t)]
             parameters += [f"{target}.weight" for target in found]
@@ -66,7 +70,6 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             "choose from attention, shared_experts, experts"
         )
     assert lora.rank is not None and lora.alpha is not None
-    router_path = f"{family.block_path}.{family.router_name}"
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -74,7 +77,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         target_modules=modules or [],
         target_parameters=parameters or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=[router_path] if router == "full" else None,
+        modules_to_save=[family.router_path] if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 

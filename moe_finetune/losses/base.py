@@ -149,6 +149,15 @@ class ModelFacts:
     top_k: int
     vocab_size: int
     has_gate: bool = True
+    one_space: bool = True
+    """Whether router and experts read vectors of the same space."""
+    fixed_layers: tuple[int, ...] = ()
+    """MoE layers whose experts are looked up by token, so that no training moves the selection."""
+
+    @property
+    def selecting_layers(self) -> tuple[int, ...]:
+        """MoE layers whose router selects."""
+        return tuple(layer for layer in self.moe_layers if layer not in self.fixed_layers)
 
 
 class Term(ABC):
@@ -161,9 +170,16 @@ class Term(ABC):
     Options: ClassVar[type[TermOptions]] = TermOptions
     hinge: ClassVar[bool] = False
     """Whether it is 0, and pushes nothing, while what it asks for holds."""
+    selection: ClassVar[bool] = False
+    """Whether it is about which experts are selected: left out where they are looked up."""
 
     def __init__(self, options: TermOptions):
         self.options = options
+        self._left_out: frozenset[int] = frozenset()
+
+    def applies(self, layer: int) -> bool:
+        """Whether decoder layer ``layer`` carries this term."""
+        return layer not in self._left_out and self.options.selects(layer)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -195,6 +211,20 @@ class Term(ABC):
                     f"method.terms.{self.name}.layers: {sorted(unknown)} are not MoE layers of "
                     f"this model; its MoE layers are {list(facts.moe_layers)}"
                 )
+        if self.selection:
+            self._leave_out(facts)
+
+    def _leave_out(self, facts: ModelFacts) -> None:
+        self._left_out = frozenset(facts.fixed_layers)
+        chosen = self.options.layers
+        asked = set(facts.moe_layers) if chosen == "all" else expand_layers(chosen)
+        fixed = sorted(asked & self._left_out)
+        if fixed and (chosen != "all" or len(fixed) == len(asked)):
+            raise ObjectiveError(
+                f"method.terms.{self.name} is about which experts are selected, and in layers "
+                f"{fixed} of this model they are looked up by token; name others in layers, or "
+                "remove the term (weight: 0)"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors to save with a training checkpoint."""

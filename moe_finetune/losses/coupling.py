@@ -110,6 +110,7 @@ class Coupling(Term):
     source = "P1 eq. 6, appendix F.1"
     reads = "router probabilities of two adjacent MoE layers"
     trains = frozenset({"router"})
+    selection = True
     Options = CouplingOptions
     options: CouplingOptions
 
@@ -139,7 +140,7 @@ class Coupling(Term):
                 "method.terms.coupling joins two MoE layers, and this model has "
                 f"{len(facts.moe_layers)}; remove the term"
             )
-        if not any(self.options.selects(layer) for layer in facts.moe_layers[1:]):
+        if not any(self.applies(layer) for layer in facts.moe_layers[1:]):
             raise ObjectiveError(
                 f"method.terms.coupling.layers: {self.options.layers} holds only the first MoE "
                 f"layer, which has none below it; add one of {list(facts.moe_layers[1:])}"

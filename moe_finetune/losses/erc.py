@@ -246,6 +246,12 @@ class Erc(Term):
                 "have none; set `activation: up` or remove the term"
             )
 
+        if not facts.one_space:
+            raise ObjectiveError(
+                "method.terms.erc sends the router's rows through the experts, and this model's "
+                "router and experts read different vectors; remove the term"
+            )
+
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         """ERC loss of this layer."""
         options = self.options

@@ -177,6 +177,7 @@ class LoadBalance(Term):
     source = "P0 eq. 18; P4 §2.3; GShard; Switch; DeepSeek-V2; Qiu et al. 2025"
     reads = "router probabilities"
     trains = frozenset({"router"})
+    selection = True
     Options = LoadBalanceOptions
     options: LoadBalanceOptions
 

@@ -52,7 +52,7 @@ class Objective:
         for term in self.terms:
             term.check(facts)
         self._layers = {
-            term.name: sum(term.options.selects(layer) for layer in term.layers(facts))
+            term.name: sum(term.applies(layer) for layer in term.layers(facts))
             for term in self.terms
         }
         self.full_weights: dict[str, float | None] = {
@@ -86,9 +86,7 @@ class Objective:
 
     def needs_of(self, layer: int) -> frozenset[Need]:
         """What the terms of decoder layer ``layer`` read."""
-        return frozenset().union(
-            *(term.needs for term in self.terms if term.options.selects(layer))
-        )
+        return frozenset().union(*(term.needs for term in self.terms if term.applies(layer)))
 
     def set_progress(self, step: int, total_steps: int) -> None:
         """Move every weight to optimizer step ``step`` of ``total_steps``."""
@@ -116,7 +114,7 @@ class Objective:
         """Evaluate the terms of this layer on ``record``."""
         result = LayerLoss()
         for term in self.terms:
-            if not term.options.selects(record.layer):
+            if not term.applies(record.layer):
                 continue
             value = term.loss(record, context)
             if value is None:

@@ -22,7 +22,22 @@ def log_scores(logits_TE: Tensor, score: str) -> Tensor:
     In place of dividing by sums, which are below the smallest float where all logits of a sigmoid
     router are.
     """
-    return logits_TE if score == "softmax" else torch.nn.functional.logsigmoid(logits_TE)
+    if score == "softmax":
+        return logits_TE
+    if score == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits_TE)
+    # log(softplus(x)) is x where e^x is far below 1, and there softplus itself may be 0.
+    usual_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-16.0)).log()
+    return 0.5 * torch.where(logits_TE < -16.0, logits_TE, usual_TE)
+
+
+def scores_of(logits_TE: Tensor, score: str) -> Tensor:
+    """Scores over all experts, before top-k: softmax, sigmoid, or the root of a softplus."""
+    if score == "softmax":
+        return logits_TE.softmax(-1)
+    if score == "sigmoid":
+        return logits_TE.sigmoid()
+    return torch.nn.functional.softplus(logits_TE).sqrt()
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class RoutingRecord:
         token_ids_T: input ids, or None when the model was called with embeddings.
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
         router_weight_EH: the router's effective weight (adapter included).
-        score: "softmax" or "sigmoid".
+        score: "softmax", "sigmoid" or "sqrtsoftplus".
         expert_factors: the effective projections of the experts, by name.
     """
 
@@ -67,14 +82,12 @@ class RoutingRecord:
 
     @cached_property
     def probs_TE(self) -> Tensor:
-        """Float32 scores over all experts, before top-k (softmax, or sigmoid as it is)."""
-        if self.score == "softmax":
-            return self.logits_TE.softmax(-1)
-        return self.logits_TE.sigmoid()
+        """Float32 scores over all experts, before top-k; those of a sigmoid as they are."""
+        return scores_of(self.logits_TE, self.score)
 
     @cached_property
     def distribution_TE(self) -> Tensor:
-        """``probs_TE`` normalised over experts: rows sum to 1 for sigmoid routers too."""
+        """``probs_TE`` normalised over experts: rows sum to 1 whatever the score."""
         if self.score == "softmax":
             return self.probs_TE
         return log_scores(self.logits_TE, self.score).softmax(-1)

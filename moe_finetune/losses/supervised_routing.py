@@ -110,6 +110,7 @@ class SupervisedRouting(Term):
     source = "P3 §3.2"
     reads = "router logits and token ids"
     trains = frozenset({"router"})
+    selection = True
     Options = SupervisedRoutingOptions
     options: SupervisedRoutingOptions
 

@@ -18,7 +18,7 @@ from moe_finetune.models import (
     qwen3_moe,
     table,
 )
-from moe_finetune.models.base import FAMILIES, FUSED, DiskLayout, Family
+from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 
 _ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral)
 for _module in _ALL:
@@ -26,7 +26,7 @@ for _module in _ALL:
 for _family in table.FAMILIES:
     FAMILIES.register(_family.name, _family)
 
-__all__ = ["FAMILIES", "FUSED", "DiskLayout", "Family", "family_of"]
+__all__ = ["FAMILIES", "DiskLayout", "Family", "family_of"]
 
 
 def family_of(config: Any) -> Family:

@@ -12,6 +12,9 @@ from typing import Any, Literal
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.registry import Registry
 
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""Functions from router logits to scores; the last is the root of a softplus."""
+
 
 @dataclass(frozen=True)
 class DiskLayout:
@@ -20,21 +23,23 @@ class DiskLayout:
     Most families store one matrix per expert and projection; in memory transformers fuses them to
     ``gate_up_proj (E, 2D, H)``, gate rows first, and ``down_proj (E, H, D)``. Where ``gate_up`` is
     given the files hold these two stacks themselves, under the names ``gate_up`` and ``down``,
-    ``transposed`` where the class stores (E, in, out).
+    ``transposed`` where the class stores (E, in, out). Experts without a gate have ``gate`` None.
 
-    ``per_expert`` are further tensors of the block with one row an expert.
+    ``per_expert`` are further tensors of the block with one row an expert, ``expert_ids`` one whose
+    values are numbers of experts; a layer may lack these and the ``router_bias``.
     """
 
     block: str = "model.layers.{layer}.mlp"
     router: str = "gate.weight"
     router_bias: str | None = None
-    gate: str = "experts.{expert}.gate_proj.weight"
+    gate: str | None = "experts.{expert}.gate_proj.weight"
     up: str = "experts.{expert}.up_proj.weight"
     down: str = "experts.{expert}.down_proj.weight"
 
     gate_up: str | None = None
     transposed: bool = False
     per_expert: tuple[str, ...] = ()
+    expert_ids: str | None = None
 
     @property
     def fused(self) -> bool:
@@ -42,10 +47,12 @@ class DiskLayout:
         return self.gate_up is not None
 
     def parts(self, parameter: str) -> tuple[str, ...]:
-        """What the loaded model's ``gate_up_proj`` or ``down_proj`` is in the files."""
+        """What a parameter of the loaded experts is in the files."""
         if parameter == "down_proj":
             return ("down",)
-        return ("gate_up",) if self.fused else ("gate", "up")
+        if self.fused:
+            return ("gate_up",)
+        return ("up",) if parameter == "up_proj" else ("gate", "up")
 
     def name(self, part: str, layer: int, expert: int | None = None) -> str:
         """Full name of ``part``, one of this class's patterns."""
@@ -57,52 +64,96 @@ class DiskLayout:
 
 @dataclass(frozen=True)
 class Family:
-    """Facts of one model family.
+    """Facts of one model family; callables take the transformers config.
 
-    ``score`` is the function from router logits to probabilities. ``renormalize`` and ``scaling``
-    say what the family does to the selected scores before they weight the experts. Module paths
-    are relative to a decoder layer of the loaded transformers model: ``attention_targets`` and
-    ``shared_targets`` too, which name linear layers, of which a layer may lack some. ``groups`` is
-    the number of groups of experts and how many of them a token may select from.
-    ``router_weight`` is where the weight is in the router's module, ``router_returns`` the order in
-    which that module returns what it computes.
+    Module paths are relative to a decoder layer of the loaded transformers model; a layer may lack
+    some.
+
+    Attributes:
+        name: how recipes, tests and the README call it, usually the ``model_type``.
+        score: the function from router logits to scores, one of :data:`Score`.
+        attention_targets, shared_targets: linear layers that LoRA adapts by these names.
+        disk: names in the published files.
+        block_path: the module with router and experts; empty where the layer itself has them.
+        router_weight: where the weight is in the router's module.
+        router_returns: what that module returns, in order; other names than "logits", "weights" and
+            "index" are passed through. Weights and index that it does not return are those that the
+            experts are called with.
+        router_logits: the module in the router whose output the logits are, where it returns none.
+        gated: whether experts have a gate projection, ``gate_up_proj``, or ``up_proj`` alone.
+        renormalize, scaling: what happens to the selected scores before they weight the experts.
+        own_weights: why the weights do not follow from these, and no selection can be made again.
+        groups: number of groups of experts, and how many of them a token may select from.
+        fixed_layers: MoE layers whose experts are looked up by token, which no training moves.
+        separate_spaces: whether router and experts read vectors of different spaces.
+        check: raises UnsupportedModelError for options of a config that are not supported.
+        bias_export: where a checkpoint holds a bias on the selection.
+        architecture: the causal language model's class where transformers has none of its own.
     """
 
     name: str
     model_type: str
-    architecture: str
     title: str
-    score: Literal["softmax", "sigmoid"]
+    score: Score
     attention_targets: tuple[str, ...]
     shared_targets: tuple[str, ...] = ()
     disk: DiskLayout = field(default_factory=DiskLayout)
     block_path: str = "mlp"
     router_name: str = "gate"
     router_weight: str = "weight"
-    router_returns: tuple[str, str, str] = ("logits", "weights", "index")
+    router_returns: tuple[str, ...] = ("logits", "weights", "index")
+    router_logits: str | None = None
     experts_name: str = "experts"
+    gated: bool = True
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     scaling: Callable[[Any], float] = lambda config: 1.0
+    own_weights: str | None = None
     groups: Callable[[Any], tuple[int, int]] = lambda config: (1, 1)
     top_k: Callable[[Any], int] = lambda config: int(config.num_experts_per_tok)
     moe_layers: Callable[[Any], list[int]] = lambda config: list(range(config.num_hidden_layers))
+    fixed_layers: Callable[[Any], list[int]] = lambda config: []
     expert_width: Callable[[Any], int] = lambda config: config.moe_intermediate_size
+    separate_spaces: Callable[[Any], bool] = lambda config: False
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
+    architecture: str = ""
 
     @property
-    def expert_targets(self) -> tuple[str, str]:
+    def class_name(self) -> str:
+        """Name of the causal language model's class."""
+        if self.architecture:
+            return self.architecture
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
+
+    @property
+    def experts_path(self) -> str:
+        """The experts' module in a decoder layer."""
+        return f"{self.block_path}.{self.experts_name}".lstrip(".")
+
+    @property
+    def router_path(self) -> str:
+        """The router's module in a decoder layer."""
+        return f"{self.block_path}.{self.router_name}".lstrip(".")
+
+    @property
+    def expert_parameters(self) -> tuple[str, str]:
+        """The parameters of the loaded experts that hold all of them."""
+        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
+
+    @property
+    def expert_targets(self) -> tuple[str, ...]:
         """PEFT ``target_parameters`` of the routed experts."""
-        return tuple(f"{self.block_path}.{self.experts_name}.{p}" for p in FUSED)  # type: ignore[return-value]
+        return tuple(f"{self.experts_path}.{p}" for p in self.expert_parameters)
 
     @property
     def router_target(self) -> str:
         """PEFT ``target_parameters`` entry of the router's weight."""
-        return f"{self.block_path}.{self.router_name}.{self.router_weight}"
+        return f"{self.router_path}.{self.router_weight}"
 
 
-FUSED = ("gate_up_proj", "down_proj")
 FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 
 

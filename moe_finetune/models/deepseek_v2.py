@@ -23,7 +23,6 @@ def _check(config) -> None:
 FAMILY = Family(
     name="deepseek_v2",
     model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
     title="DeepSeek-V2-Lite",
     score="softmax",
     attention_targets=MLA,

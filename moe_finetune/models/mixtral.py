@@ -5,7 +5,6 @@ from moe_finetune.models.base import QKVO, DiskLayout, Family
 FAMILY = Family(
     name="mixtral",
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     title="Mixtral-8x7B",
     score="softmax",
     attention_targets=QKVO,

@@ -18,7 +18,6 @@ def _check(config) -> None:
 FAMILY = Family(
     name="moonlight",
     model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
     title="Moonlight-16B-A3B",
     score="sigmoid",
     attention_targets=MLA,

@@ -5,7 +5,6 @@ from moe_finetune.models.base import QKVO, Family
 FAMILY = Family(
     name="olmoe",
     model_type="olmoe",
-    architecture="OlmoeForCausalLM",
     title="OLMoE-1B-7B",
     score="softmax",
     attention_targets=QKVO,

@@ -20,7 +20,6 @@ def _check(config) -> None:
 FAMILY = Family(
     name="qwen3_moe",
     model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
     title="Qwen3-30B-A3B",
     score="softmax",
     attention_targets=QKVO,

@@ -48,6 +48,15 @@ def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+def integers_on_disk(config: Any) -> frozenset[str]:
+    """Names of the tensors of whole numbers in the files, such as tables of experts by token."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    state = {n: t for n, t in model.state_dict().items() if not t.is_floating_point()}
+    return frozenset(revert_weight_conversion(model, state)) if state else frozenset()
+
+
 def _text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, default=str)
 
@@ -58,4 +67,10 @@ def _on_meta(model_type: str, text: str) -> Any:
 
     from moe_finetune.models.loading import meta_model
 
-    return meta_model(CONFIG_MAPPING[model_type].from_dict(json.loads(text)))
+    config = json.loads(text, object_hook=_special_float)
+    return meta_model(CONFIG_MAPPING[model_type].from_dict(config))
+
+
+def _special_float(entry: dict[str, Any]) -> Any:
+    """Infinity and NaN as transformers writes them into a config.json, which JSON lacks."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry

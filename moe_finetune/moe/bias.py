@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
-from moe_finetune.moe.layers import MoeLayer
+from moe_finetune.moe.layers import MoeLayer, moe_layers
 from moe_finetune.moe.lora_active import TrainedAdapter
 from moe_finetune.moe.perturbation import Perturbation
 
@@ -25,7 +25,7 @@ class BiasBalancer(Perturbation):
     """Holds one bias per MoE layer, counts loads, and moves the biases.
 
     Args:
-        layers: decoder indices of the MoE layers.
+        layers: decoder indices of the MoE layers whose router selects.
         num_experts: E.
         update: u, 1e-3 in the paper.
         inner: another perturbation that acts before the selection.
@@ -47,9 +47,16 @@ class BiasBalancer(Perturbation):
         self.expert_dropout = self._inner.expert_dropout
 
     def install(self, model: nn.Module) -> None:
-        """Note which adapter the bias belongs to: the one that is active now."""
+        """Note which adapter the bias belongs to: the one that is active now.
+
+        Raises:
+            CaptureError: the family's selection cannot be made again.
+        """
         if self._adapter is None:
             self._adapter = TrainedAdapter(model)
+        self._rules = {
+            layer.index: Rule(layer) for layer in moe_layers(model) if layer.index in self.bias
+        }
         self._inner.install(model)
 
     @property
@@ -65,17 +72,17 @@ class BiasBalancer(Perturbation):
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Select again with the layer's bias, while the adapter that trains acts."""
-        if self._adapter is None or self._adapter.acts():
-            rule = self._rules.get(layer.index)
-            if rule is None:
-                rule = Rule(layer)
-                self._rules[layer.index] = rule
+        acts = self._adapter is None or self._adapter.acts()
+        if acts and layer.index in self.bias:
+            rule = self._rules.setdefault(layer.index, Rule(layer))
             bias_E = self.bias[layer.index] = self.bias[layer.index].to(logits_TE.device)
             weights_TK, index_TK = select_with_bias(logits_TE, bias_E, index_TK, weights_TK, rule)
         return self._inner.routing(layer, logits_TE, weights_TK, index_TK)
 
     def observe(self, record: RoutingRecord, _: LayerLoss) -> None:
         """Count the loads of a training forward (an observer of the recorder)."""
+        if record.layer not in self.bias:
+            return
         load = self._load[record.layer] = self._load[record.layer].to(record.index_TK.device)
         counted = record.mask_T.unsqueeze(1).expand(record.index_TK.shape).reshape(-1)
         load.scatter_add_(0, record.index_TK.reshape(-1), counted.to(load.dtype))
@@ -98,6 +105,8 @@ class BiasBalancer(Perturbation):
         """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
         found = {}
         for layer in layers:
+            if layer.index not in self.bias:
+                continue
             learned = self.bias[layer.index].cpu()
             own = Rule(layer).own_bias(learned)
             found[f"bias.{layer.index}"] = own.detach().cpu() + learned

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.losses.record import scores_of
 
 
 def select_with_bias(
@@ -48,6 +49,10 @@ class Rule:
         self.scaling = family.scaling(config)
         self.groups, self.kept_groups = family.groups(config)
         self._block = layer.block
+        if family.own_weights:
+            raise CaptureError(
+                f"loss-free bias is not supported for {family.title}: {family.own_weights}"
+            )
         if self.groups > 1 and family.score == "softmax":
             raise CaptureError(
                 f"loss-free bias with n_group {self.groups} is not supported for {family.title}"
@@ -55,16 +60,21 @@ class Rule:
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Float32 scores over all experts."""
-        logits = logits_TE.float()
-        return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        return scores_of(logits_TE.float(), self.score)
 
     def own_bias(self, scores_TE: Tensor) -> Tensor:
         """The checkpoint's own correction bias, in router or block; 0 where it has none."""
-        for module in self._block.modules():
-            for name in ("e_score_correction_bias", "expert_bias"):
-                if (bias := getattr(module, name, None)) is not None:
-                    return bias
-        return scores_TE.new_zeros(())
+        bias_E = correction_bias(self._block)
+        return scores_TE.new_zeros(()) if bias_E is None else bias_E
+
+
+def correction_bias(block: nn.Module) -> Tensor | None:
+    """The bias on the selection that the class of a MoE block has, wherever it keeps it."""
+    for module in block.modules():
+        for name in ("e_score_correction_bias", "expert_bias"):
+            if isinstance(bias := getattr(module, name, None), Tensor):
+                return bias
+    return None
 
 
 def _best_groups(choice_TE: Tensor, rule: Rule) -> Tensor:

@@ -47,6 +47,7 @@ from moe_finetune.moe.lora_factors import (
     parameter_wrappers,
     router_weight,
     stored_router_weight,
+    variants,
 )
 from moe_finetune.moe.lora_linear import run_linear, wrapped_linears
 from moe_finetune.moe.perturbation import Perturbation
@@ -159,12 +160,15 @@ class Recorder:
                     partial(self._take_context, found), with_kwargs=True
                 )
             )
-            if found is not None:
-                self._hook(module.register_forward_hook(partial(_finish, found), always_call=True))
         for layer in self.layers:
             self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
             self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
+            for head in self._logits_modules(layer):
+                self._hook(head.register_forward_hook(partial(_note_logits, layer)))
             self._hook(layer.block.register_forward_hook(partial(self._after_block, layer)))
+            # Last: the decoder layer may be the block.
+            finish = partial(_finish, layer)
+            self._hook(layer.decoder_layer.register_forward_hook(finish, always_call=True))
             for experts in layer.every_experts:
                 self._attach(experts, "_moe_finetune", partial(self._run_experts, layer, experts))
                 self._take_over(experts)
@@ -273,21 +277,37 @@ class Recorder:
         weight = stored_router_weight(layer.router, layer.family.router_weight)
         return (hidden.to(weight.dtype), *args[1:])
 
+    def _logits_modules(self, layer: MoeLayer) -> list[nn.Module]:
+        path = layer.family.router_logits
+        return [each.get_submodule(path) for each in variants(layer.router)] if path else []
+
     def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
         returns = layer.family.router_returns
-        if not (isinstance(output, tuple) and len(output) == 3):
+        given = output if isinstance(output, tuple) else (output,)
+        if len(given) != len(returns):
             raise CaptureError(
                 f"layer {layer.index}: the router of this {layer.family.title} does not return "
                 f"({', '.join(returns)}); this transformers version is not supported"
             )
-        named = dict(zip(returns, output, strict=True))
-        logits, weights, index = named["logits"], named["weights"], named["index"]
+        named = dict(zip(returns, given, strict=True))
+        if "logits" in named:
+            layer.router_logits = named["logits"]
+        if "index" not in named:
+            return output  # selected outside of the router: taken at the experts
+        routed = self._route(layer, named["weights"], named["index"])
+        named["weights"], named["index"] = routed
+        return tuple(named[name] for name in returns)
+
+    def _route(self, layer: MoeLayer, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and index that the experts get; noted with the logits."""
+        logits, layer.router_logits = layer.router_logits, None
+        if logits is None:
+            raise CaptureError(f"layer {layer.index}: the experts ran without their router")
         if self.perturbation is not None:
             weights, index = self.perturbation.routing(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index)
-        named |= {"weights": weights, "index": index}
-        return tuple(named[name] for name in returns)
+        return weights, index
 
     def _run_experts(
         self,
@@ -298,6 +318,8 @@ class Recorder:
         weights_TK: Tensor,
     ) -> Tensor:
         context = layer.context
+        if "index" not in layer.family.router_returns:
+            weights_TK, index_TK = self._route(layer, weights_TK, index_TK)
         _, wrappers = parameter_wrappers(layer.outer_experts)
         gate_up, down_proj = stacks(experts)
         dtype = gate_up.dtype
@@ -385,6 +407,7 @@ class Recorder:
         assert context.tokens is not None
         logits, weights, index = layer.router_output
         result = layer.result
+        weight_EH = router_weight(layer.router, layer.family.router_weight)
         return RoutingRecord(
             layer=layer.index,
             inputs_TH=layer.router_input,
@@ -393,7 +416,8 @@ class Recorder:
             weights_TK=weights,
             mask_T=context.tokens.mask_T,
             score=layer.family.score,
-            router_weight_EH=router_weight(layer.router, layer.family.router_weight),
+            # Rows beyond the experts' are of shared ones.
+            router_weight_EH=weight_EH[: logits.shape[1]],
             token_ids_T=context.tokens.ids_T,
             sequence_lengths=context.tokens.sequence_lengths,
             activations_TKD=result.activations_TKD,
@@ -448,6 +472,10 @@ def _experts_function(
             "use SpecializationCallback or Recorder, or set another implementation"
         )
     return run(hidden_states, top_k_index, top_k_weights)
+
+
+def _note_logits(layer: MoeLayer, module: nn.Module, args: tuple, output: Tensor) -> None:
+    layer.router_logits = output
 
 
 def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> None:

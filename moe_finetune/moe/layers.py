@@ -39,13 +39,14 @@ class MoeLayer:
     context: ForwardContext | None = None
     router_output: tuple[Tensor, Tensor, Tensor] | None = None
     router_input: Tensor | None = None
+    router_logits: Tensor | None = None
     result: ExpertsResult | None = None
     projection: Callable[[Projection], ProjectionFactors] | None = None
 
     def clear(self) -> None:
         """Drop references to tensors of a finished forward."""
         self.context = self.router_output = self.router_input = self.result = None
-        self.projection = None
+        self.projection = self.router_logits = None
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -71,14 +72,13 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
     found = []
     for index in family.moe_layers(backbone.config):
         decoder_layer = inside(backbone.layers[index])
-        block = getattr(decoder_layer, family.block_path)
+        block = getattr(decoder_layer, family.block_path) if family.block_path else decoder_layer
         outer = getattr(block, family.experts_name, None)
         router = getattr(block, family.router_name, None)
         if outer is None or router is None:
             raise CaptureError(
                 f"layer {index} of this {family.title} has no router and experts at "
-                f"'{family.block_path}.{family.router_name}' and "
-                f"'{family.block_path}.{family.experts_name}'"
+                f"'{family.router_path}' and '{family.experts_path}'"
             )
         inner, _ = parameter_wrappers(outer)
         every = variants(inner)
@@ -100,6 +100,9 @@ def config_facts(config: Any) -> ModelFacts:
         num_experts=family.num_experts(config),
         top_k=family.top_k(config),
         vocab_size=config.vocab_size,
+        has_gate=family.gated,
+        fixed_layers=tuple(family.fixed_layers(config)),
+        one_space=not family.separate_spaces(config),
     )
 
 

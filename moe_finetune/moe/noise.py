@@ -56,7 +56,7 @@ def drop_second_choice(
     """Weights with the second-best expert's set to 0 with probability 1 - min(1, 2 g2).
 
     The order of ``index_TK`` means nothing; ranks and g are taken from the family's scores of the
-    logits, ``score`` "softmax" or "sigmoid".
+    logits, by its ``score``.
     """
     chosen_TK = log_scores(logits_TE.float(), score).gather(1, index_TK)
     best_T2 = chosen_TK.topk(2, dim=1)

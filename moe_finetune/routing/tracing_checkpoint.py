@@ -78,8 +78,10 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
     if stored is None:
         return None
     facts = model_facts(model)
-    balancer = BiasBalancer(facts.moe_layers, facts.num_experts, update=0.0)
+    balancer = BiasBalancer(facts.selecting_layers, facts.num_experts, update=0.0)
     for layer in moe_layers(model):
+        if layer.index not in balancer.bias:
+            continue
         effective = torch.tensor(stored[layer.index])
         own = Rule(layer).own_bias(effective)
         balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again

@@ -148,7 +148,7 @@ def _term_values(
         context = LayerContext(previous=previous)
         with torch.enable_grad():
             for term in terms:
-                if not term.options.selects(record.layer):
+                if not term.applies(record.layer):
                     continue
                 value = term.loss(record, context)
                 if value is not None:

@@ -103,7 +103,7 @@ class Specialization:
         observers: list[Observer] = [self.statistics]
         if self.method.bias_update is not None:
             self.balancer = BiasBalancer(
-                facts.moe_layers, facts.num_experts, self.method.bias_update, noise
+                facts.selecting_layers, facts.num_experts, self.method.bias_update, noise
             )
             self.perturbation = self.balancer
             observers.append(self.balancer.observe)

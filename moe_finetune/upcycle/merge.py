@@ -244,7 +244,7 @@ def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:
             mlp_only_layers=[],
             use_sliding_window=False,
         )
-    config.architectures = [FAMILIES[facts.target].architecture]
+    config.architectures = [FAMILIES[facts.target].class_name]
     content = json.loads(config.to_json_string())
     if facts.target == "qwen3_moe":  # transformers writes its inner name; readers know the other
         content["num_experts"] = content.pop("num_local_experts")

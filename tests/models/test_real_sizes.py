@@ -38,7 +38,7 @@ def test_published_config_gives_the_published_model(name, tmp_path):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == family.architecture
+    assert type(model).__name__ == family.class_name
     assert sum(p.numel() for p in model.parameters()) == parameters
 
     on_disk = revert_weight_conversion(model, model.state_dict())

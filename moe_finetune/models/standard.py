@@ -1,0 +1,115 @@
+"""Rows of the families' table: a row states what differs from the two standard routers.
+
+Which layers have experts and how they are fused is asked from transformers' own class
+(:mod:`moe_finetune.models.structure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_finetune.models.base import QKVO, SHARED_EXPERTS, DiskLayout, Family, expert_groups, under
+from moe_finetune.models.structure import layers_with_experts
+
+W1_W3_W2 = DiskLayout(
+    block="model.layers.{layer}.block_sparse_moe",
+    gate="experts.{expert}.w1.weight",
+    up="experts.{expert}.w3.weight",
+    down="experts.{expert}.w2.weight",
+)
+"""Mixtral's names."""
+
+STACKS = DiskLayout(
+    router_bias="gate.e_score_correction_bias",
+    gate_up="experts.gate_up_proj",
+    down="experts.down_proj",
+)
+"""The loaded model's own names."""
+
+GRANITE_SHARED = under("shared_mlp", "input_linear", "output_linear")
+
+LINEAR_ATTENTION = under(
+    "linear_attn",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+)
+"""Qwen's gated delta nets."""
+
+
+def softmax(model_type: str, title: str, **facts: Any) -> Family:
+    """Qwen's router: softmax, selected scores renormalised where the config says so."""
+    return _row(model_type, title, {"score": "softmax"} | facts)
+
+
+def sigmoid(model_type: str, title: str, **facts: Any) -> Family:
+    """DeepSeek-V3's router: sigmoid, a bias on the selection, groups, scaled weights."""
+    standard = {
+        "score": "sigmoid",
+        "shared_targets": SHARED_EXPERTS,
+        "disk": DiskLayout(router_bias="gate.e_score_correction_bias"),
+        "num_experts": key("n_routed_experts"),
+        "scaling": scaled(),
+        "groups": expert_groups,
+        "bias_export": "tensor",
+    }
+    return _row(model_type, title, standard | facts)
+
+
+def granite(model_type: str, title: str, **facts: Any) -> Family:
+    """IBM's Granite: experts fused in the files, the router's index first."""
+    standard = {
+        "score": "softmax",
+        "disk": DiskLayout(
+            block="model.layers.{layer}.block_sparse_moe",
+            router="router.layer.weight",
+            gate_up="input_linear.weight",
+            down="output_linear.weight",
+        ),
+        "block_path": "block_sparse_moe",
+        "router_name": "router",
+        "router_returns": ("index", "weights", "logits"),
+        "num_experts": key("num_local_experts"),
+        "renormalize": yes,
+        "expert_width": key("intermediate_size"),
+    }
+    return _row(model_type, title, standard | facts)
+
+
+def _row(model_type: str, title: str, facts: dict[str, Any]) -> Family:
+    standard: dict[str, Any] = {
+        "name": model_type,
+        "attention_targets": QKVO,
+        "moe_layers": layers_with_experts,
+    }
+    return Family(model_type=model_type, title=title, **(standard | facts))
+
+
+def key(name: str) -> Callable[[Any], int]:
+    """The config's whole number ``name``."""
+    return lambda config: int(getattr(config, name))
+
+
+def scaled(name: str = "routed_scaling_factor") -> Callable[[Any], float]:
+    """The config's factor ``name``."""
+    return lambda config: float(getattr(config, name))
+
+
+def unscaled(config: Any) -> float:
+    """Selected scores are not scaled."""
+    return 1.0
+
+
+def ungrouped(config: Any) -> tuple[int, int]:
+    """All experts are one group."""
+    return 1, 1
+
+
+def yes(config: Any) -> bool:
+    """Whatever the config says."""
+    return True
