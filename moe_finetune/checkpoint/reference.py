@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.checkpoint.opened import Checkpoint
-from moe_finetune.moe.biased_choice import correction_bias
-from moe_finetune.moe.layers import moe_layers
+from moe_finetune.models.base import CORRECTION_BIASES
 
 
 def register_classes(base: Checkpoint) -> None:
@@ -40,7 +40,7 @@ def compare_logits(
     with tempfile.TemporaryDirectory() as scratch:
         model = _with_adapters(base, adapters, Path(scratch))
         if bias and base.family.bias_export == "tensor":
-            _set_bias(model, base, bias)
+            _set_bias(model, bias)
         wanted = _logits(model, ids)
         del model
     found = _logits(_load(merged), ids)
@@ -87,8 +87,8 @@ def _logits(model: Any, ids: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _set_bias(model: Any, base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
-    for layer in moe_layers(model):
-        buffer = correction_bias(layer.block)
-        if layer.index in bias and buffer is not None:
-            buffer.copy_(torch.tensor([float(value) for value in bias[layer.index]]))
+def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
+    for name, buffer in model.named_buffers():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:
+            buffer.copy_(torch.tensor([float(value) for value in bias[int(layer[1])]]))

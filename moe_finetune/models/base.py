@@ -154,6 +154,9 @@ class Family:
         return f"{self.router_path}.{self.router_weight}"
 
 
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+"""What transformers' classes call a bias on the selection."""
+
 FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.record import scores_of
+from moe_finetune.models.base import CORRECTION_BIASES
 
 
 def select_with_bias(
@@ -71,7 +72,7 @@ class Rule:
 def correction_bias(block: nn.Module) -> Tensor | None:
     """The bias on the selection that the class of a MoE block has, wherever it keeps it."""
     for module in block.modules():
-        for name in ("e_score_correction_bias", "expert_bias"):
+        for name in CORRECTION_BIASES:
             if isinstance(bias := getattr(module, name, None), Tensor):
                 return bias
     return None
