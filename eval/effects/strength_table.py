@@ -15,6 +15,7 @@ from typing import Any
 from eval.effects.shards import Shard
 from eval.effects.strength import BASELINE, StrengthStudy, shard_of
 from moe_finetune.io import write_atomic
+from moe_finetune.metrics.statistics import t_interval
 from moe_finetune.report.charts.frame import Scale
 from moe_finetune.report.markup import Markup, tag
 
@@ -104,13 +105,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _high(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    from scipy import stats
-
-    mean = _mean(values)
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
-    return mean + float(stats.t.ppf(0.975, len(values) - 1)) * spread
+    return None if len(values) < 2 else t_interval(values).high
 
 
 def strongest(study: StrengthStudy, points: list[Point], method: str) -> Point | None:

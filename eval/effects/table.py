@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from eval.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect
-from eval.effects.paired import Interval, Verdict, t_interval, verdict_of_no_change, verdict_of_sign
 from eval.effects.readings import Result
 from eval.effects.shards import Shard
+from eval.effects.verdicts import Verdict, verdict_of_no_change, verdict_of_sign
 from moe_finetune.io import write_atomic
+from moe_finetune.metrics.statistics import Interval, t_interval
 
 Results = Mapping[Shard, Result]
 WORDS: Mapping[Verdict, str] = {

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.effects.paired import t_interval, verdict_of_sign
 from eval.effects.table import Row
+from eval.effects.verdicts import verdict_of_sign
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import parse_json
+from moe_finetune.metrics.statistics import t_interval
 
 RESULTS_FILE = "results.json"
 OURS = "SvMoE"

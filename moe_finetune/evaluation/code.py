@@ -14,6 +14,7 @@ from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, wanted
 from moe_finetune.io.rows import read_rows, write_jsonl
+from moe_finetune.metrics.statistics import mean_and_deviation
 
 _FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
@@ -133,11 +134,10 @@ def score_code(
         row["metrics"] = {**row.get("metrics", {}), "pass@1": score}
     target = path.with_name(f"{path.stem}.scored.jsonl")
     write_jsonl(target, rows)
-    mean = sum(scores) / len(scores)
-    variance = sum((s - mean) ** 2 for s in scores) / max(len(scores) - 1, 1)
+    mean, deviation = mean_and_deviation(scores)
     return {
         "pass@1": mean,
-        "stderr": math.sqrt(variance / len(scores)) if len(scores) > 1 else None,
+        "stderr": None if deviation is None else deviation / math.sqrt(len(scores)),
         "n": len(scores),
         "passed": sum(v.passed for v in verdicts),
         "sandbox": active.kind,

@@ -19,9 +19,14 @@ import numpy as np
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import Results, TaskResult, load_results, load_samples
 from moe_finetune.io.hashes import to_json
+from moe_finetune.metrics.statistics import (
+    ALPHA,
+    compare_items,
+    holm,
+    mean_and_deviation,
+    relative_gain,
+)
 
-RESAMPLES = 10_000
-ALPHA = 0.05
 RunPaths = str | Path | Sequence[str | Path]
 
 
@@ -140,7 +145,6 @@ def compare(
     results: Sequence[RunPaths],
     names: Sequence[str] | None = None,
     seed: int = 0,
-    resamples: int = RESAMPLES,
 ) -> Comparison:
     """Compare evaluations with the first one.
 
@@ -149,7 +153,6 @@ def compare(
             them for a method trained with several seeds.
         names: names of the methods; their folders' unless given.
         seed: seed of the bootstrap.
-        resamples: bootstrap samples.
 
     Raises:
         EvaluationError: fewer than two, damaged, no common task, or other items or prompts.
@@ -168,7 +171,7 @@ def compare(
                 f"{path} is incomplete: {', '.join(run['unfinished'])} not finished"
             )
     for label, runs in zip(labels[1:], loaded[1:], strict=True):
-        rows = _rows(loaded[0], runs, label, np.random.default_rng(seed), resamples)
+        rows = _rows(loaded[0], runs, label, np.random.default_rng(seed))
         if not rows:
             raise EvaluationError(f"{labels[0]} and {label} have no task in common")
         tested = [row for row in rows if row.p is not None]
@@ -180,8 +183,7 @@ def compare(
         comparison.counts[label] = {
             v: sum(r.verdict == v for r in rows) for v in ("win", "tie", "loss")
         }
-        cells = [(r.value, r.baseline) for r in rows]
-        comparison.gains[label] = None if any(b == 0 for _, b in cells) else relative_gain(cells)
+        comparison.gains[label] = relative_gain((r.value, r.baseline) for r in rows)
     return comparison
 
 
@@ -205,7 +207,6 @@ def _rows(
     method: list[tuple[Path, Results]],
     label: str,
     rng: np.random.Generator,
-    resamples: int,
 ) -> list[Row]:
     rows = []
     for name, task in baseline[0][1]["tasks"].items():
@@ -216,7 +217,9 @@ def _rows(
         scores = [[t["value"] for _, t in side] for side in sides]
         if any(v is None for side in scores for v in side):
             continue
-        (a, a_std), (b, b_std) = (_mean_std([float(v or 0) for v in side]) for side in scores)
+        (a, a_std), (b, b_std) = (
+            mean_and_deviation([float(v or 0) for v in side]) for side in scores
+        )
         row = Row(name, task["metric"], label, task["n"], a, b, a_std, b_std, b - a)
         rows.append(row)
         items = [[item_values(folder, t) for folder, t in side] for side in sides]
@@ -224,10 +227,12 @@ def _rows(
         keys = list(items[0][0])
         if any(math.isnan(items[0][0][key][1]) for key in keys):
             continue  # a corpus metric such as MCC: no item has a value of its own
-        values = [
-            np.array([[run[key][1] for key in keys] for run in side]).mean(0) for side in items
-        ]
-        row.low, row.high, row.test, row.p = paired_test(values[0], values[1], rng, resamples)
+        base_1N, value_1N = (
+            np.array([[run[key][1] for key in keys] for run in side]).mean(0, keepdims=True)
+            for side in items
+        )
+        found = compare_items(value_1N, base_1N, rng)
+        row.low, row.high, row.test, row.p = found.low, found.high, found.name, found.p
     return rows
 
 
@@ -266,78 +271,3 @@ def check_joined(name: str, sides: list[list[dict]]) -> None:
                 f"task {name}: {differing} of {len(first)} prompts differ; results are comparable "
                 "only with the same shots, template and seed"
             )
-
-
-def _mean_std(values: list[float]) -> tuple[float, float | None]:
-    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return float(np.mean(values)), std
-
-
-def paired_test(
-    a_N: np.ndarray, b_N: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
-) -> tuple[float, float, str, float]:
-    """Low and high of the 95 % interval of the mean of ``b - a``, the test's name, and its p value.
-
-    Items that count 0 or 1 are tested with McNemar's exact test, others with the bootstrap.
-    """
-    difference_N = b_N - a_N
-    low, high, p = paired_bootstrap(difference_N, rng, resamples)
-    if set(np.unique(np.concatenate([a_N, b_N]))) <= {0.0, 1.0}:
-        gained, lost = int((difference_N > 0).sum()), int((difference_N < 0).sum())
-        return low, high, "McNemar", mcnemar(gained, lost)
-    return low, high, "bootstrap", p
-
-
-def mcnemar(gained: int, lost: int) -> float:
-    """Return the two-sided exact p value for ``gained`` against ``lost`` discordant pairs."""
-    from scipy.stats import binomtest
-
-    if gained + lost == 0:
-        return 1.0
-    return float(binomtest(gained, gained + lost, 0.5).pvalue)
-
-
-def paired_bootstrap(
-    differences_N: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
-) -> tuple[float, float, float]:
-    """Return low and high of the 95 % percentile interval of the mean, and a two-sided p value.
-
-    The p value is the share of resampled means, shifted to mean zero, that lie as far from zero as
-    the observed one (Efron & Tibshirani 1993, section 16.4), counted with the observed one.
-    """
-    n = len(differences_N)
-    observed = float(differences_N.mean())
-    means: list[np.ndarray] = []
-    step = max(1, 4_000_000 // n)
-    for start in range(0, resamples, step):
-        index = rng.integers(0, n, (min(step, resamples - start), n))
-        means.append(differences_N[index].mean(1))
-    sampled = np.concatenate(means)
-    low, high = np.quantile(sampled, [ALPHA / 2, 1 - ALPHA / 2])
-    far = np.abs(sampled - observed) >= abs(observed) - 1e-12
-    return float(low), float(high), float((1 + far.sum()) / (1 + resamples))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's step-down corrected p values, in the order given (Holm 1979)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    corrected = [0.0] * len(p_values)
-    running = 0.0
-    for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = running
-    return corrected
-
-
-def relative_gain(cells: Iterable[tuple[float, float]]) -> float:
-    """Return the unweighted mean of method / baseline - 1 over (method, baseline) cells.
-
-    A cell is one model on one benchmark; pool the cells of several models to get a table's gain.
-
-    Raises:
-        ValueError: no cell, or a baseline of 0.
-    """
-    pairs = list(cells)
-    if not pairs or any(b == 0 for _, b in pairs):
-        raise ValueError("relative gain needs cells with a baseline other than 0")
-    return sum(m / b - 1 for m, b in pairs) / len(pairs)

@@ -7,7 +7,7 @@ import html
 import io
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import sha256_text, to_json
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import read_rows
+from moe_finetune.metrics.statistics import cohens_kappa
 
 COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")
 _YES = {"correct", "yes", "y", "1", "true", "right"}
@@ -157,24 +158,6 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
             raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")
         found[where] = verdict in _YES
     return found
-
-
-def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Return Cohen's kappa of two raters over the same items (Cohen 1960).
-
-    1 is full agreement, 0 what chance gives; 1.0 by definition where both give one and the same
-    verdict to all items.
-
-    Raises:
-        ValueError: no items, or different numbers of them.
-    """
-    if len(a) != len(b) or not a:
-        raise ValueError(f"cohens_kappa needs equal numbers of items, got {len(a)} and {len(b)}")
-    n = len(a)
-    observed = sum(x == y for x, y in zip(a, b, strict=True)) / n
-    p, q = sum(a) / n, sum(b) / n
-    chance = p * q + (1 - p) * (1 - q)
-    return 1.0 if chance == 1 else (observed - chance) / (1 - chance)
 
 
 def agreement(

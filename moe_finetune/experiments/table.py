@@ -11,11 +11,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.stats import rankdata
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.evaluation.comparison import ALPHA, check_joined, holm, item_values, relative_gain
+from moe_finetune.evaluation.comparison import check_joined, item_values
 from moe_finetune.experiments.results import RunResult, StudyResults
-from moe_finetune.experiments.significance import PairedTest, compare_items, compare_seeds
+from moe_finetune.metrics.statistics import (
+    ALPHA,
+    PairedTest,
+    compare_items,
+    compare_seeds,
+    holm,
+    mean_and_deviation,
+    relative_gain,
+)
 
 
 @dataclass(frozen=True)
@@ -180,15 +189,11 @@ def _cell(column: Column, runs: list[RunResult]) -> Cell | None:
             "evaluate its own with evaluation.only"
         )
     by_seed = {seed: float(np.mean(values)) for seed, values in found.items()}
-    array = np.array(list(by_seed.values()))
-    std = float(array.std(ddof=1)) if len(array) > 1 else None
-    return Cell(by_seed, float(array.mean()), std)
+    return Cell(by_seed, *mean_and_deviation([*by_seed.values()]))
 
 
 def _rank(table: Table) -> None:
     """Mark the best cells, and rank the arms where all of a group's have the benchmark."""
-    from scipy.stats import rankdata
-
     ranks: dict[str, list[float]] = {}
     for group in table.groups:
         for column in table.columns:
@@ -223,8 +228,7 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
                 if column.benchmark:
                     gains.setdefault(row.label, []).append((cell.mean, other.mean))
     for label, cells in gains.items():
-        zero = any(baseline == 0 for _, baseline in cells)
-        table.gains[label] = None if zero else relative_gain(cells)
+        table.gains[label] = relative_gain(cells)
     for benchmark in (True, False):
         columns = [column for column in table.columns if column.benchmark == benchmark]
         _correct([

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from moe_finetune.evaluation.comparison import ALPHA, item_values, paired_test
+from moe_finetune.evaluation.comparison import item_values
 from moe_finetune.evaluation.results import TaskResult
+from moe_finetune.metrics.statistics import ALPHA, Z, compare_items, newcombe, wilson
 from moe_finetune.report.markup import DASH, is_number, number, signed
 
-Z = 1.959964  # 97.5th percentile of the normal distribution: two-sided 95 %
 ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
 Items = dict[tuple[str, str, int], tuple[str, float]]
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "nll")
@@ -89,7 +89,7 @@ class Score:
             return None
         if self.is_zero_one:
             assert self.n is not None
-            return _wilson(self.value, self.n)
+            return wilson(self.value, self.n)
         if math.isnan(self.stderr):
             return None
         return self.value - Z * self.stderr, self.value + Z * self.stderr
@@ -142,25 +142,21 @@ def difference(baseline: Score, run: Score) -> Difference:
     """Compare two scores: item by item as the verb ``compare`` does, or as independent samples.
 
     Where both answered the same prompts, the interval is the paired bootstrap's and the verdict
-    that of its test at 5 %. Otherwise, for shares of 0/1 items, Newcombe's hybrid score interval
-    (Newcombe 1998, method 10), which holds at 0 % and 100 % too; else ``± 1.96 sqrt(stderr² +
-    stderr²)``.
+    that of its test at 5 %. Otherwise, for shares of 0/1 items, Newcombe's interval; else
+    ``± 1.96 sqrt(stderr² + stderr²)``.
     """
     delta = run.value - baseline.value
     is_share = baseline.is_share and run.is_share
     low = high = math.nan
     pairs = _pairs(baseline, run)
     if pairs is not None:
-        low, high, _, p = paired_test(*pairs, np.random.default_rng(0))
-        verdict = _verdict(delta, p >= ALPHA, run)
-        return Difference(delta, low, high, verdict, is_share, paired=True)
+        test = compare_items(*pairs)
+        assert test.low is not None and test.high is not None and test.p is not None
+        verdict = _verdict(delta, test.p >= ALPHA, run)
+        return Difference(delta, test.low, test.high, verdict, is_share, paired=True)
     if baseline.is_zero_one and run.is_zero_one:
-        assert baseline.n is not None
-        assert run.n is not None
-        base_low, base_high = _wilson(baseline.value, baseline.n)
-        run_low, run_high = _wilson(run.value, run.n)
-        low = delta - math.hypot(run.value - run_low, base_high - baseline.value)
-        high = delta + math.hypot(run_high - run.value, baseline.value - base_low)
+        assert baseline.n is not None and run.n is not None
+        low, high = newcombe(baseline.value, baseline.n, run.value, run.n)
     elif not math.isnan(baseline.stderr + run.stderr + delta):
         half = Z * math.hypot(baseline.stderr, run.stderr)
         low, high = delta - half, delta + half
@@ -175,24 +171,20 @@ def _verdict(delta: float, unclear: bool, run: Score) -> str:
 
 
 def _pairs(baseline: Score, run: Score) -> tuple[np.ndarray, np.ndarray] | None:
-    """Values of the same items, by item; None where they are not the same, or not the score's."""
+    """The run's and the baseline's values by item, shape (1, items) each.
+
+    None where the items are not the same, or not the score's.
+    """
     first, second = baseline.items, run.items
     if not first or first.keys() != second.keys() or baseline.metric != run.metric:
         return None
     if any(first[key][0] != second[key][0] for key in first):
         return None
-    a_N, b_N = (np.array([side[key][1] for key in first]) for side in (first, second))
+    base_1N, run_1N = (np.array([[side[key][1] for key in first]]) for side in (first, second))
     # A corpus metric has no items' values, and a mean over groups of items is not theirs.
     delta, scale = run.value - baseline.value, max(1.0, abs(run.value))
-    same = math.isclose(float((b_N - a_N).mean()), delta, rel_tol=0.0, abs_tol=1e-4 * scale)
-    return (a_N, b_N) if same else None
-
-
-def _wilson(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval of a share of ``n`` items."""
-    center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    return max(0.0, center - half), min(1.0, center + half)
+    same = math.isclose(float((run_1N - base_1N).mean()), delta, rel_tol=0.0, abs_tol=1e-4 * scale)
+    return (run_1N, base_1N) if same else None
 
 
 def _float(value: Any) -> float:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
+from moe_finetune.metrics.statistics import t_interval
 from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
 from moe_finetune.upcycle.recipe import UpcycleRecipe
-
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,9 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
         """Estimate from one value a seed."""
-        from scipy.stats import t
-
-        array = np.asarray(values, float)
-        mean, half = float(array.mean()), math.nan
-        if len(array) > 1:
-            spread = float(array.std(ddof=1)) / math.sqrt(len(array))
-            half = float(t.ppf(0.5 + LEVEL / 2, len(array) - 1)) * spread
-        return cls(tuple(map(float, array)), mean, mean - half, mean + half)
+        found = t_interval(values)
+        ends = (found.low, found.high) if found.seeds > 1 else (math.nan, math.nan)
+        return cls(tuple(map(float, values)), found.mean, *ends)
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values; None for an unknown end."""

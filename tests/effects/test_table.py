@@ -6,10 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from eval.effects.claims import EFFECTS, Comparison, Effect
-from eval.effects.paired import Interval, t_interval, verdict_of_no_change, verdict_of_sign
 from eval.effects.readings import (
     after,
     change,
@@ -27,23 +25,9 @@ from eval.effects.readings import (
 from eval.effects.shards import Shard
 from eval.effects.table import compare, directions_markdown, effect_rows, markdown, write_tables
 from eval.effects.upcycled import upcycle_rows
+from eval.effects.verdicts import verdict_of_no_change, verdict_of_sign
 from moe_finetune.errors import RecipeError
-
-
-def test_the_interval_is_students():
-    values = [0.3, -0.1, 0.7, 0.2, 0.45]
-    found = t_interval(values)
-    wanted = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (found.mean, found.seeds) == (pytest.approx(np.mean(values)), 5)
-    assert (found.low, found.high) == (pytest.approx(wanted.low), pytest.approx(wanted.high))
-    alone = t_interval([0.4])
-    assert (alone.mean, alone.low, alone.high) == (0.4, -np.inf, np.inf)
-
-
-@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
-def test_an_interval_of_nothing_or_of_no_number_is_refused(values):
-    with pytest.raises(ValueError, match="wanted at least one, all finite"):
-        t_interval(values)
+from moe_finetune.metrics.statistics import Interval
 
 
 @pytest.mark.parametrize(

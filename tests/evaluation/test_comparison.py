@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -10,10 +8,6 @@ import pytest
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.comparison import (
     compare,
-    holm,
-    mcnemar,
-    paired_bootstrap,
-    relative_gain,
 )
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
@@ -41,52 +35,6 @@ def write(folder, tasks, prompts="same", complete=True):
     results = {"schema": 1, "complete": complete, "unfinished": [], "tasks": entries}
     write_atomic(folder / "results.json", to_json(results, sort=False))
     return folder
-
-
-def exact_mcnemar(gained, lost):
-    """Every way to assign the discordant pairs, by enumeration."""
-    observed = abs(gained - lost)
-    outcomes = list(itertools.product((1, -1), repeat=gained + lost))
-    return sum(abs(sum(o)) >= observed for o in outcomes) / len(outcomes)
-
-
-@pytest.mark.parametrize(("gained", "lost"), [(5, 1), (0, 7), (3, 3), (9, 4), (1, 0)])
-def test_mcnemar_is_the_enumerated_sign_test(gained, lost):
-    assert mcnemar(gained, lost) == pytest.approx(exact_mcnemar(gained, lost))
-    assert mcnemar(0, 0) == 1.0
-
-
-def test_holm_by_hand():
-    # Sorted: .005 x4, .01 x3, .03 x2, .04 x1 -> .02, .03, .06, .06 (running maximum).
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.7, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
-def test_bootstrap_agrees_with_the_normal_approximation_and_covers():
-    rng = np.random.default_rng(3)
-    sample = rng.normal(0.3, 1.0, 400)
-    low, high, p = paired_bootstrap(sample, np.random.default_rng(0))
-    error = sample.std(ddof=1) / math.sqrt(400)
-    assert low == pytest.approx(sample.mean() - 1.96 * error, abs=0.1 * error)
-    assert high == pytest.approx(sample.mean() + 1.96 * error, abs=0.1 * error)
-    assert p < 0.001
-    assert paired_bootstrap(np.zeros(10), np.random.default_rng(0))[2] == 1.0
-    covered = sum(
-        low <= 0 <= high
-        for low, high, _ in (
-            paired_bootstrap(rng.normal(0, 1, 60), rng, resamples=500) for _ in range(200)
-        )
-    )
-    assert 0.89 <= covered / 200 <= 0.99
-
-
-def test_relative_gain_is_the_unweighted_mean_over_cells():
-    assert relative_gain([(0.6, 0.5), (0.3, 0.4), (1.0, 0.5)]) == pytest.approx(
-        (0.2 - 0.25 + 1.0) / 3
-    )
-    with pytest.raises(ValueError, match="baseline other than 0"):
-        relative_gain([(0.6, 0.0)])
 
 
 def test_wins_ties_and_losses(tmp_path):

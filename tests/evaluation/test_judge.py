@@ -19,7 +19,6 @@ from moe_finetune.evaluation.agreement import (
 )
 from moe_finetune.evaluation.human import (
     agreement,
-    cohens_kappa,
     export_sheets,
     import_annotations,
     judge_verdicts,
@@ -329,19 +328,6 @@ def test_answers_of_any_characters_stay_one_row(tmp_path):
     with sheets.csv.open(newline="", encoding="utf-8") as stream:
         assert sorted(row["answer"] for row in csv.DictReader(stream)) == sorted(answers)
     assert import_annotations(sheets.csv, sheets.key) == {}
-
-
-def test_kappa_by_hand():
-    # 20 both yes, 15 both no, 5 and 10 apart: agreement 0.7, chance 0.5, kappa 0.4 (a textbook's).
-    a = [True] * 25 + [False] * 25
-    b = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
-    assert cohens_kappa(a, b) == pytest.approx(0.4)
-    from sklearn.metrics import cohen_kappa_score
-
-    assert cohens_kappa(a, b) == pytest.approx(cohen_kappa_score(a, b))
-    assert cohens_kappa([True, True], [True, True]) == 1.0
-    with pytest.raises(ValueError, match="got 1 and 2"):
-        cohens_kappa([True], [True, False])
 
 
 def write_results(folder, label="sums", samples="tasks/s/samples.jsonl"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_finetune.evaluation.comparison import paired_bootstrap
+from moe_finetune.metrics.statistics import paired_bootstrap
 from moe_finetune.report.compare import Score, difference
 
 

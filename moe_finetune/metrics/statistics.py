@@ -1,0 +1,252 @@
+"""Intervals and tests of differences: over items, over seeds, over both, and of two raters.
+
+Intervals are two-sided 95 % ones and p values two-sided. Shape legend: S seeds, N items,
+P patterns (items whose S values are alike), B resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+ALPHA = 0.05
+RESAMPLES = 10_000
+Z = float(stats.norm.ppf(1 - ALPHA / 2))
+# Numbers that a bootstrap holds at a time.
+_BLOCK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and its t-interval; infinite ends for a single seed."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """Mean of independent values and its Student interval.
+
+    Raises:
+        ValueError: no values, or one that is not finite.
+    """
+    array = np.asarray(values, dtype=float)
+    if array.size == 0 or not np.isfinite(array).all():
+        raise ValueError(f"values: got {array.tolist()}, wanted at least one, all finite")
+    mean = float(array.mean())
+    if array.size == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    half = float(stats.t.ppf(1 - ALPHA / 2, array.size - 1) * stats.sem(array))
+    return Interval(mean, mean - half, mean + half, array.size)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; None for the deviation of a single value."""
+    array = np.asarray(values, dtype=float)
+    return float(array.mean()), float(array.std(ddof=1)) if array.size > 1 else None
+
+
+@dataclass
+class PairedTest:
+    """What a test of one arm against the baseline found.
+
+    Attributes:
+        name: ``McNemar`` or ``bootstrap`` (one seed, over items), ``seeds and items``, ``paired t``
+            (over seeds, for values that no item has by itself), or ``none``.
+        difference: arm - baseline.
+        low, high: interval of the difference, where the test gives one.
+        p: p value; ``p_holm`` corrected over the study's tests of this kind.
+        verdict: ``better``, ``worse`` or ``unclear``, at 5 % after the correction.
+    """
+
+    name: str
+    difference: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    verdict: str = "unclear"
+
+
+def compare_items(
+    values_SN: np.ndarray, baseline_SN: np.ndarray, seed: int | np.random.Generator = 0
+) -> PairedTest:
+    """Test item values of seed-paired runs.
+
+    Of one seed, items that count 0 or 1 are tested with McNemar's exact test, others with the
+    bootstrap. Several seeds are a sample as the items are: both are resampled
+    (:func:`crossed_bootstrap`).
+
+    Raises:
+        ValueError: arrays of different shape, or without a seed or item.
+    """
+    if values_SN.shape != baseline_SN.shape or values_SN.ndim != 2 or not values_SN.size:
+        raise ValueError(
+            f"values_SN {values_SN.shape} and baseline_SN {baseline_SN.shape}: wanted one shape "
+            "(seeds, items), not empty"
+        )
+    difference_SN = values_SN - baseline_SN
+    rng = np.random.default_rng(seed)  # a generator goes on
+    mean = float(difference_SN.mean())
+    if len(difference_SN) > 1:
+        return PairedTest("seeds and items", mean, *crossed_bootstrap(difference_SN, rng))
+    low, high, p = paired_bootstrap(difference_SN[0], rng)
+    if np.isin([values_SN, baseline_SN], (0.0, 1.0)).all():
+        gained, lost = int((difference_SN > 0).sum()), int((difference_SN < 0).sum())
+        return PairedTest("McNemar", mean, low, high, mcnemar(gained, lost))
+    return PairedTest("bootstrap", mean, low, high, p)
+
+
+def compare_seeds(values_S: np.ndarray, baseline_S: np.ndarray) -> PairedTest:
+    """Test values of whole runs, paired by seed, with Student's t.
+
+    "none" with one seed, and where a value is not finite.
+    """
+    difference_S = np.asarray(values_S, float) - np.asarray(baseline_S, float)
+    if len(difference_S) < 2 or not np.isfinite(difference_S).all():
+        return PairedTest("none", float(difference_S.mean()))
+    found = t_interval(difference_S)
+    if found.low == found.high:  # the same difference in every seed
+        p = 1.0 if found.mean == 0 else 0.0
+    else:
+        p = float(stats.ttest_1samp(difference_S, 0.0).pvalue)
+    return PairedTest("paired t", found.mean, found.low, found.high, p)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return the exact p value for ``gained`` against ``lost`` discordant pairs."""
+    if gained + lost == 0:
+        return 1.0
+    return float(stats.binomtest(gained, gained + lost, 0.5).pvalue)
+
+
+def paired_bootstrap(
+    difference_N: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
+) -> tuple[float, float, float]:
+    """Return low and high of the percentile interval of the mean, and a p value.
+
+    The p value is the share of resampled means, shifted to mean zero, that lie as far from zero as
+    the observed one (Efron & Tibshirani 1993, section 16.4), counted with the observed one. One
+    item says nothing: its p value is 1.
+    """
+    observed = float(difference_N.mean())
+    if len(difference_N) == 1:
+        return observed, observed, 1.0
+    found = stats.bootstrap(
+        (difference_N,),
+        np.mean,
+        n_resamples=resamples,
+        batch=max(1, _BLOCK // len(difference_N)),
+        confidence_level=1 - ALPHA,
+        method="percentile",
+        rng=rng,
+    )
+    low, high = found.confidence_interval
+    return float(low), float(high), _p_value(found.bootstrap_distribution - observed, observed)
+
+
+def crossed_bootstrap(
+    difference_SN: np.ndarray, rng: np.random.Generator, resamples: int = RESAMPLES
+) -> tuple[float, float, float]:
+    """Return low and high of the interval of the mean, and a p value.
+
+    Seeds and items are resampled independently (the pigeonhole bootstrap, Owen 2007, "The
+    pigeonhole bootstrap", Annals of Applied Statistics 1:386), so neither many items nor many seeds
+    alone make a difference certain. A resample of S seeds has only (S-1)/S of their variance, which
+    matters for few seeds, so deviations are widened by sqrt(S / (S-1)). The p value is the share of
+    resampled means, shifted to mean zero, as far from zero as the observed one.
+    """
+    seeds, items = difference_SN.shape
+    # Drawing N of the items is drawing how often each distinct pattern comes, and few are distinct.
+    patterns_PS, counts_P = np.unique(difference_SN.T, axis=0, return_counts=True)
+    step = max(1, _BLOCK // len(counts_P))
+    means = []
+    for start in range(0, resamples, step):
+        size = min(step, resamples - start)
+        shares_BP = rng.multinomial(items, counts_P / items, size) / items
+        weights_BS = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size) / seeds
+        means.append(((shares_BP @ patterns_PS) * weights_BS).sum(1))
+    observed = float(difference_SN.mean())
+    deviations_B = (np.concatenate(means) - observed) * math.sqrt(seeds / (seeds - 1))
+    low, high = np.quantile(deviations_B, [ALPHA / 2, 1 - ALPHA / 2])
+    return observed + float(low), observed + float(high), _p_value(deviations_B, observed)
+
+
+def _p_value(deviations_B: np.ndarray, observed: float) -> float:
+    far = np.abs(deviations_B) >= abs(observed) - 1e-12
+    return float((1 + far.sum()) / (1 + len(deviations_B)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return Holm's step-down corrected p values, in the order given (Holm 1979)."""
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(len(order), 0, -1)
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(1, factors * np.array(p_values)[order]))
+    return corrected.tolist()
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a share of ``n`` items.
+
+    Scipy's takes whole counts alone, which a mean over several replies an item is not.
+    """
+    center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float, float]:
+    """Return the hybrid score interval of ``share_b - share_a``, of two independent samples.
+
+    Newcombe 1998, "Interval estimation for the difference between independent proportions",
+    method 10; it holds at shares of 0 and 1 too.
+    """
+    low_a, high_a = wilson(share_a, n_a)
+    low_b, high_b = wilson(share_b, n_b)
+    delta = share_b - share_a
+    return (
+        delta - math.hypot(share_b - low_b, high_a - share_a),
+        delta + math.hypot(high_b - share_b, share_a - low_a),
+    )
+
+
+def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
+    """Return Cohen's kappa of two raters over the same items (Cohen 1960).
+
+    1 is full agreement, 0 what chance gives; 1.0 by definition where both give one and the same
+    verdict to all items.
+
+    Raises:
+        ValueError: no items, or different numbers of them.
+    """
+    from sklearn.metrics import cohen_kappa_score
+
+    if len(a) != len(b) or not a:
+        raise ValueError(f"cohens_kappa needs equal numbers of items, got {len(a)} and {len(b)}")
+    if len({*a, *b}) == 1:
+        return 1.0
+    return float(cohen_kappa_score(a, b))
+
+
+def relative_gain(cells: Iterable[tuple[float, float]]) -> float | None:
+    """Return the unweighted mean of method / baseline - 1 over (method, baseline) cells.
+
+    A cell is one model on one benchmark; pool the cells of several models to get a table's gain.
+    None where a baseline is 0.
+
+    Raises:
+        ValueError: no cell.
+    """
+    pairs = list(cells)
+    if not pairs:
+        raise ValueError("relative gain needs at least one cell")
+    if any(baseline == 0 for _, baseline in pairs):
+        return None
+    return sum(value / baseline - 1 for value, baseline in pairs) / len(pairs)
