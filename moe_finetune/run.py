@@ -178,6 +178,15 @@ def start_model(recipe: Recipe) -> Any:
     return load_model(base, dtype=dtype, attn_implementation=attention)
 
 
+def second_model(recipe: Recipe) -> Any:
+    """The teacher of a distillation, or the model that a preference is measured from."""
+    from moe_finetune.models.loading import load_model
+
+    if recipe.teacher is None:
+        return start_model(recipe).requires_grad_(False)
+    return load_model(recipe.teacher, dtype=recipe.model.dtype).requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What training starts from, read before anything is written; ``sources`` are measured."""
@@ -193,7 +202,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.checkpoint.bias import bias_config
     from moe_finetune.checkpoint.opened import open_checkpoint
-    from moe_finetune.data.examples import load_examples
+    from moe_finetune.data.stage_rows import load_for_stage
     from moe_finetune.evaluation.catalog import prepare
     from moe_finetune.evaluation.suites import load_suite, select
     from moe_finetune.lora.targets import adapts
@@ -230,7 +239,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
             suite = select(suite, recipe.evaluation.only)
         prepare(suite, recipe.evaluation.data_dir)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
-    found = load_examples(recipe.data, tokenizer, recipe.seed)
+    found = load_for_stage(recipe, tokenizer)
     examples = found.train, found.validation
     plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory)
     for remark in plan.remarks:
@@ -291,7 +300,13 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     model = add_lora(model, recipe.lora, recipe.router.train)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
     trainer, callback = build_trainer(
-        recipe, output, model, inputs.tokenizer, inputs.train, inputs.validation
+        recipe,
+        output,
+        model,
+        inputs.tokenizer,
+        inputs.train,
+        inputs.validation,
+        functools.partial(second_model, recipe),
     )
     if adapts(recipe.lora, recipe.router.train):
         name_base(model, recipe)  # checkpoints name it, too

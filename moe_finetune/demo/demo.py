@@ -35,6 +35,7 @@ def run_demo(
     """
     from moe_finetune.demo.data import write_demo_data
     from moe_finetune.demo.pretrain import ensure_demo_checkpoint
+    from moe_finetune.demo.stage_data import write_stage_data
     from moe_finetune.evaluation.engine import evaluate
     from moe_finetune.report import write_report
     from moe_finetune.run import run_recipe
@@ -48,7 +49,7 @@ def run_demo(
     with _timed("pretrain", seconds):
         checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
     with _timed("data", seconds):
-        data = write_demo_data(output / "data")
+        data = write_stage_data(write_demo_data(output / "data"))
     backend = backend or _usable_backend()
     runs = []
     for method in METHODS:

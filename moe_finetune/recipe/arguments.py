@@ -1,4 +1,4 @@
-"""``trainer:`` keys of a recipe, checked by name and type against TRL's ``SFTConfig``."""
+"""``trainer:`` keys of a recipe, checked by name and type against TRL's class for the stage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from moe_finetune.errors import did_you_mean
+from moe_finetune.recipe.stages import Stage
 from moe_finetune.recipe.validation import in_words
 
 OWNED = {
@@ -44,7 +45,7 @@ OWNED = {
     "parallelism_config": "use an accelerate config; see recipes/hardware",
     "push_to_hub": "use `merge --push`",
 }
-"""``SFTConfig`` fields that a recipe cannot set, and what to do instead."""
+"""Fields of TRL's configs that a recipe cannot set, and what to do instead."""
 
 _AT_LEAST_1 = (lambda v: v >= 1, "1 or more")
 _NOT_NEGATIVE = (lambda v: v >= 0, "0 or more")
@@ -78,15 +79,15 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 """What a number must be, where the libraries find out late, or not at all."""
 
 
-def check_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
+def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
     """Yield one line for each ``trainer:`` key that is unknown, owned, mistyped or refused."""
-    fields = _fields()
+    fields, owned = _fields(stage), OWNED | stage.owned
     for name, value in trainer.items():
-        if name in OWNED:
-            yield f"trainer.{name}: cannot be set here: {OWNED[name]}"
+        if name in owned:
+            yield f"trainer.{name}: cannot be set here: {owned[name]}"
         elif name not in fields:
-            known = set(fields) - set(OWNED)
-            yield f"trainer.{name}: unknown key of TRL's SFTConfig{did_you_mean(str(name), known)}"
+            hint = did_you_mean(str(name), set(fields) - set(owned))
+            yield f"trainer.{name}: unknown key of TRL's {stage.config}{hint}"
         else:
             wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
             if wanted:
@@ -113,11 +114,10 @@ def _out_of_range(name: str, value: Any) -> str | None:
 
 
 @functools.cache
-def _fields() -> dict[str, Any]:
-    from trl import SFTConfig
-
-    hints = typing.get_type_hints(SFTConfig)
-    return {field.name: hints[field.name] for field in dataclasses.fields(SFTConfig) if field.init}
+def _fields(stage: Stage) -> dict[str, Any]:
+    config = stage.config_class()
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config) if field.init}
 
 
 def _mismatch(hint: Any, value: Any) -> str | None:

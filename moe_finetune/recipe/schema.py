@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.method import Method, resolve_method
@@ -26,16 +26,22 @@ from moe_finetune.recipe.sections import (
     ModelSection,
     NumericsSection,
     Paths,
+    RewardSection,
     RouterSection,
     Section,
 )
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
 from moe_finetune.recipe.validation import from_tree
 
 
 class Recipe(Section):
-    """A run, completely described."""
+    """A run, completely described.
 
+    ``rewards`` are of stage grpo, ``teacher`` of stage distill.
+    """
+
+    stage: str = "sft"
     model: ModelSection
     method: Method = Method(preset="none")
     router: RouterSection = RouterSection()
@@ -45,24 +51,34 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     evaluation: EvaluationSection | None = None
     numerics: NumericsSection = NumericsSection()
+    rewards: list[RewardSection] = Field(default=[])
+    teacher: str | None = Field(default=None, description="folder or hub id")
 
     @field_validator("method", mode="before")
     @classmethod
     def _resolve(cls, value: Any) -> Any:
         return value if isinstance(value, Method) else resolve_method(value)
 
+    @field_validator("stage")
+    @classmethod
+    def _stage(cls, value: str) -> str:
+        return STAGES[value].name
+
     @field_validator("trainer")
     @classmethod
-    def _trainer(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _trainer(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         from moe_finetune.recipe.arguments import check_trainer
 
-        problems = list(check_trainer(value)) if value else []
+        stage = info.data.get("stage")  # not there when it is refused itself
+        problems = list(check_trainer(value, STAGES[stage])) if value and stage else []
         if problems:
             raise RecipeError("\n".join(problems))
         return value
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
+        if self.stage == "pretrain":
+            self.data = pretraining_data(self.data)
         problems = list(_contradictions(self))
         if problems:
             raise RecipeError("\n".join(problems))
@@ -113,6 +129,13 @@ def recipe_from_tree(tree: Tree) -> Recipe:
     return from_tree(Recipe, tree)
 
 
+def pretraining_data(data: DataSection) -> DataSection:
+    """``data`` as pretraining takes it where it says nothing else: texts, cut to full rows."""
+    usual = {"format": "text", "packing": True, "packing_strategy": "wrapped"}
+    unset = {key: value for key, value in usual.items() if key not in data.model_fields_set}
+    return DataSection.model_validate({**data.model_dump(exclude_unset=True), **unset})
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
@@ -133,6 +156,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
         if lora.experts != "all" and "experts" not in lora.targets:
             yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
+    yield from _stage_contradictions(recipe)
     if data.columns and data.template:
         yield "data.template: cannot be combined with data.columns; keep one of them"
     if data.format == "text" and data.completion_only_loss:
@@ -150,3 +174,30 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.verify: true needs export.merge: true; there is nothing else to verify"
     if recipe.evaluation and not recipe.export.merge:
         yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
+
+
+def _stage_contradictions(recipe: Recipe) -> Iterator[str]:
+    """What the stage and other keys disagree about."""
+    stage, data = STAGES[recipe.stage], recipe.data
+    if stage.name == "pretrain" and data.format != "text":
+        yield f"data.format: '{data.format}' holds answers, and stage pretrain learns texts"
+    if stage.form != "tokens":
+        if data.packing:
+            yield f"data.packing: stage {stage.name} does not pack; leave it out"
+        if data.format != "auto":
+            yield f"data.format: stage {stage.name} has one form of its own; leave it out"
+    if recipe.rewards and stage.name != "grpo":
+        yield f"rewards: of stage grpo, and this is stage {stage.name}"
+    if stage.name == "grpo" and not recipe.rewards:
+        yield (
+            "rewards: required by stage grpo, but missing; name one (exact_match, boxed, code) or "
+            "a file with a function of your own"
+        )
+    if (recipe.teacher is None) == (stage.name == "distill"):
+        yield (
+            "teacher: required by stage distill, but missing; name a checkpoint"
+            if stage.name == "distill"
+            else f"teacher: of stage distill, and this is stage {stage.name}"
+        )
+    if recipe.model.init == "random" and stage.name not in ("sft", "pretrain"):
+        yield f"model.init: 'random' weights cannot begin with stage {stage.name}; pretrain first"

@@ -129,6 +129,26 @@ class DataSection(Section):
     num_proc: int | None = Field(default=None, ge=1)
 
 
+class RewardSection(Section):
+    """A reward of reinforcement: one by name, or a function of the user's own Python file."""
+
+    name: str | None = Field(default=None, description="exact_match, boxed or code")
+    file: str | None = Field(default=None, description="a Python file of your own")
+    function: str = Field(default="reward", description="of that file")
+    weight: float = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one(self) -> RewardSection:
+        if (self.name is None) == (self.file is None):
+            raise ValueError("wanted either a name or a file")
+        return self
+
+
 class ExportSection(Section):
     """What is written after training. ``verify`` defaults to ``merge``."""
 

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, set_seed
 from moe_finetune.errors import RecipeError
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.strength import measure_strength
 
@@ -74,6 +75,11 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
     from moe_finetune.run import check_inputs, start_model
     from moe_finetune.training.sft import build_trainer
 
+    if STAGES[recipe.stage].form != "tokens":
+        raise RecipeError(
+            f"--strength: measured beforehand for stages sft and pretrain; stage {recipe.stage} "
+            "logs it at its first step"
+        )
     model_section = recipe.model.model_copy(update={"path": checkpoint})
     recipe = recipe.model_copy(update={"model": model_section, "evaluation": None})
     if not recipe.method.terms:

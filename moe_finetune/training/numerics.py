@@ -63,14 +63,21 @@ class NumericsGuard(TrainerCallback):
         output: the run's folder.
         on_nan: "stop" or "skip".
         callback: where the method's values come from.
+        learns: the loss says what is learned; that of a policy gradient does not, and is near 0
+            all the time.
     """
 
     def __init__(
-        self, output: Path, on_nan: Literal["stop", "skip"], callback: SpecializationCallback
+        self,
+        output: Path,
+        on_nan: Literal["stop", "skip"],
+        callback: SpecializationCallback,
+        learns: bool = True,
     ):
         self.output = output
         self.on_nan = on_nan
         self.callback = callback
+        self.learns = learns
         self.skipped = 0
         self._batches: list[dict[str, Any]] = []
         self._terms: list[tuple[int, dict[str, Tensor]]] = []
@@ -93,9 +100,10 @@ class NumericsGuard(TrainerCallback):
     def _observe(self, record: RoutingRecord, loss: LayerLoss) -> None:
         self._terms.append((record.layer, loss.values))
 
-    def batch(self, inputs: dict[str, Any], loss: Tensor) -> Tensor:
+    def batch(self, inputs: Any, loss: Tensor) -> Tensor:
         """Note one micro-batch; return the loss to log (0 for a bad one that is left out)."""
-        ids = inputs.get("input_ids")
+        # A trainer that generates gets rows, and makes their ids itself.
+        ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
         self._batches.append({"input_ids": ids, "loss": loss.detach()})
         if bool(torch.isfinite(loss)):
             return loss
@@ -125,7 +133,7 @@ class NumericsGuard(TrainerCallback):
                 parameter.grad = None
             if self._watched is not None and self._held is not None:
                 self._watched.go_back(self._held)
-        elif ranks.any_rank(self._runs_away(norm)):
+        elif ranks.any_rank(self.learns and self._runs_away(norm)):
             self._write(step, norm)
             raise NumericsError(self._run_away(step, norm))
         self._batches, self._terms, self._held = [], [], None

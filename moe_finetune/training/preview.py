@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.data.examples import load_dataset_for
+from moe_finetune.data.stage_rows import load_for_stage
 from moe_finetune.data.tokenize import IGNORED
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.rehearsal import count_steps
 from moe_finetune.training.sft import training_arguments
 
@@ -32,6 +34,8 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     """
     from moe_finetune.models.loading import load_tokenizer, local_folder
 
+    if STAGES[recipe.stage].form != "tokens":
+        return preview_rows(recipe, rows)
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     train = load_dataset_for(recipe.data, tokenizer, recipe.seed)[0]
@@ -57,6 +61,20 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
             "a step",
         ]
     )
+
+
+def preview_rows(recipe: Recipe, rows: int) -> str:
+    """The first rows of a stage whose trainer tokenizes them itself."""
+    from moe_finetune.models.loading import load_tokenizer, local_folder
+
+    base = local_folder(recipe.model.path, False, recipe.model.revision)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
+    train = load_for_stage(recipe, tokenizer).train
+    shown = [
+        f"row {number}\n" + "\n".join(f"  {name}: {value}" for name, value in row.items())
+        for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
+    ]
+    return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *shown])
 
 
 def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, str]) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.inspection import GIB, Memory, estimate_memory, memory_lines, meta_model
 
@@ -39,24 +40,27 @@ class Plan:
     """What a run would do.
 
     Attributes:
+        stage: of the training.
         method: the preset's name, or "no preset"; terms: its losses.
         coverage: what LoRA reaches and what trains.
         memory: one device's share without sharding.
         machine: bytes that this run's devices have together.
-        rows, tokens: of the training data; validation: its rows, or None.
+        rows, tokens: of the training data, tokens where they are known; validation: its rows, or
+            None.
         batch: sequences of an optimizer step over all processes.
         steps: optimizer steps; about as many, where rows are packed.
         packed: whether they are.
         remarks: settings that do nothing in a run of this length.
     """
 
+    stage: str
     method: str
     terms: list[str]
     coverage: Coverage
     memory: Memory
     machine: int
     rows: int
-    tokens: int
+    tokens: int | None
     validation: int | None
     batch: int
     steps: int
@@ -80,8 +84,10 @@ class Plan:
                 *memory_lines(self.memory),
                 f"  {'machine':<12} {self.machine / GIB:8.2f} GiB",
                 "",
+                f"stage          {self.stage}",
                 f"method         {self.method}{losses}",
-                f"training data  {self.rows:,} rows, {self.tokens:,} tokens"
+                f"training data  {self.rows:,} rows"
+                + ("" if self.tokens is None else f", {self.tokens:,} tokens")
                 + (", packed" if self.packed else ""),
                 f"validation     {validation}",
                 f"steps          {about}{self.steps:,}, of {self.batch} sequences",
@@ -137,9 +143,27 @@ def rehearse(
     )
     if not ignore_memory:
         _check_memory(plan)
-    if ranks.world_size() == 1:  # more build theirs together, with the launcher's plugins, once
+    _check_second(recipe, config, train)
+    # Trainers that hold a second model cannot be built without weights; several processes build
+    # theirs together, with the launcher's plugins, once.
+    if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
         _with_culprit(recipe, lambda tried: _build(tried, model, tokenizer, train, validation))
     return plan
+
+
+def _check_second(recipe: Recipe, config: Any, train: Dataset) -> None:
+    """Rewards that the rows fit, and a teacher that has the model's vocabulary."""
+    from moe_finetune.models.loading import load_config
+    from moe_finetune.training.rewards import reward_functions
+
+    reward_functions(recipe.rewards, train.column_names)
+    if recipe.teacher is not None:
+        theirs, ours = load_config(recipe.teacher).vocab_size, config.vocab_size
+        if theirs != ours:
+            raise RecipeError(
+                f"teacher: {recipe.teacher} has a vocabulary of {theirs} tokens and the model one "
+                f"of {ours}; their distributions cannot be compared"
+            )
 
 
 def check_arguments(recipe: Recipe) -> None:
@@ -206,7 +230,7 @@ def _build(
     few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
            for rows in (train, validation)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, _quiet():
-        trainer, _ = build_trainer(recipe, Path(folder), model, tokenizer, *few)
+        trainer, _ = build_trainer(recipe, Path(folder), model, tokenizer, few[0], few[1])
         trainer.get_train_dataloader()
         trainer.create_optimizer_and_scheduler(num_training_steps=2)
 
@@ -242,9 +266,12 @@ def _plan(
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(recipe, Path(folder))
     # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
-    tokens = pc.sum(pc.list_value_length(train.data.column("input_ids"))).as_py()
-    batch, steps = count_steps(recipe, arguments, len(train), tokens)
+    tokens = None
+    if "input_ids" in train.column_names:
+        tokens = pc.sum(pc.list_value_length(train.data.column("input_ids"))).as_py()
+    batch, steps = count_steps(recipe, arguments, len(train), tokens or 0)
     return Plan(
+        stage=recipe.stage,
         method=recipe.method.preset or "no preset",
         terms=list(recipe.method.terms),
         coverage=coverage,
@@ -263,6 +290,7 @@ def _plan(
 def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
     """Sequences that a step takes, and steps; with packing, rows are counted as if full."""
     sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
+    sequences *= getattr(arguments, "num_generations", 1)
     device_batch = arguments.per_device_train_batch_size * ranks.world_size()
     accumulation = arguments.gradient_accumulation_steps
     steps = arguments.max_steps

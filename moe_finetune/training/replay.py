@@ -23,7 +23,13 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
 
-_NOT_AN_INPUT = {CONTEXT_KEY, "past_key_values", "use_cache", "cache_position"}
+_NOT_AN_INPUT = {
+    CONTEXT_KEY,
+    "past_key_values",
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+}
 
 Gradients = dict[str, list[Tensor]]
 """By part, "router" or "experts": of its trainable parameters, in order."""

@@ -1,18 +1,21 @@
-"""A recipe on TRL's SFTTrainer: arguments, trainer, and the run's own log."""
+"""A recipe on the trainer that TRL has for its stage: arguments, trainer, the run's own log."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.first_window import FoundWeights
 from moe_finetune.training.live import LiveTable
@@ -25,8 +28,9 @@ METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"
 
 
-def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
-    """The recipe's ``trainer:`` keys over the toolkit's defaults."""
+def training_arguments(recipe: Recipe, output: Path) -> Any:
+    """The recipe's ``trainer:`` keys over the toolkit's defaults, as its stage's config."""
+    config = STAGES[recipe.stage].config_class()
     cpu = not torch.cuda.is_available()
     defaults: dict[str, Any] = {
         "logging_steps": 10,
@@ -50,8 +54,15 @@ def training_arguments(recipe: Recipe, output: Path) -> SFTConfig:
         # 0 turns off the balance loss that TRL would take from the checkpoint's config.
         "router_aux_loss_coef": 0.0,
         "seed": recipe.seed,
+        # The fields that rewards read are no arguments of the model.
+        "remove_unused_columns": False,
+        "reward_weights": [section.weight for section in recipe.rewards],
     }
-    return SFTConfig(**{**defaults, **recipe.trainer, **ours})
+    known = {field.name for field in dataclasses.fields(config) if field.init}
+    ours = {name: value for name, value in ours.items() if name in known}
+    if STAGES[recipe.stage].form == "tokens":
+        del ours["remove_unused_columns"]
+    return config(**{**defaults, **recipe.trainer, **ours})
 
 
 class GuardedTrainer(_Trainer):
@@ -71,8 +82,8 @@ class GuardedTrainer(_Trainer):
         return norm
 
 
-class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that resume exactly and a guard over loss and gradients.
+class RunTrainer(GuardedTrainer, ResumableTrainer):
+    """Checkpoints that resume exactly, and a guard over loss and gradients; a mixin.
 
     A model on the meta device stays there: that of a rehearsal.
     """
@@ -80,6 +91,13 @@ class RunTrainer(GuardedTrainer, ResumableTrainer, SFTTrainer):
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if next(model.parameters()).device.type != "meta":
             super()._move_model_to_device(model, device)
+
+
+@functools.cache
+def trainer_of(stage: Stage) -> Any:
+    """TRL's trainer of ``stage`` as runs use it."""
+    base = stage.trainer_class()
+    return type(f"Run{base.__name__}", (RunTrainer, base), {"__doc__": RunTrainer.__doc__})
 
 
 class RunLog(TrainerCallback):
@@ -154,6 +172,10 @@ def describe_steps(trainer: RunTrainer, examples: Any) -> str:
     dataset: Any = trainer.train_dataset
     args, rows = trainer.args, len(dataset)
     step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if "input_ids" not in examples.column_names:
+        group = getattr(args, "num_generations", 0)
+        what = f"completions, {group} of a prompt" if group else "rows"
+        return f"{len(examples)} examples; a step takes {step} {what}"
     lengths = pyarrow.compute.list_value_length(examples.data.column("input_ids"))
     tokens = pyarrow.compute.mean(lengths).as_py() * len(examples) / rows
     packed = f" packed into {rows} rows of {tokens:.0f} tokens" if rows != len(examples) else ""
@@ -171,29 +193,60 @@ def build_trainer(
     tokenizer: Any,
     train: Any,
     validation: Any,
+    other: Callable[[], Any] | None = None,
 ) -> tuple[RunTrainer, SpecializationCallback]:
-    """TRL's trainer with the method's callback attached, the run's log and its guards."""
+    """TRL's trainer with the method's callback attached, the run's log and its guards.
+
+    Args:
+        recipe: the run.
+        output: its folder.
+        model: what trains.
+        tokenizer: of that model.
+        train: rows in the form of the stage.
+        validation: such rows or None.
+        other: makes the second model that some stages need: the teacher, or, where no adapter can
+            be switched off, the reference.
+    """
     callback = SpecializationCallback(
         recipe.method,
         dropout=recipe.lora.dropout if recipe.lora else 0.0,
         kernel=recipe.model.experts_kernel,
     )
-    trainer = RunTrainer(
+    stage = STAGES[recipe.stage]
+    trainer = trainer_of(stage)(
         model=model,
         args=training_arguments(recipe, output),
         train_dataset=train,
         eval_dataset=validation,
         processing_class=tokenizer,
+        **_stage_arguments(recipe, train.column_names, other),
     )
     for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(theirs)
     set_leaf_blocks(trainer, model)
     callback.attach(trainer)
     numbers = recipe.numerics
-    trainer.guard = NumericsGuard(output, numbers.on_nan, callback)
+    trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
     found = FoundWeights(recipe, output / RECIPE_FILE, callback)
     own_callbacks = (RunLog(output), trainer.guard, watch, found, LiveTable())
     for place, own in enumerate(own_callbacks, start=1):
         trainer.callback_handler.callbacks.insert(place, own)
     return trainer, callback
+
+
+def _stage_arguments(
+    recipe: Recipe, columns: list[str], other: Callable[[], Any] | None
+) -> dict[str, Any]:
+    """What the trainer of a stage takes beside model, arguments and data."""
+    from moe_finetune.training.rewards import reward_functions
+
+    if recipe.rewards:
+        return {"reward_funcs": reward_functions(recipe.rewards, columns)}
+    if other is None:
+        return {}
+    if recipe.teacher is not None:
+        return {"teacher_model": other()}
+    if STAGES[recipe.stage].reference and recipe.lora is None:
+        return {"ref_model": other()}
+    return {}

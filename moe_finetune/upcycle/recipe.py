@@ -238,6 +238,7 @@ def _cluster_problems(clusters: ClusterSection, names: list[str], counted: bool)
 
 def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
     from moe_finetune.recipe.arguments import check_trainer
+    from moe_finetune.recipe.stages import STAGES
 
     sections = {
         "dense.pretrain": recipe.dense.pretrain.trainer if recipe.dense.pretrain else {},
@@ -248,7 +249,7 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
     }
     for place, trainer in sections.items():
         if trainer:
-            yield from (f"{place}.{line}" for line in check_trainer(trainer))
+            yield from (f"{place}.{line}" for line in check_trainer(trainer, STAGES["sft"]))
         if "seed" in trainer:
             yield f"{place}.trainer.seed: cannot be set here: set `seeds`"
     for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):

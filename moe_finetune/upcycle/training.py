@@ -114,11 +114,14 @@ def build(
     """TRL's trainer of this job, and a function that takes its method off the model."""
     from datasets import Dataset
 
+    from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.numerics import NumericsGuard
-    from moe_finetune.training.sft import RunLog, RunTrainer, training_arguments
+    from moe_finetune.training.sft import RunLog, trainer_of, training_arguments
 
-    class RouterTrainer(RunTrainer):
+    plain: Any = trainer_of(STAGES["sft"])
+
+    class RouterTrainer(plain):
         """Gives the language model's own loss no weight; injected terms do not depend on it."""
 
         def compute_loss(
@@ -134,7 +137,7 @@ def build(
     rows = job.rows_RS.tolist()
     arguments = training_arguments(recipe, work)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length
-    trainer = (RouterTrainer if job.routers_only else RunTrainer)(
+    trainer = (RouterTrainer if job.routers_only else plain)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),

@@ -11,6 +11,7 @@ import pytest
 from moe_finetune.demo.arithmetic import is_held_out
 from moe_finetune.demo.corpus import read_corpus, split_of
 from moe_finetune.demo.data import DataSizes, write_demo_data
+from moe_finetune.demo.stage_data import write_stage_data
 from moe_finetune.errors import DataError
 
 SIZES = DataSizes(train=240, validation=32, arithmetic_test=50, cloze_test=30)
@@ -109,3 +110,27 @@ def test_documents_keep_their_split_and_code_has_no_docstrings(corpus):
 def test_a_library_without_source_is_refused(tmp_path):
     with pytest.raises(DataError, match="no standard-library source"):
         read_corpus(tmp_path)
+
+
+def test_the_stages_data_prefer_right_answers(tmp_path):
+    again = [write_stage_data(tmp_path / name, rows=60) for name in ("a", "b")]
+    files = sorted(path.name for path in again[0].iterdir())
+    assert files == ["labels.jsonl", "preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl"]
+    for name in files:
+        assert (again[0] / name).read_bytes() == (again[1] / name).read_bytes()
+
+    def right(prompt: str, answer: str) -> bool:
+        first, second = map(int, re.findall(r"\d+", prompt))
+        return int(answer) in (first + second, first - second)
+
+    for row in rows(again[0] / "preferences.jsonl"):
+        assert right(row["prompt"], row["chosen"]) and row["chosen"] != row["rejected"]
+        assert len(row["chosen"]) == len(row["rejected"])
+    labels = [row["label"] for row in rows(again[0] / "labels.jsonl")]
+    assert labels == [True, False] * 30
+    prompts = {row["prompt"] for row in rows(again[0] / "prompts.jsonl")}
+    held_out = [row["prompt"] for row in rows(again[0] / "prompts_test.jsonl")]
+    assert not prompts & set(held_out)
+    for prompt in held_out:
+        first, second = map(int, re.findall(r"\d+", prompt))
+        assert is_held_out(first, second) or is_held_out(first - second, second)

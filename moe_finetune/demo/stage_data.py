@@ -1,0 +1,60 @@
+"""The demo's arithmetic as data of the other stages: preferences, labels and prompts.
+
+``write_stage_data(folder, seed)`` writes, the same bytes each time on the same Python, all of
+training facts: ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``), ``labels.jsonl``
+(``prompt``, ``completion``, ``label``), ``prompts.jsonl`` (``prompt``, ``answer``); and
+``prompts_test.jsonl`` of held-out facts. A wrong answer
+has one digit changed.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from moe_finetune.demo.arithmetic import Problem
+from moe_finetune.demo.data import task_problem
+from moe_finetune.io.rows import write_jsonl
+
+ROWS, TEST_ROWS = 2000, 200
+
+
+def wrong_answer(problem: Problem, rng: random.Random) -> int:
+    """An answer with as many digits as the right one, one of them changed."""
+    digits = str(problem.answer)
+    place = rng.randrange(len(digits))
+    others = [d for d in "0123456789" if d != digits[place] and (place or d != "0")]
+    return int(digits[:place] + rng.choice(others) + digits[place + 1 :])
+
+
+def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Path:
+    """Write the four files into ``folder`` (made when missing) and return it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"{seed}/stages")
+    problems = [task_problem(rng, held_out=False) for _ in range(rows)]
+    pairs = [(problem, wrong_answer(problem, rng)) for problem in problems]
+    write_jsonl(
+        folder / "preferences.jsonl",
+        (
+            {"prompt": p.prompt, "chosen": f" {p.answer}", "rejected": f" {wrong}"}
+            for p, wrong in pairs
+        ),
+    )
+    write_jsonl(
+        folder / "labels.jsonl",
+        (
+            {
+                "prompt": p.prompt,
+                "completion": f" {wrong if i % 2 else p.answer}",
+                "label": not i % 2,
+            }
+            for i, (p, wrong) in enumerate(pairs)
+        ),
+    )
+    asked = ({"prompt": p.prompt, "answer": str(p.answer)} for p in problems)
+    write_jsonl(folder / "prompts.jsonl", asked)
+    tests = [task_problem(rng, held_out=True) for _ in range(TEST_ROWS)]
+    held_out = ({"prompt": p.prompt, "answer": str(p.answer)} for p in tests)
+    write_jsonl(folder / "prompts_test.jsonl", held_out)
+    return folder

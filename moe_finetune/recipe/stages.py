@@ -1,0 +1,76 @@
+"""The stages of training: TRL's trainer and arguments of each, and the form of its data.
+
+A new stage is an entry here. Nothing of TRL is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.registry import Registry
+
+Form = Literal["tokens", "preference", "unpaired", "prompts"]
+
+_REPEATED = {
+    "max_length": "set data.max_length",
+    "max_prompt_length": "set data.max_length",
+    "reward_weights": "set rewards[].weight",
+    "teacher_model_name_or_path": "set teacher",
+    "teacher_model_init_kwargs": "the teacher is loaded as the model is",
+    "chat_template_kwargs": "set data.chat_template",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of training.
+
+    Attributes:
+        name: what ``stage:`` says.
+        title: for readers.
+        module: where TRL has the two classes.
+        trainer: TRL's trainer.
+        config: its arguments, a dataclass whose fields are the keys of ``trainer:``.
+        form: what a row of its data becomes: "tokens" (ids and labels, made here), "preference"
+            (prompt, chosen, rejected), "unpaired" (prompt, completion, label), or "prompts" (a
+            prompt, with whatever fields its rewards read).
+        reference: its loss needs the model that training began with.
+        owned: keys of ``trainer:`` that have another place in a recipe, and where.
+    """
+
+    name: str
+    title: str
+    trainer: str
+    config: str
+    form: Form
+    module: str = "trl"
+    reference: bool = False
+    owned: dict[str, str] = field(default_factory=lambda: _REPEATED, hash=False)
+
+    def trainer_class(self) -> Any:
+        """TRL's trainer."""
+        return getattr(importlib.import_module(self.module), self.trainer)
+
+    def config_class(self) -> Any:
+        """The dataclass of its arguments."""
+        return getattr(importlib.import_module(self.module), self.config)
+
+
+STAGES: Registry[Stage] = Registry("stage", RecipeError)
+for _stage in (
+    Stage("sft", "supervised fine-tuning", "SFTTrainer", "SFTConfig", "tokens"),
+    Stage("pretrain", "continued pretraining", "SFTTrainer", "SFTConfig", "tokens"),
+    Stage("dpo", "direct preference optimization", "DPOTrainer", "DPOConfig", "preference",
+          reference=True),
+    Stage("kto", "Kahneman-Tversky optimization", "KTOTrainer", "KTOConfig", "unpaired",
+          reference=True),
+    Stage("orpo", "odds ratio preference optimization", "ORPOTrainer", "ORPOConfig", "preference",
+          module="trl.experimental.orpo"),
+    Stage("grpo", "group relative policy optimization", "GRPOTrainer", "GRPOConfig", "prompts"),
+    Stage("distill", "on-policy distillation", "DistillationTrainer", "DistillationConfig",
+          "prompts"),
+):  # fmt: skip
+    STAGES.register(_stage.name, _stage)

@@ -1,0 +1,144 @@
+"""Rewards of reinforcement: a function of a completion and of the fields of its row.
+
+``rewards: [exact_match]``, ``rewards: [{name: boxed, weight: 2.0}]``, or a function of one's own,
+``rewards: [{file: my_rewards.py, function: brevity}]``. A reward is called as TRL calls it: with
+the texts of a batch of completions and, by name, a list for each field of their rows; it returns
+a number for each. A new one is a function and a line in ``REWARDS``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
+from moe_finetune.recipe.sections import RewardSection
+from moe_finetune.registry import Registry
+
+Reward = Callable[..., list[float]]
+REWARDS: Registry[Reward] = Registry("reward", RecipeError)
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, of a chat's last turn too."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1]["content"]) if completion else ""
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the final number of the completion is that of ``answer``, else equal text.
+
+    An answer with a number is compared by number, as GSM8K is scored.
+    """
+    from moe_finetune.evaluation.extract import final_number, strict_number
+
+    scores = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        text, right = text_of(completion).strip(), str(wanted).strip()
+        number = strict_number(right) or final_number(right)
+        same = text == right if number is None else final_number(text) == number
+        scores.append(float(same))
+    return scores
+
+
+def boxed(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    r"""1 where the completion's ``\boxed{}`` is the same mathematics as ``answer``."""
+    from moe_finetune.evaluation.equivalence import same_answer
+    from moe_finetune.evaluation.extract import boxed as in_the_box
+
+    return [
+        float(same_answer(in_the_box(text_of(c)), in_the_box(str(a)) or str(a)))
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the completion's program passes its row's ``tests`` (text, or a list), sandboxed."""
+    from moe_finetune.evaluation.code import mbpp_program
+    from moe_finetune.evaluation.sandbox import Sandbox
+
+    programs = [
+        mbpp_program({"test_list": [t] if isinstance(t, str) else list(t)}, text_of(c))
+        for c, t in zip(completions, tests, strict=True)
+    ]
+    with Sandbox() as sandbox:
+        return [float(verdict.passed) for verdict in sandbox.run_all(programs)]
+
+
+REWARDS.register("exact_match", exact_match)
+REWARDS.register("boxed", boxed)
+REWARDS.register("code", code_tests)
+_READS = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
+
+
+def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) -> list[Reward]:
+    """The functions of a recipe's ``rewards:``.
+
+    Args:
+        sections: the recipe's.
+        columns: fields that every row of the data has.
+
+    Raises:
+        RecipeError: an unknown reward; a file without the function.
+        DataError: rows lack the field that a reward reads.
+        DependencyError: programs cannot be isolated here, or math-verify is missing.
+    """
+    functions = []
+    for section in sections:
+        if section.file is not None:
+            functions.append(_from_file(section))
+            continue
+        assert section.name is not None
+        function = REWARDS[section.name]
+        needed = _READS.get(section.name)
+        if needed is not None and needed not in columns:
+            raise DataError(
+                f"rewards: '{section.name}' reads the field '{needed}' of each row, and the rows "
+                f"have {', '.join(columns)}{did_you_mean(needed, columns)}; name yours with "
+                f"data.columns: {{{needed}: ...}}"
+            )
+        _check_dependencies(section.name)
+        functions.append(function)
+    return functions
+
+
+def _check_dependencies(name: str) -> None:
+    if name == "boxed":
+        from moe_finetune.evaluation.equivalence import require
+
+        require()
+    elif name == "code":
+        from moe_finetune.evaluation.sandbox import Sandbox
+
+        try:
+            Sandbox().close()
+        except DependencyError as error:
+            raise DependencyError(f"rewards: 'code' runs programs in a sandbox: {error}") from error
+
+
+def _from_file(section: RewardSection) -> Reward:
+    """A function of the user's own file, which the recipe names; it runs as the user's code."""
+    path = Path(str(section.file)).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"rewards.file: {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"rewards_of_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"rewards.file: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        raise RecipeError(
+            f"rewards.file: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, section.function, None)
+    if not callable(function):
+        names = [name for name in vars(module) if callable(getattr(module, name))]
+        raise RecipeError(
+            f"rewards.function: {path} has no function '{section.function}'"
+            f"{did_you_mean(section.function, names)}"
+        )
+    return function

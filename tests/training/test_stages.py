@@ -1,0 +1,224 @@
+"""Stages beyond supervised fine-tuning: each through a whole run, with a method, and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_finetune.data.stage_rows import StageFormer
+from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.sections import RewardSection
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import plan_run, run_recipe
+from moe_finetune.training.rewards import reward_functions
+from tests import tiny
+
+PAIRS = [
+    {"prompt": f"Say {i}: ", "chosen": f"yes {i * i}", "rejected": f"no {7 - i}"} for i in range(9)
+]
+ROWS = {
+    "sft": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS],
+    "pretrain": [{"text": f"once upon a time there were {i} trees" * 4} for i in range(9)],
+    "dpo": PAIRS,
+    "orpo": PAIRS,
+    "kto": [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in PAIRS
+        for name in ("chosen", "rejected")
+    ],
+    "grpo": [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(9)],
+    "distill": [{"prompt": f"{i} + {i} = "} for i in range(9)],
+}
+LETTERS = """
+def reward(completions, **_):
+    return [sum(c.isascii() and c.isalpha() for c in text) / 12 for text in completions]
+"""
+OWN = {
+    "grpo": {"trainer": {"num_generations": 5, "max_completion_length": 11}},
+    "distill": {"trainer": {"max_completion_length": 11, "learning_rate": 2e-3}},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny Qwen3-MoE, and another of the same vocabulary to learn from."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for number, name in enumerate(("model", "teacher")):
+        model = tiny.model("qwen3_moe")
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + number / 3)
+        model.save_pretrained(root / name)
+        tiny.tokenizer().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def made(checkpoint, tmp_path):
+    """A function that makes a stage's recipe, changed by keys."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+
+    def make(stage: str, steps: int = 4, rows: list | None = None, **changes):
+        file = tmp_path / f"{stage}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows or ROWS[stage]))
+        trainer = {
+            "max_steps": steps,
+            "per_device_train_batch_size": 5 if stage == "grpo" else 3,
+            "gradient_accumulation_steps": 2,
+            "logging_steps": 1,
+            "save_steps": 2,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "report_to": [],
+            **OWN.get(stage, {}).get("trainer", {}),
+            **changes.pop("trainer", {}),
+        }
+        tree = {
+            "stage": stage,
+            "model": {"path": str(checkpoint / "model"), "dtype": "float32"},
+            "method": {"terms": {"load_balance": {"weight": 1e-3}, "variance": {"weight": 1e-3}}},
+            "lora": {"rank": 4, "alpha": 8, "dropout": 0.0},
+            "data": {"train": str(file), "max_length": 96},
+            "trainer": trainer,
+            **({"rewards": [{"file": str(tmp_path / "letters.py")}]} if stage == "grpo" else {}),
+            **({"teacher": str(checkpoint / "teacher")} if stage == "distill" else {}),
+        }
+        return recipe_from_tree(Tree({**tree, **changes}))
+
+    return make
+
+
+def logged(output, name):
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if row["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "metric", "sign", "steps"),
+    [
+        ("pretrain", "loss", -1, 6),
+        ("dpo", "rewards/margins", 1, 6),
+        ("kto", "loss", -1, 6),
+        ("orpo", "rewards/margins", 1, 6),
+        ("grpo", "reward", 1, 14),
+        ("distill", "loss", -1, 8),
+    ],
+)
+def test_a_stage_trains_and_its_objective_improves(made, tmp_path, stage, metric, sign, steps):
+    output = run_recipe(made(stage, steps), tmp_path / "run")
+    values = logged(output, metric)
+    first, last = sum(values[:2]), sum(values[-2:])
+    assert sign * last > sign * first
+    assert len(logged(output, "losses/load_balance")) == steps
+    assert all(value > 0 for value in logged(output, "losses/load_balance"))
+    assert (output / "merged" / "config.json").is_file()
+    assert json.loads((output / "routing" / "after.json").read_text())
+    assert not [name for name in load_file(output / "adapter" / "adapter_model.safetensors")
+                if ".ref." in name]  # fmt: skip
+    assert f"stage: {stage}" in (output / "recipe.yaml").read_text()
+    assert (output / "report" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "dpo", "kto", "orpo"])
+def test_a_resumed_stage_ends_with_the_same_bytes(made, tmp_path, stage):
+    whole = run_recipe(made(stage), tmp_path / "whole")
+    half = tmp_path / "half"
+    shutil.copytree(whole, half)
+    for name in ("adapter", "merged", "checkpoints/checkpoint-4", "report", "summary.json"):
+        target = half / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+    run_recipe(made(stage), half, resume=True)
+    name = "adapter/adapter_model.safetensors"
+    assert (half / name).read_bytes() == (whole / name).read_bytes()
+    assert logged(half, "loss") == logged(whole, "loss")
+
+
+def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(made, tmp_path):
+    recipe = made("dpo", 3, lora=None, router={"train": "full"}, trainer={"learning_rate": 1e-4})
+    output = run_recipe(recipe, tmp_path / "run")
+    margins = logged(output, "rewards/margins")
+    assert margins[0] == 0 and margins[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "said"),
+    [
+        ("grpo", {"rewards": []}, "rewards: required by stage grpo"),
+        ("dpo", {"rewards": ["exact_match"]}, "rewards: of stage grpo, and this is stage dpo"),
+        ("distill", {"teacher": None}, "teacher: required by stage distill"),
+        ("dpo", {"trainer": {"num_generations": 2}}, "unknown key of TRL's DPOConfig"),
+        ("kto", {"trainer": {"max_length": 9}}, "trainer.max_length: cannot be set here"),
+        ("grpo", {"rewards": [{"name": "exact_math"}]}, "did you mean 'exact_match'"),
+        ("grpo", {"rewards": [{"file": "none.py"}]}, "rewards.file: none.py does not exist"),
+        ("dop", {}, "unknown stage 'dop'; did you mean 'dpo'"),
+    ],
+)
+def test_what_does_not_fit_a_stage_is_refused(made, tmp_path, stage, changes, said):
+    with pytest.raises(RecipeError) as caught:
+        plan_run(made(stage, rows=ROWS["dpo"], **changes), tmp_path / "run")
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "said"),
+    [
+        ("dpo", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]},
+         "texts and turns mixed"),
+        ("dpo", {"chosen": [{"role": "user", "content": "x"}],
+                 "rejected": [{"role": "user", "content": "y"}]}, "add the field 'prompt'"),
+        ("kto", {"prompt": "a", "completion": "b", "label": 1}, "wanted true or false, got 1"),
+        ("kto", {"prompt": "a", "completion": " ", "label": True}, "'completion' is empty"),
+        ("grpo", {"question": "a"}, "no field 'prompt'"),
+        ("grpo", {"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
+    ],
+)  # fmt: skip
+def test_a_row_without_the_form_is_refused_with_its_place(stage, row, said):
+    with pytest.raises(DataError) as caught:
+        StageFormer(STAGES[stage])("rows.jsonl, line 3", row)
+    assert said in str(caught.value) and str(caught.value).startswith("rows.jsonl, line 3")
+
+
+def test_two_conversations_share_their_prompt():
+    ask, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    other = {"role": "assistant", "content": "z"}
+    row = StageFormer(STAGES["dpo"])("f", {"chosen": [ask, answer], "rejected": [ask, other]})
+    assert row == {"prompt": [ask], "chosen": [answer], "rejected": [other]}
+
+
+def test_rows_longer_than_the_limit_are_left_out_and_counted(made, tmp_path, caplog):
+    rows = [*PAIRS, {"prompt": "long " * 40, "chosen": "a", "rejected": "b"}]
+    with caplog.at_level("INFO", "moe_finetune"):
+        plan = plan_run(made("dpo", rows=rows), tmp_path / "run")
+    assert plan.rows == len(PAIRS) and "1 rows are longer than data.max_length 96" in caplog.text
+    with pytest.raises(DataError, match=r"dpo.jsonl:10: 201 tokens"):
+        data = {"train": str(tmp_path / "dpo.jsonl"), "max_length": 96, "overlong": "error"}
+        plan_run(made("dpo", rows=rows, data=data), tmp_path / "run")
+
+
+def test_rewards_score_texts_and_chats():
+    sections = [RewardSection(name=name) for name in ("exact_match", "boxed")]
+    exact, boxed = reward_functions(sections, ["prompt", "answer"])
+    chat = [{"role": "assistant", "content": "it is 1,200"}]
+    assert exact(completions=["#### 12", chat, "no"], answer=["12", "1200", "3"]) == [1.0, 1.0, 0.0]
+    assert exact(completions=["Paris ", "Rome"], answer=["Paris", "Paris"]) == [1.0, 0.0]
+    texts = [r"so \boxed{\frac{1}{2}}", r"\boxed{3}", "4"]
+    assert boxed(completions=texts, answer=["0.5", "4", "4"]) == [1.0, 0.0, 0.0]
+
+
+def test_a_program_is_rewarded_by_its_tests():
+    (code,) = reward_functions([RewardSection(name="code")], ["prompt", "tests"])
+    programs = ["```python\ndef f(x):\n    return x + 2\n```", "def f(x):\n    return x"]
+    assert code(completions=programs, tests=[["assert f(1) == 3"]] * 2) == [1.0, 0.0]
+
+
+def test_a_reward_names_the_field_that_is_missing():
+    with pytest.raises(DataError, match=r"'exact_match' reads the field 'answer'"):
+        reward_functions([RewardSection(name="exact_match")], ["prompt", "solution"])
