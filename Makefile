@@ -20,10 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing $(TORCH)"
 	@$(PIP) $(TORCH)
-	@echo "Installing moe-finetune[$(EXTRA),dev]"
-	@$(PIP) -e '.[$(EXTRA),dev]' || { \
+	@echo "Installing moe-finetune[$(EXTRA),quantization,dev]"
+	@$(PIP) -e '.[$(EXTRA),quantization,dev]' || { \
 	  echo "vLLM cannot be installed here: evaluation will use transformers (--backend hf)."; \
-	  $(PIP) -e '.[eval,dev]'; }
+	  $(PIP) -e '.[eval,quantization,dev]'; }
 	@# Mends vLLM's CPU build, and installs bubblewrap where no password is asked.
 	@$(BIN)/moe-finetune doctor --fix || true
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_finetune.models.loading import load_model
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
@@ -16,6 +17,7 @@ __all__ = [
     "Specialization",
     "SpecializationCallback",
     "__version__",
+    "load_model",
     "measure_strength",
     "run_recipe",
 ]
@@ -24,6 +26,7 @@ _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
+    "load_model": "moe_finetune.families.loading",
     "measure_strength": "moe_finetune.training.strength",
     "run_recipe": "moe_finetune.run",
 }

@@ -38,6 +38,10 @@ class CaptureError(MoeFinetuneError, RuntimeError):
     """The model's MoE blocks cannot be made to hand over what they compute."""
 
 
+class QuantizationError(MoeFinetuneError, RuntimeError):
+    """Something that cannot be done with a model whose weights are quantised."""
+
+
 class ObjectiveError(MoeFinetuneError, ValueError):
     """A loss term that cannot be built or reaches nothing trainable."""
 

@@ -175,7 +175,12 @@ def start_model(recipe: Recipe) -> Any:
     if recipe.model.init == "random":
         return fresh_model(fresh_config(base, recipe.model.config), recipe.seed, attention)
     dtype = recipe.model.dtype if recipe.lora is not None else "float32"
-    return load_model(base, dtype=dtype, attn_implementation=attention)
+    return load_model(
+        base,
+        dtype=dtype,
+        quantization=recipe.model.quantization,
+        attn_implementation=attention,
+    )
 
 
 def second_model(recipe: Recipe) -> Any:

@@ -23,6 +23,7 @@ from moe_finetune.models.base import GATED_MLP
 from moe_finetune.moe.layers import backbone_of, moe_layers
 from moe_finetune.moe.lora_factors import parameter_wrappers
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
+from moe_finetune.quantization.weight import quantized
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -92,6 +93,12 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     """
     from peft import get_peft_model
 
+    held_quantized = any(quantized(parameter) for parameter in model.parameters())
+    if lora is None and held_quantized:
+        raise RecipeError(
+            "lora: null trains all weights, and this model's are quantised; give a `lora:` section "
+            "with a rank, or load it without quantization"
+        )
     if lora is None:
         model.requires_grad_(True)
         for name, parameter in model.named_parameters():
@@ -115,6 +122,11 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         materialize(adapted)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
+    if held_quantized:
+        # DDP would send rank 0's weights to all; each has read the same ones from the files.
+        adapted._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+            name for name, parameter in adapted.named_parameters() if quantized(parameter)
+        ]
     return adapted
 
 

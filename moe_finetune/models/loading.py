@@ -132,6 +132,7 @@ def load_model(
     path: str | Path,
     dtype: str | torch.dtype = "auto",
     device_map: str | dict[str, Any] | None = None,
+    quantization: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Return the causal language model of a checkpoint, in eval mode.
@@ -139,10 +140,15 @@ def load_model(
     Args:
         path: folder or hub id.
         dtype: of the weights; "auto" is the checkpoint's own.
-        device_map: as in ``from_pretrained``.
+        device_map: as in ``from_pretrained``; with ``quantization`` one device, by default the
+            GPU of this process where there is one.
+        quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time
+            (:mod:`moe_finetune.quantization.load`); they are frozen, and train through an adapter.
         options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
+        DependencyError: ``quantization`` without bitsandbytes.
+        RecipeError: an unknown ``quantization``, or an option that it does not go with.
         CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
             at random values.
         UnsupportedModelError: see :func:`load_config`.
@@ -152,8 +158,16 @@ def load_model(
             "trust_remote_code: code from a checkpoint is never executed; every supported family "
             "has its class here or in transformers, so leave the option out"
         )
+    from moe_finetune.quantization.codec import check_kind
+
+    kind = check_kind(quantization)
     folder = local_folder(path)
     config = load_config(folder)
+    if kind is not None:
+        from moe_finetune.quantization.load import load_quantized
+
+        check_attention(options.get("attn_implementation"))
+        return load_quantized(folder, config, kind, dtype, device_map, **options)
     return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
 
 

@@ -6,6 +6,7 @@ O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.quantization.weight import QuantizedWeight
 
 Kernel = Literal["auto", "grouped", "loop"]
 ALIGNMENT_BYTES = 16
@@ -188,7 +190,7 @@ def _rows_times(
         product = grouped_mm(rows, weight, offs=part.offsets_E)
         return product if scale == 1.0 else product.mul_(scale)
     result = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out[part.rows]
-    matrices = weight[part.experts].unbind(0)
+    matrices = _matrices(weight, part)
     for into, left, matrix in zip(part.split(result), part.split(rows), matrices, strict=True):
         _product(left, matrix, scale, out=into)
     return result
@@ -198,9 +200,20 @@ def _add_rows_times(into: Tensor, rows: Tensor, weight: Tensor, part: Part, scal
     if part.experts is None:
         into.add_(grouped_mm(rows, weight, offs=part.offsets_E), alpha=scale)
         return
-    matrices = weight[part.experts].unbind(0)
+    matrices = _matrices(weight, part)
     for into_e, left, matrix in zip(part.split(into), part.split(rows), matrices, strict=True):
         into_e.addmm_(left, matrix, alpha=scale)
+
+
+def _matrices(weight: Tensor, part: Part) -> Iterator[Tensor]:
+    """The matrices of the part's experts; a quantised one is made when its turn comes."""
+    if not isinstance(weight, QuantizedWeight):
+        yield from weight[part.experts].unbind(0)
+        return
+    assert part.experts is not None
+    unused = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
+    for expert, rows in zip(range(part.experts.start, part.experts.stop), part.sizes, strict=True):
+        yield weight[expert] if rows else unused
 
 
 def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:

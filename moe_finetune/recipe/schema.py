@@ -136,6 +136,18 @@ def pretraining_data(data: DataSection) -> DataSection:
     return DataSection.model_validate({**data.model_dump(exclude_unset=True), **unset})
 
 
+def _unquantizable(recipe: Recipe) -> Iterator[str]:
+    """Why the frozen weights of this run cannot be quantised."""
+    key = f"model.quantization: '{recipe.model.quantization}'"
+    if recipe.model.init == "random":
+        yield f"{key} holds a checkpoint's weights; with model.init: random set it to none"
+    elif recipe.lora is None:
+        yield (
+            f"{key} needs an adapter: quantised weights cannot be trained, and `lora: null` trains "
+            "all; give a `lora:` section with a rank, or set model.quantization: none"
+        )
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
@@ -146,6 +158,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield "router.train: 'frozen' would keep random routers; set it to full"
     elif recipe.model.config:
         yield "model.config: changes a model that is made anew; set model.init: random"
+    if recipe.model.quantization != "none":
+        yield from _unquantizable(recipe)
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"

@@ -33,6 +33,9 @@ class ModelSection(Section):
 
     path: str = Field(min_length=1, description="folder or hub id")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantization: Literal["none", "nf4", "int8"] = Field(
+        default="none", description="how frozen weights are held while an adapter trains"
+    )
     revision: str | None = None
     tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
     attn_implementation: Attention | None = None

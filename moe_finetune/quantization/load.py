@@ -1,0 +1,315 @@
+"""Load a checkpoint tensor by tensor into a model whose large weights are quantised.
+
+The model is built without weights; each tensor is then read, quantised where it is one of
+:func:`quantized_names`, and put into its place. Of an expert stack one expert's matrix is in memory
+at a time, so that loading needs little more than the quantised model.
+
+Quantised: the routed experts, and the linear layers of attention, shared experts and dense layers.
+Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
+language-model head.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.families import FUSED, Family, family_of
+from moe_finetune.quantization.codec import Kind
+from moe_finetune.quantization.weight import QuantizedWeight
+from moe_finetune.safetensors_header import TensorInfo
+from moe_finetune.weights.fit import places_on_disk
+from moe_finetune.weights.tensors import DTYPES, read_bytes, read_tensor, typed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+log = logging.getLogger(__name__)
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint's files, by name, as floats."""
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """One matrix of a stored stack."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the files hold it."""
+
+
+class PlainTensors:
+    """Float tensors as safetensors files hold them."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]):
+        self._tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return read_tensor(self._tensors[name])
+
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """One matrix of a stored stack."""
+        info = self._tensors[name]
+        size = info.size // info.shape[0]
+        raw = read_bytes(info.file, info.offset + expert * size, size)
+        return typed(raw, info.dtype).view(info.shape[1:])
+
+
+def load_quantized(
+    folder: Path,
+    config: PreTrainedConfig,
+    kind: Kind,
+    dtype: str | torch.dtype = "auto",
+    device_map: Any = None,
+    attn_implementation: str | None = None,
+    **unknown: Any,
+) -> PreTrainedModel:
+    """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
+
+    Raises:
+        CheckpointError: the folder's tensors are missing, damaged or not those of its config.
+        RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
+    """
+    from moe_finetune.weights.checkpoint import open_checkpoint
+
+    if unknown:
+        raise RecipeError(
+            f"{next(iter(unknown))}: does not go with quantization; leave one of them out"
+        )
+    tensors = open_checkpoint(folder, values=True).tensors
+    if isinstance(dtype, str):
+        dtype = stored_dtype(tensors) if dtype == "auto" else getattr(torch, dtype)
+    log.info(
+        "experts and linear layers are held as %s; routers, norms, embeddings and the "
+        "language-model head stay %s",
+        kind,
+        str(dtype).removeprefix("torch."),
+    )
+    device = _one_device(device_map)
+    return load_streaming(
+        folder, config, PlainTensors(tensors), kind, dtype, device, attn_implementation
+    )
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """The device that ``device_map`` names; by default this process's GPU, or the CPU."""
+    if isinstance(device_map, dict) and len(set(device_map.values())) == 1:
+        device_map = next(iter(device_map.values()))
+    if device_map in (None, "auto"):
+        gpu = torch.cuda.is_available()
+        device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+    if not isinstance(device_map, str | int | torch.device):
+        raise RecipeError(
+            f"device_map: {device_map!r} spreads the model; a quantised model is on one device"
+        )
+    return torch.device(device_map)
+
+
+def load_streaming(
+    folder: Path,
+    config: PreTrainedConfig,
+    stored: Stored,
+    kind: Kind | None,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The causal language model of ``config`` in eval mode, its large weights in ``kind``.
+
+    Args:
+        folder: where the checkpoint lies; the model's name.
+        config: of a supported family.
+        stored: its tensors.
+        kind: number format; None keeps every weight in ``dtype``.
+        dtype: of what is not quantised, and of what is when it is dequantised.
+        device: where the model is made.
+        attn_implementation: as in ``from_pretrained``.
+
+    Raises:
+        UnsupportedModelError: a parameter of the model that no tensor of the files is.
+    """
+    family = family_of(config)
+    model = skeleton(config, dtype, attn_implementation)
+    names = quantized_names(model, family) if kind is not None else frozenset()
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    tied = set(model.all_tied_weights_keys or ())
+    for name, places in places_on_disk(shapes, family, config):
+        if name in tied:
+            continue
+        disk = [place for place, _ in places]
+        if disk == [name] and name not in stored:
+            disk = _pieces(model, name, state[name])
+        if any(place not in stored for place in disk):
+            raise UnsupportedModelError(
+                f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is no "
+                "tensor of the files by itself; load it without quantization"
+            )
+        if kind is not None and name in names:
+            value: Tensor = _quantised(shapes[name], disk, stored, kind, dtype, device)
+        else:
+            value = _plain(shapes[name], disk, stored, state[name].dtype, device)
+        _set(model, name, value)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        if name not in state:
+            _set(model, name, buffer.to(device))
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise UnsupportedModelError(
+            f"{folder}: {family.title} cannot be loaded tensor by tensor: nothing fills "
+            f"'{left[0]}'; load it without quantization"
+        )
+    model.name_or_path = str(folder)
+    _read_generation_config(model, folder)
+    model.requires_grad_(True)
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.requires_grad_(False)
+    return model.eval()
+
+
+def skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None
+) -> Any:
+    """The model of ``config``, its parameters on the meta device in the dtypes of a loaded one.
+
+    Buffers are real: some are computed by the constructors and stored in no file.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
+    plan = {name.replace("*", ".*"): wide for name, wide in model._get_dtype_plan(dtype).items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for pattern, wide in plan.items():
+            if re.search(pattern, name) and tensor.dtype != wide:
+                tensor.data = tensor.data.to(wide)
+    return model
+
+
+def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
+    """Names of the parameters that are held quantised; see the head of this file."""
+    router = f".{family.block_path}.{family.router_name}."
+    stacks = tuple(f".{family.block_path}.{family.experts_name}.{name}" for name in FUSED)
+    found = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and name.endswith(stacks)
+    }
+    for name, module in model.named_modules():
+        linear = isinstance(module, nn.Linear) and module.out_features > 1
+        if linear and ".layers." in f".{name}" and router not in f".{name}.":
+            found.add(f"{name}.weight")
+    return frozenset(found)
+
+
+def _quantised(
+    shape: tuple[int, ...],
+    places: list[str],
+    stored: Stored,
+    kind: Kind,
+    dtype: torch.dtype,
+    device: Any,
+) -> QuantizedWeight:
+    """A quantised weight, read and quantised one matrix at a time."""
+    weight = QuantizedWeight.empty(shape, kind, dtype, device)
+    if len(shape) == 2:
+        (place,) = places
+        weight.put(0, _placed(stored.read(place), dtype, device))
+    elif len(places) == 1:
+        for expert in range(shape[0]):
+            weight.put(expert, _placed(stored.read_expert(places[0], expert), dtype, device))
+    else:
+        parts = len(places) // shape[0]
+        for expert in range(shape[0]):
+            own = places[expert * parts : (expert + 1) * parts]
+            matrix = torch.cat([stored.read(place) for place in own])
+            weight.put(expert, _placed(matrix, dtype, device))
+    return weight
+
+
+def _plain(
+    shape: tuple[int, ...], places: list[str], stored: Stored, dtype: torch.dtype, device: Any
+) -> Tensor:
+    """A weight that is not quantised, its pieces one below the other."""
+    if len(places) == 1:
+        return _placed(stored.read(places[0]).view(shape), dtype, device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    flat, first = made.view(-1), 0
+    for place in places:
+        piece = stored.read(place).reshape(-1)
+        flat[first : first + piece.numel()] = piece
+        first += piece.numel()
+    return made
+
+
+def _pieces(model: Any, name: str, tensor: Tensor) -> list[str]:
+    """The tensors of the files that ``name`` is, one below the other; itself where it is not."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(model, {name: torch.empty_like(tensor, device="meta")})
+    same = {piece.shape[1:] for piece in found.values()} == {tensor.shape[1:]}
+    whole = sum(piece.shape[0] for piece in found.values()) == tensor.shape[0]
+    return list(found) if same and whole else [name]
+
+
+def _placed(tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
+    return tensor.to(device=device, dtype=dtype)
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put ``value`` where the parameter or buffer ``name`` was."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    else:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers as they are held."""
+    total = 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if isinstance(tensor, QuantizedWeight):
+            total += tensor.stored_bytes
+        else:
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def stored_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The float dtype that most of the stored numbers have."""
+    sizes: dict[str, int] = {}
+    for info in tensors.values():
+        if info.dtype in DTYPES:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
+    return DTYPES[max(sizes, key=lambda name: sizes[name])] if sizes else torch.bfloat16
