@@ -26,7 +26,7 @@ _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
-    "load_model": "moe_finetune.families.loading",
+    "load_model": "moe_finetune.models.loading",
     "measure_strength": "moe_finetune.training.strength",
     "run_recipe": "moe_finetune.run",
 }

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
     before = use(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
+    # PEFT imports it where it is installed, and it says which kernel of the hub it does without.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         with closed_pipes_ignored():

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moe_finetune.checkpoint.fit import places_on_disk
+from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor, typed
 from moe_finetune.errors import RecipeError, UnsupportedModelError
-from moe_finetune.families import FUSED, Family, family_of
+from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.models import FUSED, Family, family_of
 from moe_finetune.quantization.codec import Kind
 from moe_finetune.quantization.weight import QuantizedWeight
-from moe_finetune.safetensors_header import TensorInfo
-from moe_finetune.weights.fit import places_on_disk
-from moe_finetune.weights.tensors import DTYPES, read_bytes, read_tensor, typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,7 +86,7 @@ def load_quantized(
         CheckpointError: the folder's tensors are missing, damaged or not those of its config.
         RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
     """
-    from moe_finetune.weights.checkpoint import open_checkpoint
+    from moe_finetune.checkpoint.opened import open_checkpoint
 
     if unknown:
         raise RecipeError(
@@ -219,7 +219,8 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     }
     for name, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and module.out_features > 1
-        if linear and ".layers." in f".{name}" and router not in f".{name}.":
+        kept = router in f".{name}." or "norm" in name  # norms that a small network computes
+        if linear and ".layers." in f".{name}" and not kept:
             found.add(f"{name}.weight")
     return frozenset(found)
 
@@ -236,16 +237,16 @@ def _quantised(
     weight = QuantizedWeight.empty(shape, kind, dtype, device)
     if len(shape) == 2:
         (place,) = places
-        weight.put(0, _placed(stored.read(place), dtype, device))
+        weight.store(0, _placed(stored.read(place), dtype, device))
     elif len(places) == 1:
         for expert in range(shape[0]):
-            weight.put(expert, _placed(stored.read_expert(places[0], expert), dtype, device))
+            weight.store(expert, _placed(stored.read_expert(places[0], expert), dtype, device))
     else:
         parts = len(places) // shape[0]
         for expert in range(shape[0]):
             own = places[expert * parts : (expert + 1) * parts]
             matrix = torch.cat([stored.read(place) for place in own])
-            weight.put(expert, _placed(matrix, dtype, device))
+            weight.store(expert, _placed(matrix, dtype, device))
     return weight
 
 

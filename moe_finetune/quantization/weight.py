@@ -76,7 +76,7 @@ class QuantizedWeight(Tensor):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> QuantizedWeight:
-        """A weight of ``shape`` (E, R, C) or (R, C), to be filled with :meth:`put`."""
+        """A weight of ``shape`` (E, R, C) or (R, C), to be filled with :meth:`store`."""
         *experts, rows, columns = shape
         count = experts[0] if experts else 1
         size, scales = packed_shapes(kind, rows, columns)
@@ -94,10 +94,10 @@ class QuantizedWeight(Tensor):
         made = cls.empty(weight.shape, kind, weight.dtype, weight.device)
         matrices = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
         for expert, matrix in enumerate(matrices):
-            made.put(expert, matrix)
+            made.store(expert, matrix)
         return made
 
-    def put(self, expert: int, matrix_RC: Tensor) -> None:
+    def store(self, expert: int, matrix_RC: Tensor) -> None:
         """Quantise ``matrix_RC`` into the place of ``expert``; 0 where there is but one."""
         packed, scales = quantize(matrix_RC.to(self._packed.device), self._layout.kind)
         self._packed[expert] = packed
@@ -154,7 +154,7 @@ class QuantizedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run ``func``: kept quantised where it moves or views, else on dequantised weights."""

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from moe_finetune.errors import CaptureError, ObjectiveError
+from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.bias import BiasBalancer
@@ -32,6 +32,7 @@ from moe_finetune.moe.hooks import Observer, Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.moe.noise import TrainingNoise
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training.bias_keep import KeptBias
 from moe_finetune.training.preconditions import check_forward
@@ -151,6 +152,7 @@ class Specialization:
                 "another method is at work on this model, or has left its routing bias there; "
                 "restore() it first"
             )
+        _check_frozen(self.model)
         self.reached = check_reach(self.model, self.objective, self.recorder.kernel)
         self.recorder.install()
         backbone = self.recorder.backbone
@@ -321,6 +323,16 @@ class Specialization:
                 len(self.unmoved),
                 STEPS_BEFORE_STILL_IS_SUSPICIOUS,
                 shown,
+            )
+
+
+def _check_frozen(model: nn.Module) -> None:
+    """Refuse quantised weights that are to train."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and quantized(parameter):
+            raise QuantizationError(
+                f"'{name}' is quantised and cannot be trained; train a LoRA adapter on it (lora: "
+                "or target_parameters, not modules_to_save), or load the model without quantization"
             )
 
 

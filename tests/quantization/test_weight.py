@@ -1,0 +1,90 @@
+"""A quantised weight is bitsandbytes' values in the shape of the weight that it stands for."""
+
+from __future__ import annotations
+
+import copy
+
+import bitsandbytes.functional as reference
+import pytest
+import torch
+from torch import nn
+
+from moe_finetune.errors import QuantizationError
+from moe_finetune.quantization.weight import QuantizedWeight, quantized
+
+EXPERTS, ROWS, COLUMNS = 5, 34, 29
+"""No expert's weights fill whole blocks of 64, and no row does."""
+
+
+def stack(dtype=torch.float32):
+    return torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def test_nf4_is_bitsandbytes_own_expert_by_expert():
+    weight = stack()
+    weight[3] *= 50  # a block that reached into the next expert would share its scale
+    held = QuantizedWeight.of(weight, "nf4").dequantize()
+    for expert, matrix in enumerate(weight):
+        wanted = reference.dequantize_4bit(
+            *reference.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+        )
+        assert torch.equal(held[expert], wanted), expert
+
+
+def test_int8_rounds_each_row_to_half_a_step():
+    weight = stack()
+    weight[1, 4] = 0.0
+    held = QuantizedWeight.of(weight, "int8").dequantize()
+    step = weight.abs().amax(2, keepdim=True) / 127
+    assert ((held - weight).abs() <= 0.51 * step).all()
+    assert float((held - weight).norm()) > 1e-3 * float(weight.norm())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_views_and_moves_read_the_same_values(kind, dtype):
+    weight = QuantizedWeight.of(stack(dtype), kind)
+    whole = weight.dequantize()
+    assert (weight.shape, weight.dtype) == (whole.shape, whole.dtype)
+    assert torch.equal(weight[2], whole[2]) and torch.equal(weight[-1], whole[-1])
+    assert torch.equal(weight[1:4], whole[1:4])
+    assert torch.equal(weight[[3, 0]], whole[[3, 0]])
+    assert torch.equal(weight.transpose(1, 2)[1:3], whole.transpose(1, 2)[1:3])
+    lazy = weight[:, 3:20:2]
+    assert quantized(lazy) and torch.equal(lazy[1:3], whole[1:3, 3:20:2])
+    assert torch.equal(weight.mT[:, :7].dequantize(), whole.mT[:, :7])
+    assert torch.equal(copy.deepcopy(nn.Parameter(weight, requires_grad=False)).dequantize(), whole)
+    wide = weight.to(torch.float64)
+    assert quantized(wide) and wide.dtype == torch.float64
+    assert torch.equal(weight * 2, whole * 2)
+
+
+def test_a_linear_layer_saves_the_packed_weight_for_its_backward():
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    layer.weight = nn.Parameter(QuantizedWeight.of(stack()[0], "nf4"), requires_grad=False)
+    saved: list[int] = []
+
+    def note(tensor):
+        saved.append(tensor.stored_bytes if quantized(tensor) else tensor.numel() * 4)
+        return tensor
+
+    x = torch.randn(7, COLUMNS, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = layer(x)
+    assert sum(saved) < ROWS * COLUMNS  # a quarter of the float weight
+    output.square().sum().backward()
+    wanted = torch.autograd.grad((x @ layer.weight.dequantize().T).square().sum(), x)[0]
+    assert torch.allclose(x.grad, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda weight: weight.add_(1.0), "cannot be written to; train an adapter"),
+        (lambda weight: nn.init.normal_(weight), "cannot be written to"),
+        (lambda weight: torch.chunk(weight, 2), "cannot be sharded over ranks"),
+    ],
+)
+def test_writing_and_sharding_are_refused(what, words):
+    with pytest.raises(QuantizationError, match=words), torch.no_grad():
+        what(QuantizedWeight.of(stack(), "nf4"))
