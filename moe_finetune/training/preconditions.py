@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.quantization.codec import check_kind
 from moe_finetune.recipe.method import Method
 
 OWN_BALANCE_LOSS = (
@@ -14,6 +16,24 @@ OWN_BALANCE_LOSS = (
     "router_aux_loss_coef=0.0 to the trainer's config and choose a method with load_balance"
 )
 _FP16 = "fp16 scales the trainer's loss and not the injected terms; train in bf16"
+
+
+def check_quantization(kind: str) -> None:
+    """Refuse a recipe's ``model.quantization`` that this machine or launch cannot carry out.
+
+    Raises:
+        DependencyError: bitsandbytes cannot be used here.
+        RecipeError: a launch that shards weights over ranks.
+    """
+    if check_kind(kind, "model.quantization") is None:
+        return
+    for name, key in (("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")):
+        if os.environ.get(key, "false").lower() in ("1", "true", "yes"):
+            raise RecipeError(
+                f"model.quantization: '{kind}' does not go with {name}, which would shard the "
+                "quantised weights; start it without that config (each process then holds the "
+                "quantised model), or set model.quantization: none"
+            )
 
 
 def check_arguments(args: Any, method: Method, config: Any) -> None:

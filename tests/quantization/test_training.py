@@ -1,0 +1,212 @@
+"""Training on quantised weights: the gradients of their values, runs, resumption, refusals."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from moe_finetune import Specialization, load_model, run_recipe
+from moe_finetune.cli import main
+from moe_finetune.errors import QuantizationError, RecipeError
+from moe_finetune.io.run_folder import RECIPE_FILE
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.quantization.weight import quantized
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.schema import load_recipe
+from tests import tiny
+from tests.quantization.models import FAMILIES, LORA, adapted, batch, dequantized, save
+
+NEEDS_A_FILE = {"supervised_routing"}
+LEAST = 1e-6
+"""Gradients below this share of the largest are rounding, and are not compared by direction."""
+
+
+def every_term() -> dict:
+    """All losses at once, without the noise of any, at a weight that each can be seen with."""
+    options: dict = {}
+    for preset in sorted(set(PRESETS) - NEEDS_A_FILE):
+        for name, term in resolve_method(preset).terms.items():
+            options[name] = term.model_dump() | {"weight": 0.01, "share": None}
+    return {"terms": {n: {k: v for k, v in o.items() if v is not None} for n, o in options.items()}}
+
+
+def gradients(model, method, kernel="auto", checkpointing=False):
+    """Loss and gradients of one training step's forwards."""
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    torch.manual_seed(7)
+    with Specialization(model, method, kernel=kernel):
+        loss = model(**batch()).loss
+        loss.backward()
+    return loss.item(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def assert_equal(wanted, found):
+    assert wanted[1].keys() == found[1].keys() and any("lora_A" in name for name in wanted[1])
+    assert wanted[0] == pytest.approx(found[0], rel=1e-6)
+    largest = max(float(gradient.norm()) for gradient in wanted[1].values())
+    for name, gradient in wanted[1].items():
+        difference = float((gradient - found[1][name]).norm())
+        assert difference <= 1e-5 * max(float(gradient.norm()), LEAST * largest), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_dequantised_model(family, tmp_path):
+    """Routers, LoRA on attention, shared and routed experts, under every loss at once."""
+    save(family, tmp_path)
+    method = every_term()
+    wanted = gradients(adapted(dequantized(tmp_path, "nf4")), method)
+    found = gradients(adapted(load_model(tmp_path, "float32", quantization="nf4")), method)
+    assert any("gate" in name or "router" in name for name in found[1])
+    assert_equal(wanted, found)
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - NEEDS_A_FILE))
+def test_every_preset(preset, tmp_path):
+    save("qwen3_moe", tmp_path)
+    wanted = gradients(adapted(dequantized(tmp_path, "int8")), preset)
+    found = gradients(adapted(load_model(tmp_path, "float32", quantization="int8")), preset)
+    assert_equal(wanted, found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("setting", [{"kernel": "grouped"}, {"checkpointing": True}])
+def test_the_grouped_kernel_and_checkpointing(family, setting, tmp_path):
+    save(family, tmp_path)
+    method = every_term()
+    wanted = gradients(adapted(dequantized(tmp_path, "nf4")), method)
+    model = adapted(load_model(tmp_path, "float32", quantization="nf4"))
+    assert_equal(wanted, gradients(model, method, **setting))
+
+
+def test_what_the_backward_waits_for_holds_no_dequantised_expert(tmp_path):
+    """ERC's reading of the gate projections and the experts' own keep packed bytes."""
+    save("qwen3_moe", tmp_path)
+    model = adapted(load_model(tmp_path, "float32", quantization="nf4"), router="frozen").train()
+    stacks = {tuple(p.shape) for p in model.parameters() if quantized(p) and p.dim() == 3}
+    experts, rows, hidden = max(stacks)
+    seen: list[tuple[int, ...]] = []
+
+    def note(tensor):
+        if not quantized(tensor):
+            seen.append(tuple(tensor.shape))
+        return tensor
+
+    with (
+        Specialization(model, "erc"),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        model(**batch())
+    assert seen and not stacks & set(seen)
+    assert (experts, rows // 2, hidden) not in seen and (rows, hidden) not in seen
+
+
+def test_peft_alone_computes_the_same(tmp_path):
+    """Without the toolkit's forward, PEFT's wrappers read the weight and leave it as it was."""
+    save("qwen3_moe", tmp_path)
+    model = adapted(load_model(tmp_path, "float32", quantization="nf4")).eval()
+    wanted = adapted(dequantized(tmp_path, "nf4")).eval()
+    inputs = batch()["input_ids"]
+    with torch.no_grad():
+        found = model(inputs).logits
+        assert torch.allclose(found, wanted(inputs).logits, atol=1e-5)
+        assert torch.equal(found, model(inputs).logits)
+    assert any(quantized(parameter) for parameter in model.parameters())
+    with pytest.raises(QuantizationError, match="merge it into the unquantised base"):
+        model.merge_and_unload()
+
+
+def test_experts_cannot_train_in_full(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    save("qwen3_moe", tmp_path)
+    model = load_model(tmp_path, "float32", quantization="nf4")
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["mlp.experts"])
+    model = get_peft_model(model, config)
+    with (
+        pytest.raises(QuantizationError, match=r"experts.*cannot be trained; train a LoRA"),
+        Specialization(model, "none"),
+    ):
+        pass
+
+
+# -- runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def recipe_file(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    data = folder / "data.jsonl"
+    data.write_text("".join(f'{{"text": "row {n} says {n * n}"}}\n' for n in range(24)))
+    recipe = {
+        "model": {"path": str(base), "dtype": "float32", "quantization": "nf4"},
+        "method": {"preset": "orthogonal_variance"},
+        "lora": {"rank": LORA.rank, "alpha": LORA.alpha, "dropout": 0.1},
+        "data": {"train": str(data), "max_length": 32},
+        "trainer": {
+            "max_steps": 4,
+            "save_steps": 2,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "report_to": "none",
+        },
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def test_a_run_merges_into_the_unquantised_base_and_resumes_exactly(recipe_file, tmp_path, capsys):
+    straight = run_recipe(load_recipe(recipe_file), tmp_path / "straight")
+    assert (straight / "merged" / "model.safetensors").is_file()
+    adapter = (straight / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    halves = ["export.merge=false", "trainer.max_steps=4"]
+    recipe = load_recipe(recipe_file, halves)
+    again = tmp_path / "again"
+    run_recipe(recipe, again)
+    shutil.rmtree(again / "adapter")
+    shutil.rmtree(again / "checkpoints" / "checkpoint-4")
+    run_recipe(recipe, again, resume=True)
+    assert (again / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+    assert (again / RECIPE_FILE).is_file()
+
+    assert main(["merge", str(straight), "--output", str(tmp_path / "merged"), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "verified" in said and "nf4" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["lora=null"], "needs an adapter: quantised weights cannot be trained"),
+        (["lora=null", "model.init=random"], "holds a checkpoint's weights"),
+        (["model.quantization=int4"], "'int4' is not right; wanted 'none', 'nf4' or 'int8'"),
+    ],
+)
+def test_what_cannot_run_ends_with_2(changes, words, recipe_file, tmp_path, capsys):
+    code = main(["train", str(recipe_file), *changes, "--output", str(tmp_path / "run")])
+    assert code == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "true")
+            with pytest.raises(RecipeError, match=r"model.quantization: 'nf4' .* shard"):
+                run_recipe(load_recipe(recipe_file), tmp_path / name)
