@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -386,6 +386,7 @@ def exported_bias(recipe: Recipe, output: Path) -> dict[int, list[float]] | None
 def verify(recipe: Recipe, output: Path) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
     from moe_finetune.checkpoint.verify import verify_merge
+    from moe_finetune.quantization.verify import verify_quantized
 
     base, bias = base_folder(recipe), exported_bias(recipe, output)
     result = verify_merge(base, output / "adapter", output / "merged", bias=bias)
@@ -395,7 +396,15 @@ def verify(recipe: Recipe, output: Path) -> None:
         result.max_rel,
         result.tolerance,
     )
-    found = {"mode": result.mode, "max_rel": result.max_rel, "tolerance": result.tolerance}
+    found: dict[str, Any] = {
+        "mode": result.mode,
+        "max_rel": result.max_rel,
+        "tolerance": result.tolerance,
+    }
+    quantized = verify_quantized(base, output / "adapter", output / "merged", bias)
+    if quantized is not None:
+        log.info("verified: %s", quantized.text())
+        found |= {"quantized": asdict(quantized)}
     note(output, verify=found)
 
 

@@ -13,6 +13,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.quantization.load import quantize_model
 from moe_finetune.recipe.sections import LoraSection
 
 ALL_TERMS = {
@@ -31,8 +32,11 @@ BASELINES = ("attention-only", "stock-peft")
 COMPILED = ", compiled"
 
 
-def build(arguments, experts: bool):
-    """A random model with LoRA on attention, and on experts and full routers if ``experts``."""
+def build(arguments, experts: bool, quantization=None):
+    """A random model with LoRA on attention, and on experts and full routers if ``experts``.
+
+    Frozen weights are held as ``quantization``.
+    """
     torch.manual_seed(0)
     with torch.device(arguments.device):
         model = AutoModelForCausalLM.from_config(
@@ -42,6 +46,8 @@ def build(arguments, experts: bool):
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 parameter.normal_(0, 0.05)
+    if quantization is not None:
+        quantize_model(model, quantization)
     targets = ["attention", "shared_experts", "experts"] if experts else ["attention"]
     lora = LoraSection(rank=arguments.rank, alpha=4.0 * arguments.rank, targets=targets)
     model = add_lora(model, lora, "full" if experts else "frozen")

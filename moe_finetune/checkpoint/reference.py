@@ -38,12 +38,12 @@ def compare_logits(
     Where all logits are 0, the second is 0 if the merged ones are too, and else infinite.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        model = _with_adapters(base, adapters, Path(scratch))
+        model = apply_adapters(load(base), base, adapters, Path(scratch))
         if bias and base.family.bias_export == "tensor":
-            _set_bias(model, bias)
-        wanted = _logits(model, ids)
+            set_bias(model, bias)
+        wanted = logits_of(model, ids)
         del model
-    found = _logits(_load(merged), ids)
+    found = logits_of(load(merged), ids)
     differences = [a - b for a, b in zip(found, wanted, strict=True)]
     max_abs = max(each.abs().max().item() for each in differences)
     norm, error = (
@@ -52,7 +52,8 @@ def compare_logits(
     return max_abs, error / norm if norm else math.inf if error else 0.0
 
 
-def _load(checkpoint: Checkpoint) -> Any:
+def load(checkpoint: Checkpoint) -> Any:
+    """The checkpoint in transformers, in eval mode."""
     from transformers import AutoModelForCausalLM
 
     register_classes(checkpoint)
@@ -60,12 +61,13 @@ def _load(checkpoint: Checkpoint) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
 
 
-def _with_adapters(base: Checkpoint, adapters: list[tuple[Adapter, float]], scratch: Path) -> Any:
-    """Base and adapters in stock PEFT, each scaled by its weight."""
+def apply_adapters(
+    model: Any, base: Checkpoint, adapters: list[tuple[Adapter, float]], scratch: Path
+) -> Any:
+    """``model`` of the base with adapters in stock PEFT, each scaled by its weight."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    model: Any = _load(base)
     for number, (adapter, weight) in enumerate(adapters):
         folder, name = adapter.folder, f"adapter{number}"
         if adapter.metadata.experts is not None:
@@ -82,12 +84,14 @@ def _with_adapters(base: Checkpoint, adapters: list[tuple[Adapter, float]], scra
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: list[Tensor]) -> list[Tensor]:
+def logits_of(model: Any, ids: list[Tensor]) -> list[Tensor]:
+    """Float64 logits of each row of token ids."""
     return [model(input_ids=each).logits.double() for each in ids]
 
 
 @torch.no_grad()
-def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
+def set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
+    """Put a routing bias, by decoder layer, into the model's correction biases."""
     for name, buffer in model.named_buffers():
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:

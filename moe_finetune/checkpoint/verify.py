@@ -95,7 +95,7 @@ def verify_merge(
         saved = any(isinstance(update, Replace) for plan in plans for update in plan.updates)
         alone = len(adapters) == 1 and adapters[0][1] == 1.0
         runs = result.config.get("topk_method") == opened.config.get("topk_method")
-        mode = "logits" if runs and (alone or not saved) and _fits(opened) else "tensors"
+        mode = "logits" if runs and (alone or not saved) and fits(opened) else "tensors"
     if mode == "logits":
         ids = _token_ids(opened, prompts, seed)
         bound = LOGIT_TOLERANCE[coarsest] if tolerance is None else tolerance
@@ -151,7 +151,8 @@ def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[
     return sums
 
 
-def _fits(base: Checkpoint) -> bool:
+def fits(base: Checkpoint) -> bool:
+    """Whether a float32 model takes less than 60 % of the free memory."""
     import psutil
 
     elements = sum(torch.Size(info.shape).numel() for info in base.tensors.values())
@@ -164,6 +165,11 @@ def _token_ids(base: Checkpoint, prompts: Sequence[str] | None, seed: int) -> li
 
         tokenizer = AutoTokenizer.from_pretrained(base.folder)
         return [tokenizer(text, return_tensors="pt")["input_ids"] for text in prompts]
+    return random_tokens(base, seed)
+
+
+def random_tokens(base: Checkpoint, seed: int) -> list[Tensor]:
+    """Three rows of token ids of the base's vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     size = int(base.config["vocab_size"])
     return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

@@ -132,9 +132,13 @@ def merge(
     print("\n".join(report.plan.kinds()))
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
+        from moe_finetune.quantization.verify import verify_quantized
 
         check = verify_merge(folder, adapter, output, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
+        quantized = verify_quantized(folder, adapter, output, bias)
+        if quantized is not None:
+            print(f"verified: {quantized.text()}")
     if push is not None:
         print(f"pushed: {push_checkpoint(output, push, private)}")
 

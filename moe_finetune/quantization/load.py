@@ -225,6 +225,14 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     return frozenset(found)
 
 
+def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
+    """Quantise and freeze the large weights of a model that is in memory, in place."""
+    names = quantized_names(model, family_of(model.config))
+    for name, parameter in list(model.named_parameters()):
+        if name in names:
+            _set(model, name, QuantizedWeight.of(parameter, kind))
+
+
 def _quantised(
     shape: tuple[int, ...],
     places: list[str],

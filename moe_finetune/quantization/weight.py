@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_finetune.errors import QuantizationError
@@ -182,6 +182,14 @@ class QuantizedWeight(Tensor):
 def quantized(tensor: Any) -> bool:
     """Whether a tensor or parameter is held quantised."""
     return isinstance(tensor, QuantizedWeight)
+
+
+def quantization_of(model: nn.Module) -> Kind | None:
+    """The format that a model's quantised weights have, or None where none is."""
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            return parameter.kind
+    return None
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> None:

@@ -17,6 +17,7 @@ from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import selected_experts
+from moe_finetune.quantization.weight import quantization_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.bias_export import add_bias, name_bias, save_beside
@@ -140,7 +141,9 @@ def describe_adapter(
     from moe_finetune.checkpoint import write_metadata
 
     chosen = selected_experts(model)
-    write_metadata(folder, experts=chosen, experts_dropout=dropout, **(run or {}))
+    kind = quantization_of(model)
+    held = {"quantization": kind} if kind is not None else {}
+    write_metadata(folder, experts=chosen, experts_dropout=dropout, **held, **(run or {}))
     if balancer is not None:
         save_beside(balancer, moe_layers(model), folder)
 

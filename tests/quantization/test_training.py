@@ -11,7 +11,6 @@ import yaml
 from moe_finetune import Specialization, load_model, run_recipe
 from moe_finetune.cli import main
 from moe_finetune.errors import QuantizationError, RecipeError
-from moe_finetune.io.run_folder import RECIPE_FILE
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import resolve_method
@@ -182,7 +181,6 @@ def test_a_run_merges_into_the_unquantised_base_and_resumes_exactly(recipe_file,
     shutil.rmtree(again / "checkpoints" / "checkpoint-4")
     run_recipe(recipe, again, resume=True)
     assert (again / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
-    assert (again / RECIPE_FILE).is_file()
 
     assert main(["merge", str(straight), "--output", str(tmp_path / "merged"), "--verify"]) == 0
     said = capsys.readouterr().out

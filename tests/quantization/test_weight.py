@@ -36,7 +36,8 @@ def test_int8_rounds_each_row_to_half_a_step():
     weight[1, 4] = 0.0
     held = QuantizedWeight.of(weight, "int8").dequantize()
     step = weight.abs().amax(2, keepdim=True) / 127
-    assert ((held - weight).abs() <= 0.51 * step).all()
+    # A twentieth more for the weights' own rounding to the 11 bits that the kernel takes.
+    assert ((held - weight).abs() <= 0.57 * step).all()
     assert float((held - weight).norm()) > 1e-3 * float(weight.norm())
 
 

@@ -1,0 +1,181 @@
+"""What frozen weights in 4 and 8 bits cost and save: memory, loading, steps, held-out loss.
+
+Resident bytes and loading are of a checkpoint with Qwen3-30B-A3B's widths and a small vocabulary,
+written on the spot (5 GB a four layers); loading is measured in a child process each. Steps of the
+quantised and the unquantised model are interleaved in one process and counted in processor time,
+which other programs change least. With ``--demo`` the demo's
+checkpoint is fine-tuned once a format, from the same seed, and scored on its held-out rows.
+
+    python eval/bench/quantization.py --save
+    python eval/bench/quantization.py --parts demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from geometries import GEOMETRIES
+from saved import add_save, finish
+from variants import Variant, build
+
+from moe_finetune.quantization.load import resident_bytes
+
+PARTS = ("load", "step", "demo")
+VOCABULARY = 4096
+
+
+def write_checkpoint(folder: Path, layers: int) -> None:
+    """A bfloat16 checkpoint, written tensor by tensor; experts repeat, what they hold is no matter.
+
+    Its vocabulary is small: embeddings stay in bfloat16, and of four layers they would be a fifth.
+    """
+    from moe_finetune.io.safetensors_header import build_header
+    from moe_finetune.models.structure import shapes_on_disk
+
+    config = GEOMETRIES["qwen3_30b_a3b"][0]()
+    config.num_hidden_layers, config.vocab_size, config.dtype = layers, VOCABULARY, "bfloat16"
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    shapes = shapes_on_disk(config)
+    file = folder / "model.safetensors"
+    header = build_header(file, ((name, "BF16", shape) for name, shape in shapes.items()))
+    made: dict[tuple[int, ...], bytes] = {}
+    torch.manual_seed(0)
+    with file.open("wb") as stream:
+        stream.write(header.raw)
+        for shape in shapes.values():
+            if shape not in made:
+                values = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
+                made[shape] = values.view(torch.uint8).numpy().tobytes()
+            stream.write(made[shape])
+
+
+def resident_kb(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0])
+
+
+def load_child(folder: str, kind: str) -> None:
+    """Load once and print what it took; for a process of its own."""
+    from moe_finetune import load_model
+    from moe_finetune.quantization.codec import bitsandbytes
+
+    bitsandbytes()
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    before, start = resident_kb("VmRSS"), time.perf_counter()
+    model = load_model(folder, "bfloat16", quantization=None if kind == "none" else kind)
+    seconds = time.perf_counter() - start
+    after, peak = resident_kb("VmRSS") - before, resident_kb("VmHWM") - before
+    figures = {
+        "weights_gb": resident_bytes(model) / 1e9,
+        "resident_gb": after / 1e6,
+        "peak_gb": peak / 1e6,
+        "seconds": seconds,
+    }
+    print(json.dumps(figures))
+
+
+def bench_load(arguments) -> dict:
+    found = {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        write_checkpoint(Path(folder), arguments.layers)
+        for kind in ("none", "int8", "nf4"):
+            command = [sys.executable, __file__, "--child", folder, kind]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found[kind] = json.loads(done.stdout.strip().splitlines()[-1])
+    for kind in ("int8", "nf4"):
+        row = found[kind]
+        row["weights_ratio"] = row["weights_gb"] / found["none"]["weights_gb"]
+        row["peak_ratio"] = row["peak_gb"] / row["weights_gb"]
+    return found
+
+
+def bench_step(arguments) -> dict:
+    found = {}
+    arguments.geometry, arguments.gradient_checkpointing = "small-cpu", False
+    arguments.train_router, arguments.rank, arguments.device = True, 32, "cpu"
+    layers, arguments.layers = arguments.layers, None
+    for dtype in arguments.dtypes:
+        arguments.dtype = dtype
+        variants = {}
+        for kind in (None, "nf4", "int8"):
+            variants[kind or "none"] = Variant("ours", build(arguments, True, kind))
+        for tokens in arguments.tokens:
+            ids = torch.randint(0, VOCABULARY, (max(tokens // 512, 1), min(tokens, 512)))
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+            seconds: dict[str, list[float]] = {name: [] for name in variants}
+            for number in range(arguments.rounds + 1):
+                order = list(variants) if number % 2 == 0 else list(variants)[::-1]
+                for name in order:
+                    start = time.process_time()
+                    variants[name].step(batch)
+                    if number:
+                        seconds[name].append(time.process_time() - start)
+            row = {name: statistics.median(taken) for name, taken in seconds.items()}
+            row |= {f"{name}/none": row[name] / row["none"] for name in ("nf4", "int8")}
+            # Of a noisy machine: each round's own ratio, in the middle.
+            for name in ("nf4", "int8"):
+                pairs = zip(seconds[name], seconds["none"], strict=True)
+                row[f"{name}/none, by rounds"] = statistics.median(a / b for a, b in pairs)
+            found[f"{dtype}, {tokens} tokens"] = row
+    arguments.layers = layers
+    return found
+
+
+def bench_demo(arguments) -> dict:
+    """Held-out loss after the demo's fine-tune, and before it, in each format."""
+    from moe_finetune.demo.data import write_demo_data
+    from moe_finetune.demo.demo import demo_recipe
+    from moe_finetune.demo.pretrain import ensure_demo_checkpoint
+    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.run import run_recipe
+
+    checkpoint, found = ensure_demo_checkpoint(), {}
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        data = write_demo_data(Path(folder) / "data")
+        plain = demo_recipe("orthogonal_variance", checkpoint, data, "hf", arguments.steps)
+        for kind in ("none", "int8", "nf4"):
+            values = plain.to_mapping() | {"evaluation": None}
+            values["model"] |= {"quantization": kind}
+            values["trainer"] |= {"eval_strategy": "steps", "report_to": "none"}
+            run = run_recipe(Recipe.model_validate(values), Path(folder) / kind)
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+            losses = [row["eval_loss"] for row in map(json.loads, lines) if "eval_loss" in row]
+            summary = json.loads((run / "summary.json").read_text())
+            found[kind] = {"held_out": losses[-1], "verify": summary.get("verify")}
+    for kind in ("int8", "nf4"):
+        found[kind]["ratio"] = found[kind]["held_out"] / found["none"]["held_out"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 8192])
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="of the demo's fine-tunes; default: its own")
+    parser.add_argument("--scratch", default=None, help="folder for the checkpoint")
+    add_save(parser, "quantization")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        load_child(*arguments.child)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parts = {"load": bench_load, "step": bench_step, "demo": bench_demo}
+    finish(arguments, {name: parts[name](arguments) for name in arguments.parts})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A merged checkpoint against the quantised model that its adapter was trained on.
+
+The adapter has learned beside rounded weights and is merged into unrounded ones, so the two differ
+by what quantising moves. That is measured on the base alone, on the same tokens, and the merge may
+differ by ``FACTOR`` times as much: a wrong merge differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.checkpoint.adapter import Adapter, open_adapter
+from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.reference import apply_adapters, load, logits_of, set_bias
+from moe_finetune.checkpoint.verify import fits, random_tokens
+from moe_finetune.errors import NumericsError
+from moe_finetune.models.loading import load_model
+from moe_finetune.quantization.codec import Kind, check_kind
+
+FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """Relative differences of logits: norm of the difference over the norm.
+
+    Attributes:
+        kind: the number format that the adapter was trained with.
+        base: of the quantised base to the base: what quantisation itself costs.
+        merged: of the merged checkpoint to the quantised base + adapter.
+        tolerance: the bound on ``merged``, ``FACTOR`` x ``base``.
+    """
+
+    kind: Kind
+    base: float
+    merged: float
+    tolerance: float
+
+    def text(self) -> str:
+        """The report for a reader."""
+        return (
+            f"against the {self.kind} base + adapter that was trained: logits within "
+            f"{self.merged:.1e}, bound {self.tolerance:.1e} ({FACTOR:g} x the {self.base:.1e} by "
+            f"which {self.kind} moves the base)"
+        )
+
+
+def trained_with(adapter: Adapter) -> Kind | None:
+    """The number format that an adapter's base was held in while it trained."""
+    return check_kind(adapter.metadata.extra.get("quantization"), f"{adapter.folder}: quantization")
+
+
+def verify_quantized(
+    base: str | Path,
+    adapter: str | Path,
+    merged: str | Path,
+    bias: Mapping[int, Sequence[float]] | None = None,
+    seed: int = 0,
+) -> QuantizedReport | None:
+    """Compare ``merged`` with the quantised base + ``adapter`` in float32, one model at a time.
+
+    None where the adapter was trained on an unquantised base, or where a float32 model does not fit
+    into 60 % of the free memory.
+
+    Raises:
+        NumericsError: they differ by more than the tolerance.
+    """
+    opened, trained = open_checkpoint(base), open_adapter(adapter)
+    kind = trained_with(trained)
+    if kind is None or not fits(opened):
+        return None
+    ids = random_tokens(opened, seed)
+    plain = _logits(load(opened), ids, opened, bias)
+    rounded = _logits(_quantised(opened, kind), ids, opened, bias)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = apply_adapters(_quantised(opened, kind), opened, [(trained, 1.0)], Path(scratch))
+        adapted = _logits(model, ids, opened, bias)
+        del model
+    found = logits_of(load(open_checkpoint(merged)), ids)
+    shift, apart = _relative(rounded, plain), _relative(found, adapted)
+    report = QuantizedReport(kind, shift, apart, FACTOR * shift)
+    if not apart <= report.tolerance:
+        raise NumericsError(
+            f"{merged}: {report.text()}: not within it; merge again, and report this if it stays"
+        )
+    return report
+
+
+def _quantised(base: Checkpoint, kind: Kind) -> Any:
+    return load_model(base.folder, dtype="float32", device_map="cpu", quantization=kind)
+
+
+def _logits(
+    model: Any, ids: list[Tensor], base: Checkpoint, bias: Mapping[int, Sequence[float]] | None
+) -> list[Tensor]:
+    if bias and base.family.bias_export == "tensor":
+        set_bias(model, bias)
+    return logits_of(model, ids)
+
+
+def _relative(found: list[Tensor], wanted: list[Tensor]) -> float:
+    one, other = torch.cat([f[0] for f in found]), torch.cat([w[0] for w in wanted])
+    return float((one - other).norm() / other.norm())
