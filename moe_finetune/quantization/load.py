@@ -26,7 +26,7 @@ from moe_finetune.checkpoint.fit import places_on_disk
 from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor, typed
 from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models import FUSED, Family, family_of
+from moe_finetune.models import Family, family_of
 from moe_finetune.quantization.codec import Kind
 from moe_finetune.quantization.weight import QuantizedWeight
 
@@ -210,8 +210,8 @@ def skeleton(
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     """Names of the parameters that are held quantised; see the head of this file."""
-    router = f".{family.block_path}.{family.router_name}."
-    stacks = tuple(f".{family.block_path}.{family.experts_name}.{name}" for name in FUSED)
+    router = f".{family.router_path}."
+    stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     found = {
         name
         for name, parameter in model.named_parameters()
