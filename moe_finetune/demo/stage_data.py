@@ -1,10 +1,12 @@
-"""The demo's arithmetic as data of the other stages: preferences, labels and prompts.
+"""The demo's data for the other stages: preferences, labels, prompts and texts.
 
-``write_stage_data(folder, seed)`` writes, the same bytes each time on the same Python, all of
-training facts: ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``), ``labels.jsonl``
-(``prompt``, ``completion``, ``label``), ``prompts.jsonl`` (``prompt``, ``answer``); and
-``prompts_test.jsonl`` of held-out facts. A wrong answer
-has one digit changed.
+``write_stage_data(folder, seed)`` writes, the same bytes each time on the same Python:
+
+* of training facts ``preferences.jsonl`` (``prompt``, ``chosen``, ``rejected``), ``labels.jsonl``
+  (``prompt``, ``completion``, ``label``) and ``prompts.jsonl`` (``prompt``, ``answer``); a wrong
+  answer has one digit changed;
+* of held-out facts ``prompts_test.jsonl``;
+* ``texts.jsonl`` (``text``), the documents that fine-tuning draws on.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import random
 from pathlib import Path
 
 from moe_finetune.demo.arithmetic import Problem
+from moe_finetune.demo.corpus import read_corpus
 from moe_finetune.demo.data import task_problem
 from moe_finetune.io.rows import write_jsonl
 
@@ -28,7 +31,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> int:
 
 
 def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Path:
-    """Write the four files into ``folder`` (made when missing) and return it."""
+    """Write the five files into ``folder`` (made when missing) and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"{seed}/stages")
@@ -55,6 +58,8 @@ def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Pat
     asked = ({"prompt": p.prompt, "answer": str(p.answer)} for p in problems)
     write_jsonl(folder / "prompts.jsonl", asked)
     tests = [task_problem(rng, held_out=True) for _ in range(TEST_ROWS)]
+    texts = ({"text": d.text} for d in read_corpus() if d.split == "finetune")
+    write_jsonl(folder / "texts.jsonl", texts)
     held_out = ({"prompt": p.prompt, "answer": str(p.answer)} for p in tests)
     write_jsonl(folder / "prompts_test.jsonl", held_out)
     return folder

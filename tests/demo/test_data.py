@@ -115,7 +115,9 @@ def test_a_library_without_source_is_refused(tmp_path):
 def test_the_stages_data_prefer_right_answers(tmp_path):
     again = [write_stage_data(tmp_path / name, rows=60) for name in ("a", "b")]
     files = sorted(path.name for path in again[0].iterdir())
-    assert files == ["labels.jsonl", "preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl"]
+    assert files == [
+        "labels.jsonl", "preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl", "texts.jsonl",
+    ]  # fmt: skip
     for name in files:
         assert (again[0] / name).read_bytes() == (again[1] / name).read_bytes()
 
