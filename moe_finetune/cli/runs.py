@@ -84,11 +84,26 @@ def train(
     Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
-    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.experiments.chain import chain_of, run_chain
+    from moe_finetune.recipe.schema import recipe_from_tree
+    from moe_finetune.recipe.tree import load_tree
     from moe_finetune.report.outcome import end_run, next_commands
     from moe_finetune.run import plan_run, run_recipe
 
-    recipe = load_recipe(*split_items(items))
+    tree = load_tree(*split_items(items))
+    if runs := chain_of(tree, output):
+        if dry_run:
+            print(plan_run(runs[0][1], runs[0][0], resume, ignore_memory).text())
+            print(f"then           {', '.join(folder.name for folder, _ in runs[1:])}")
+            return
+        page = run_chain(output, runs, resume, ignore_memory)
+        if int(os.environ.get("RANK", "0")) == 0:
+            own = ["my.yaml", "--output", f"{output}-mine"]
+            last = runs[-1][0]
+            ended = {folder.name: folder for folder, _ in runs}
+            end_run(ended, None, next_commands(page, last / "merged", own))
+        return
+    recipe = recipe_from_tree(tree)
     if dry_run:
         print(plan_run(recipe, output, resume, ignore_memory).text())
         return

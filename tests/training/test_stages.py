@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from moe_finetune.data.stage_rows import StageFormer
 from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.experiments.chain import chain_of, run_chain
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
@@ -201,6 +202,52 @@ def test_rows_longer_than_the_limit_are_left_out_and_counted(made, tmp_path, cap
     with pytest.raises(DataError, match=r"dpo.jsonl:10: 201 tokens"):
         data = {"train": str(tmp_path / "dpo.jsonl"), "max_length": 96, "overlong": "error"}
         plan_run(made("dpo", rows=rows, data=data), tmp_path / "run")
+
+
+def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
+    sft, dpo = made("sft", 2), made("dpo", 3)
+    shared = {
+        "model": {"path": str(checkpoint / "model"), "dtype": "float32"},
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.0},
+        "data": {"max_length": 96},
+        "stages": [
+            {"stage": "sft", "data": {"train": sft.data.train}, "trainer": sft.trainer},
+            {"stage": "dpo", "data": {"train": dpo.data.train}, "trainer": dpo.trainer},
+        ],
+    }
+    output = tmp_path / "chain"
+    runs = chain_of(Tree(shared), output)
+    assert [folder.name for folder, _ in runs] == ["1-sft", "2-dpo"]
+    assert run_chain(output, runs) == output / "report" / "index.html"
+    first, second = (load_file(folder / "merged" / "model.safetensors") for folder, _ in runs)
+    start = load_file(checkpoint / "model" / "model.safetensors")
+    name = "model.layers.1.mlp.gate.weight"
+    assert not torch.equal(start[name], first[name]) and not torch.equal(first[name], second[name])
+    assert logged(output / "2-dpo", "rewards/margins")[0] == 0
+    before = (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns
+    for left in ("2-dpo", "report"):
+        shutil.rmtree(output / left)
+    again = second[name]
+    run_chain(output, runs, resume=True)
+    assert (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert torch.equal(load_file(output / "2-dpo" / "merged" / "model.safetensors")[name], again)
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ({}, "stages: wanted a list of mappings"),
+        (["sft"], "stages.0: wanted a mapping"),
+        ([{"export": {"merge": False}}, {"stage": "dpo"}], "leaves the next stage nothing"),
+        ([{}, {"model": {"path": "x"}}], "a later stage starts from the one before"),
+        ([{}, {"stage": "dpa"}], "unknown stage 'dpa'"),
+    ],
+)
+def test_a_chain_that_cannot_be_is_refused(tmp_path, stages, said):
+    tree = Tree({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "stages": stages})
+    with pytest.raises(RecipeError) as caught:
+        chain_of(tree, tmp_path / "out")
+    assert said in str(caught.value)
 
 
 def test_rewards_score_texts_and_chats():

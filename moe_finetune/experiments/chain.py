@@ -1,0 +1,109 @@
+"""Stages in a row: ``stages: [{stage: sft, ...}, {stage: dpo, ...}]``, each from the one before.
+
+An entry of ``stages:`` holds keys of a recipe, laid over the recipe's others. The first starts from
+``model.path``, every other from the merged checkpoint of the one before it. The output folder has a
+run's folder for each, ``1-sft``, ``2-dpo``, ..., and one ``report/`` of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.io import contents, output_lock
+from moe_finetune.io.terminal import terminal
+from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.tree import Key, Tree, merge_mappings
+
+STAGES_KEY = "stages"
+
+
+def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
+    """The runs of ``stages:``: the folder and the recipe of each; empty without that key.
+
+    Raises:
+        RecipeError: ``stages`` is not a list of mappings, or an entry is no valid recipe.
+    """
+    if STAGES_KEY not in tree.values:
+        return []
+    listed = tree.values[STAGES_KEY]
+    place = tree.origin((STAGES_KEY,))
+    if not isinstance(listed, list) or not listed:
+        raise RecipeError(f"{place}: stages: wanted a list of mappings, such as [{{stage: sft}}]")
+    runs: list[tuple[Path, Recipe]] = []
+    for number, entry in enumerate(listed, 1):
+        if not isinstance(entry, dict):
+            raise RecipeError(f"{place}: stages.{number - 1}: wanted a mapping, got {entry!r:.60}")
+        recipe = _recipe(tree, number - 1, entry, runs[-1][0] / "merged" if runs else None)
+        if number < len(listed) and not recipe.export.merge:
+            raise RecipeError(
+                f"{place}: stages.{number - 1}: export.merge: false leaves the next stage nothing "
+                "to start from"
+            )
+        runs.append((output / f"{number}-{recipe.stage}", recipe))
+    return runs
+
+
+def _recipe(tree: Tree, index: int, entry: dict[str, Any], start: Path | None) -> Recipe:
+    """The recipe of one entry, with errors that name where it was written."""
+    values = {key: value for key, value in tree.values.items() if key != STAGES_KEY}
+    origins: dict[Key, str] = {}
+    for key, origin in tree.origins.items():
+        if key[:1] != (STAGES_KEY,):
+            origins[key] = origin
+    for key, origin in tree.origins.items():
+        if key[:2] == (STAGES_KEY, index) and len(key) > 2:
+            origins[key[2:]] = origin
+    merged = Tree(values, origins)
+    merged.merge(Tree(entry))
+    if start is not None:
+        if "path" in (entry.get("model") or {}):
+            where = merged.origin(("model", "path"))
+            raise RecipeError(
+                f"{where}: stages.{index}: model.path: a later stage starts from the one before"
+            )
+        merged.values = merge_mappings(merged.values, {"model": {"path": str(start)}})
+    return recipe_from_tree(merged)
+
+
+def run_chain(
+    output: str | Path,
+    runs: Sequence[tuple[Path, Recipe]],
+    resume: bool = False,
+    ignore_memory: bool = False,
+) -> Path:
+    """Carry out ``runs`` one after the other and return the page about all of them.
+
+    Args:
+        output: new or empty, or that of an interrupted chain with ``resume``.
+        runs: of :func:`chain_of`.
+        resume: finished stages are kept, the interrupted one goes on at its checkpoint.
+        ignore_memory: as for a single run.
+
+    Raises:
+        OutputExistsError: ``output`` holds something already (without ``resume``).
+    """
+    from moe_finetune.report import write_report
+    from moe_finetune.run import run_recipe
+    from moe_finetune.training import ranks
+
+    output = Path(output)
+    page = output / "report" / "index.html"
+    ranks.join_group()
+    with ranks.first_alone(lambda: output_lock(output)):
+        if output.exists() and (not output.is_dir() or contents(output)) and not resume:
+            raise OutputExistsError(
+                f"{output} is not empty; choose another --output, or add --resume to go on with it"
+            )
+        for folder, recipe in runs:
+            ranks.barrier()  # every rank looks at the folder before the first one writes there
+            begun = (folder / "recipe.yaml").exists()
+            ranks.barrier()
+            if ranks.rank() == 0:
+                terminal().say(folder.name)
+            run_recipe(recipe, folder, begun, ignore_memory)
+        if ranks.rank() == 0:
+            write_report([folder for folder, _ in runs], page)
+    return page
