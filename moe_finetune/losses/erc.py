@@ -160,6 +160,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_EOI: Tensor) -> Tensor:
         ctx.save_for_backward(inputs, weight_EOI)
+        ctx.set_materialize_grads(False)
         experts, outputs, _ = weight_EOI.shape
         made_EPO = inputs.new_empty(experts, inputs.shape[-2], outputs)
         for some in _some_experts(weight_EOI, inputs):
@@ -169,7 +170,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_EPO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_EPO: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if grad_EPO is None:  # another term's gradient is being taken alone
+            return None, None
         inputs, weight_EOI = ctx.saved_tensors
         needs_inputs, needs_weight = ctx.needs_input_grad
         experts = weight_EOI.shape[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -23,12 +25,18 @@ _FOUND = "strength."
 class LayerLoss:
     """Value of the objective in one layer.
 
-    ``total`` is the weighted sum with its graph (None when no term applies); ``values`` are the
-    unweighted values by term, detached.
+    ``weighted`` are the terms' weighted values with their graphs; ``values`` the unweighted ones,
+    detached.
     """
 
-    total: Tensor | None = None
+    weighted: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Tensor | None:
+        """The weighted sum, or None when no term applies."""
+        terms = list(self.weighted.values())
+        return reduce(add, terms) if terms else None
 
 
 class Objective:
@@ -125,8 +133,7 @@ class Objective:
                 weight /= self._layers[term.name]
             if weight == 0:  # a share whose weight is not found yet, or the end of a schedule
                 continue
-            weighted = value * weight
-            result.total = weighted if result.total is None else result.total + weighted
+            result.weighted[term.name] = value * weight
         return result
 
     def state_dict(self) -> dict[str, Tensor]:

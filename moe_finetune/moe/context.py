@@ -13,6 +13,7 @@ import weakref
 from torch import Tensor
 
 from moe_finetune.losses.base import PreviousLayer
+from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
 
 CONTEXT_KEY = "moe_finetune_context"
@@ -29,16 +30,25 @@ class ForwardContext:
         observe: records are handed to the recorder's observers.
         scale: factor of the injected loss, 1 / (micro-batches of this optimizer step).
         tokens: which count, and their sequences; None when no layer has to hand over a record.
+        apart: takes the losses by term in the place of injecting their sum, or None.
         previous: per MoE layer, what the layer below left for it.
         seen: layers that were counted; a recomputation finds its layer here.
         draws: per layer, random numbers that a recomputation must meet again.
     """
 
-    def __init__(self, train: bool, observe: bool, scale: float, tokens: Tokens | None):
+    def __init__(
+        self,
+        train: bool,
+        observe: bool,
+        scale: float,
+        tokens: Tokens | None,
+        apart: Apart | None = None,
+    ):
         self.train = train
         self.observe = observe
         self.scale = scale
         self.tokens = tokens
+        self.apart = apart
         self.previous: dict[int, PreviousLayer] = {}
         self.seen: set[int] = set()
         self.draws: dict[int, dict[str, Tensor]] = {}

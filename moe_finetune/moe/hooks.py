@@ -32,7 +32,7 @@ from moe_finetune.moe.checkpointing import check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.moe.experts import LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
-from moe_finetune.moe.inject import inject
+from moe_finetune.moe.inject import Apart, inject
 from moe_finetune.moe.layers import (
     MoeLayer,
     activation_of,
@@ -76,6 +76,8 @@ class Recorder:
 
     Attributes:
         scale: returns the injected loss's factor for the coming forward; 1 by default.
+        apart: takes the coming forward's losses by term, none of which then acts by itself; None
+            injects their sum.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Recorder:
         self.dropout = dropout
         self.kernel: Kernel = kernel
         self.scale: Callable[[], float] = lambda: 1.0
+        self.apart: Apart | None = None
         self.layers = moe_layers(model)
         self._last = self.layers[-1].index
         self._labels: Tensor | None = None
@@ -228,6 +231,7 @@ class Recorder:
             observe=bool(self.observers) and (train or self.observe == "all"),
             scale=self.scale() if train and self.objective is not None else 0.0,
             tokens=None,
+            apart=self.apart,
         )
         if context.wanted:
             context.tokens = read_tokens(
@@ -393,9 +397,12 @@ class Recorder:
                     for observer in self.observers:
                         observer(record, loss)
         layer.router_output = layer.router_input = layer.result = layer.projection = None
-        if loss.total is None:
+        total = loss.total
+        if total is None:
             return output
-        return inject(output, loss.total, context.scale)
+        if context.apart is not None:
+            return context.apart.inject(output, loss.weighted, context.scale, first_visit)
+        return inject(output, total, context.scale)
 
     def _reads_below(self, layer: MoeLayer, context: ForwardContext) -> bool:
         if not context.train or self.objective is None or layer.index == self.layers[0].index:

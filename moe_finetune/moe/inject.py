@@ -1,7 +1,8 @@
-"""Join an auxiliary loss to the graph at a block's output, without changing the output."""
+"""Join auxiliary losses to the graph at a block's output, without changing the output."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,3 +37,59 @@ def inject(output: Output, loss: Tensor, scale: float) -> Output:
     if isinstance(output, tuple):
         return (_Inject.apply(output[0], loss, scale), *output[1:])
     return _Inject.apply(output, loss, scale)
+
+
+class Apart:
+    """The losses of one forward, by term, whose gradients are taken one term at a time.
+
+    With ``retain_graph`` one forward serves them all, and the trainer's own loss too: a backward
+    through the model's output has the losses of the term ``on`` in it alone.
+
+    Attributes:
+        on: the term that a backward through the blocks' outputs adds; None adds none.
+        losses: each term's loss in each layer, with its graph.
+    """
+
+    def __init__(self) -> None:
+        self.on: str | None = None
+        self.losses: dict[str, list[Tensor]] = {}
+
+    def inject(
+        self, output: Output, losses: Mapping[str, Tensor], scale: float, first_visit: bool
+    ) -> Output:
+        """As :func:`inject` for one layer's ``losses`` by term, none of which acts before ``on``.
+
+        ``first_visit`` is False when a checkpointed layer is run again: its losses are held already
+        and get what they need from there.
+        """
+        if first_visit:
+            for name, loss in losses.items():
+                self.losses.setdefault(name, []).append(loss)
+        arguments = (self, tuple(losses), scale, *losses.values())
+        if isinstance(output, tuple):
+            return (_InjectApart.apply(output[0], *arguments), *output[1:])
+        return _InjectApart.apply(output, *arguments)
+
+
+class _InjectApart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        apart: Apart,
+        names: tuple[str, ...],
+        scale: float,
+        *losses: Tensor,
+    ) -> Tensor:
+        ctx.apart, ctx.names, ctx.scale = apart, names, scale
+        ctx.like = [loss.new_empty(()) for loss in losses]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # No gradient at all, rather than 0, so that the other terms' graphs are not walked.
+        gradients = [
+            torch.full_like(like, ctx.scale) if name == ctx.apart.on else None
+            for name, like in zip(ctx.names, ctx.like, strict=True)
+        ]
+        return grad_output, None, None, None, *gradients

@@ -1,16 +1,17 @@
-"""Run the forwards of an optimizer step's window again, with chosen losses alone.
+"""Run the forwards of an optimizer step's window again, for the gradient of each loss alone.
 
 Each training forward is noted as it runs: the model's inputs, its random state, and the gradient
 that the trainer's own loss sends into the last hidden state. That is all it takes to get, under any
-trainer, the gradient of that loss alone or of one term alone: the same forward once more, with
-nothing or with this term injected. Gradients, running tables, statistics and random state are left
-as they were.
+trainer, the gradient of one term alone, or of the trainer's loss alone: the same forward once more,
+then a backward for each. The trainer's loss needs none where the window's own backward can be seen:
+what it left in the parameters, less the terms' part. Gradients, running tables, statistics and
+random state are left as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch import Tensor, distributed, nn
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
+from moe_finetune.training.window_gradients import WindowGradients
 
 _NOT_AN_INPUT = {
     CONTEXT_KEY,
@@ -47,6 +50,15 @@ class _Forward:
     gradient: Tensor | None = None
 
 
+@dataclass
+class _Rerun:
+    """A forward that was run again: its graph, and the losses in it."""
+
+    apart: Apart
+    hidden: Tensor
+    logits: Tensor
+
+
 class Replay:
     """Notes an installed recorder's training forwards between :meth:`note` and :meth:`forget`.
 
@@ -62,6 +74,7 @@ class Replay:
         self._again: _Forward | None = None
         self._hidden: Tensor | None = None
         self._handles: list[Any] = []
+        self._window: WindowGradients | None = None
 
     # -- noting -------------------------------------------------------------------------------
 
@@ -74,11 +87,17 @@ class Replay:
             backbone.register_forward_pre_hook(self._before, with_kwargs=True),
             backbone.register_forward_hook(self._after),
         ]
+        own = self._own()
+        if own and self._at_once and not _sharded(own):
+            self._window = WindowGradients(own)
 
     def forget(self) -> None:
         """Take the hooks off and forget what was noted."""
         while self._handles:
             self._handles.pop().remove()
+        if self._window is not None:
+            self._window.close()
+        self._window = None
         self._forwards, self._again, self._hidden = [], None, None
 
     @property
@@ -126,6 +145,8 @@ class Replay:
         tables, random = self.objective.state_dict(), _random(self._device)
         kept = recorder.objective, recorder.observers, recorder.scale, recorder.token_mask
         recorder.observers, recorder.token_mask = [], "attention"
+        if self._window is not None:
+            self._window.close()  # what follows is no part of it
         try:
             yield
         finally:
@@ -135,38 +156,125 @@ class Replay:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
-    def gradients(self, *names: str) -> Gradients:
-        """The window's gradients of these terms at weight 1; of the trainer's loss without names.
+    def measured(self, names: Sequence[str]) -> Iterator[tuple[str, Gradients, Gradients]]:
+        """Each term of ``names``: its gradient at weight 1, and that of the trainer's loss.
 
         Averaged over ranks, as a trainer does it. Call it on every rank, inside :meth:`running`.
         """
-        for parameter in self.parameters():
-            parameter.grad = None
-        self.recorder.objective = self.objective.only(*names)
-        for forward in self._forwards:
-            if forward.gradient is not None:
-                self.objective.load_state_dict(forward.tables)
-                self._run(forward, trainers_loss=not names)
-        return {
-            part: [_averaged(parameter) for parameter in own] for part, own in self.parts().items()
-        }
+        if not self._at_once:
+            language = self._gradients([None])[None]
+            for name in names:
+                yield name, self._gradients([name])[name], language
+            return
+        found = self._gradients([*names] if self._window is not None else [*names, None])
+        below = found.pop(None, None) or self._left_by_trainer(found)
+        language = self._gradients([None])[None] if below is None else below
+        for name in names:
+            yield name, found[name], language
 
-    def _run(self, forward: _Forward, trainers_loss: bool) -> None:
+    @property
+    def _at_once(self) -> bool:
+        """Whether the gradients of all terms fit: what trains is small, or the terms are few."""
+        own = sum(parameter.numel() for parameter in self._own())
+        return own * len(self.objective.terms) <= sum(
+            parameter.numel() for parameter in self.recorder.model.parameters()
+        )
+
+    def _left_by_trainer(self, found: Mapping[str | None, Gradients]) -> Gradients | None:
+        """What the window's backward left, less the terms; None where they drown the rest of it."""
+        assert self._window is not None
+        total = self._by_part(self._window.sums())
+        for part, gradients in total.items():
+            largest = 0.0
+            for name, own in found.items():
+                weight = self.objective.weights[name] if name else 0.0
+                if weight == 0:
+                    continue
+                largest = max(largest, weight**2 * product(own[part], own[part]))
+                for sum_, gradient in zip(gradients, own[part], strict=True):
+                    sum_.sub_(gradient, alpha=weight)
+            if largest > product(gradients, gradients):
+                return None  # the difference of two large numbers
+        return total
+
+    def _gradients(self, names: Sequence[str | None]) -> dict[str | None, Gradients]:
+        """The window's gradients of these terms at weight 1; of the trainer's loss for None.
+
+        One forward for all, unless the model cannot keep its graph: then each has its own.
+        """
+        keeps = not _compiled(self.recorder.model)
+        sums: dict[str | None, list[Tensor]] = {}
+        for forward in self._forwards:
+            if forward.gradient is None:
+                continue
+            rerun: _Rerun | None = None
+            for name in names:
+                if rerun is None or not keeps:
+                    rerun = self._run(forward, names if keeps else [name])
+                found = self._backward(rerun, forward, name, keeps and name != names[-1])
+                if name in sums:
+                    found = [held + own for held, own in zip(sums[name], found, strict=True)]
+                sums[name] = found
+        return {name: self._by_part(found) for name, found in sums.items()}
+
+    def _run(self, forward: _Forward, names: Sequence[str | None]) -> _Rerun:
+        """The forward once more, with the losses of these terms kept apart."""
         model: Any = self.recorder.model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
+        self.objective.load_state_dict(forward.tables)
+        self.recorder.objective = self.objective.only(*filter(None, names))
         self.recorder.scale = lambda: forward.scale
+        self.recorder.apart = apart = Apart()
         self._again = forward
         try:
             output = model(**forward.inputs, use_cache=False, logits_to_keep=1)
-            assert self._hidden is not None and forward.gradient is not None
-            # Through the model's own output: FSDP2 hangs its backward on it.
-            loss = output.logits.float().sum() * 0.0
-            if trainers_loss:
-                loss = loss + (self._hidden * forward.gradient).float().sum()
-            loss.backward()
+            assert self._hidden is not None
+            return _Rerun(apart, self._hidden, output.logits)
         finally:
-            self._again, self._hidden = None, None
+            self._again, self._hidden, self.recorder.apart = None, None, None
+
+    def _backward(
+        self, rerun: _Rerun, forward: _Forward, name: str | None, retain: bool
+    ) -> list[Tensor]:
+        """One loss's gradient on this rank; of shards, on all."""
+        own, below = self._own(), forward.gradient
+        assert below is not None
+        found: Sequence[Tensor | None]
+        if _sharded(own):
+            for parameter in self.parameters():
+                parameter.grad = None
+            rerun.apart.on = name
+            # Through the model's own output: FSDP2 hangs its backward on it.
+            loss = rerun.logits.float().sum() * 0.0
+            if name is None:
+                loss = loss + (rerun.hidden * below).float().sum()
+            loss.backward(retain_graph=retain)
+            found = [parameter.grad for parameter in own]
+        else:
+            # From the losses themselves: what lies above them, and the model's head, is left out.
+            roots, seeds = [rerun.hidden], [below.to(rerun.hidden.dtype)]
+            if name is not None:
+                losses = rerun.apart.losses.get(name, [])
+                roots = [loss for loss in losses if loss.requires_grad]
+                seeds = [torch.full_like(loss, forward.scale) for loss in roots]
+            found = [None] * len(own)
+            if roots and own:
+                found = torch.autograd.grad(
+                    roots, own, seeds, retain_graph=retain, allow_unused=True
+                )
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient.detach()
+            for parameter, gradient in zip(own, found, strict=True)
+        ]
+
+    def _by_part(self, gradients: Sequence[Tensor]) -> Gradients:
+        """Gradients of :meth:`_own`, averaged over ranks."""
+        rest = iter(gradients)
+        return {part: [_averaged(next(rest)) for _ in own] for part, own in self.parts().items()}
+
+    def _own(self) -> list[nn.Parameter]:
+        return [parameter for own in self.parts().values() for parameter in own]
 
     def parameters(self) -> list[nn.Parameter]:
         """All that trains."""
@@ -199,14 +307,22 @@ def product(left: list[Tensor], right: list[Tensor]) -> float:
     return total
 
 
-def _averaged(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient over all ranks; that of a shard is averaged already."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+def _averaged(gradient: Tensor) -> Tensor:
+    """A gradient over all ranks; that of a shard is averaged already."""
     if ranks.world_size() == 1 or hasattr(gradient, "device_mesh"):
         return gradient
     gradient = gradient.clone()
     distributed.all_reduce(gradient)
     return gradient / ranks.world_size()
+
+
+def _sharded(parameters: Sequence[nn.Parameter]) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in parameters)
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Whether a part of the model is compiled: its backward gives its buffers away."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
 def _random(device: torch.device) -> tuple[Tensor, Tensor | None]:

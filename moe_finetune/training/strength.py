@@ -183,10 +183,10 @@ class StrengthMeter:
             self._give_up("the ranks ran different numbers of forwards")
             return []
         with self._replay.running():
-            language = self._replay.gradients()
+            terms = {term.name: term for term in self.objective.terms}
             rows = [
-                _compare(term, self.objective, self._replay.gradients(term.name), language)
-                for term in self.objective.terms
+                _compare(terms[name], self.objective, own, language)
+                for name, own, language in self._replay.measured([*terms])
             ]
         self.close()
         rows = _same_on_ranks(rows)
