@@ -166,9 +166,10 @@ class Replay:
             for name in names:
                 yield name, self._gradients([name])[name], language
             return
-        found = self._gradients([*names] if self._window is not None else [*names, None])
-        below = found.pop(None, None) or self._left_by_trainer(found)
-        language = self._gradients([None])[None] if below is None else below
+        wanted: list[str | None] = [*names] if self._window is not None else [*names, None]
+        found = self._gradients(wanted)
+        left = found[None] if self._window is None else self._left_by_trainer(self._window, found)
+        language = self._gradients([None])[None] if left is None else left
         for name in names:
             yield name, found[name], language
 
@@ -180,10 +181,11 @@ class Replay:
             parameter.numel() for parameter in self.recorder.model.parameters()
         )
 
-    def _left_by_trainer(self, found: Mapping[str | None, Gradients]) -> Gradients | None:
+    def _left_by_trainer(
+        self, window: WindowGradients, found: Mapping[str | None, Gradients]
+    ) -> Gradients | None:
         """What the window's backward left, less the terms; None where they drown the rest of it."""
-        assert self._window is not None
-        total = self._by_part(self._window.sums())
+        total = self._by_part(window.sums())
         for part, gradients in total.items():
             largest = 0.0
             for name, own in found.items():

@@ -17,8 +17,10 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import model_facts, moe_layers
+from moe_finetune.moe.layers import backbone_of, model_facts, moe_layers
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training import replay
+from moe_finetune.training.replay import Replay
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 
@@ -129,6 +131,52 @@ def test_measured_strength_is_a_separate_backward_of_each_loss(family, terms):
         mainly = {"router": row["share_router"], "experts": row["share_experts"]}
         assert max(mainly.values()) > 0
         assert row["weight"] == terms[row["term"]]["weight"]
+
+
+def forwards_of(model, terms):
+    """Rows, and the forwards it took to measure them beyond the window's own."""
+    seen = []
+    handle = backbone_of(model).register_forward_hook(lambda *_: seen.append(1))
+    with torch.random.fork_rng():
+        rows = measure_strength(model, {"terms": terms}, BATCHES)
+    handle.remove()
+    return rows, len(seen) - len(BATCHES) - 1  # the first looks for what each term reaches
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_forward_a_batch_serves_all_terms_and_the_language_loss_needs_none(
+    terms, checkpointing
+):
+    model = adapted()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    quiet = {name: {**o, "weight": 1e-4 * o["weight"]} for name, o in terms.items()}
+    for some in (quiet, {"dpp": quiet["dpp"]}):
+        rows, forwards = forwards_of(model, some)
+        assert forwards == len(BATCHES)
+        agree(rows, by_hand(adapted(), some, BATCHES))
+
+
+def test_a_drowned_language_loss_gets_a_backward_of_its_own(terms):
+    rows, forwards = forwards_of(adapted(), terms)
+    assert forwards == 2 * len(BATCHES)
+    assert max(row["share_experts"] for row in rows) > 3
+    agree(rows, by_hand(adapted(), terms, BATCHES))
+
+
+@pytest.mark.parametrize("how", ["one term at a time", "no graph is kept", "in shards"])
+def test_however_gradients_are_taken_the_strength_is_the_same(terms, monkeypatch, how):
+    if how == "one term at a time":  # what trains is too large to hold once a term
+        monkeypatch.setattr(Replay, "_at_once", False)
+    elif how == "no graph is kept":
+        monkeypatch.setattr(replay, "_compiled", lambda model: True)
+    else:  # as FSDP2 needs it: through the model's output, one term's losses switched on
+        monkeypatch.setattr(replay, "_sharded", lambda parameters: True)
+    rows, forwards = forwards_of(adapted(), terms)
+    # The language loss's among them; these weights drown it.
+    assert forwards == (1 if how == "in shards" else len(terms) + 1) * len(BATCHES)
+    agree(rows, by_hand(adapted(), terms, BATCHES))
 
 
 def rows_of(count=12, seed=0):
