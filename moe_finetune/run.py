@@ -227,7 +227,13 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
         check_vocabulary(config, recipe.model.tokenizer or base)
     else:
         config = load_config(base)
-        open_checkpoint(base, values=True)
+        opened = open_checkpoint(base, values=True, stored=True)
+        if opened.quantized is not None and recipe.export.merge and recipe.lora is not None:
+            raise RecipeError(
+                f"export.merge: {base} is stored as {opened.quantized.format}, and a merge goes "
+                "into an unquantised base; set export.merge: false, and merge the adapter with "
+                "moe-finetune merge --base, naming the unquantised checkpoint"
+            )
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)

@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint.stored import QuantizedTensors, format_of
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
+from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import Header, TensorInfo
 from moe_finetune.models import FAMILIES, Family, family_of
 
@@ -23,7 +25,8 @@ class Checkpoint:
         config: ``config.json`` as a mapping.
         family: the family of its ``model_type``.
         files: header of every weight file, by file name, in the order of the names.
-        tensors: every tensor by name.
+        tensors: every tensor by name, as an unquantised checkpoint has it.
+        quantized: reads them where they are stored quantised.
     """
 
     folder: Path
@@ -31,6 +34,7 @@ class Checkpoint:
     family: Family
     files: dict[str, Header]
     tensors: dict[str, TensorInfo]
+    quantized: QuantizedTensors | None = None
 
     @cached_property
     def experts(self) -> dict[int, int]:
@@ -40,10 +44,10 @@ class Checkpoint:
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(info.size for info in self.tensors.values())
+        return sum(info.size for header in self.files.values() for info in header.tensors.values())
 
 
-def open_checkpoint(path: str | Path, values: bool = False) -> Checkpoint:
+def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
     """Open a folder of safetensors with its ``config.json``: the gate that every verb passes.
 
     Its tensors are all that the model needs and no other, with the shapes that the config gives
@@ -53,6 +57,7 @@ def open_checkpoint(path: str | Path, values: bool = False) -> Checkpoint:
         path: the folder.
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise headers alone are read, whatever the checkpoint's size.
+        stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.
 
     Raises:
         CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors, or
@@ -63,10 +68,15 @@ def open_checkpoint(path: str | Path, values: bool = False) -> Checkpoint:
     from moe_finetune.models.loading import parse_config
 
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder, quantized=stored)
+    form = format_of(config, folder / "config.json")
+    config.pop(QUANTIZATION, None)
     family = family_of(config)
     files = read_headers(folder)
-    checkpoint = Checkpoint(folder, config, family, files, tensors_of(files))
+    in_files = tensors_of(files)
+    quantized = QuantizedTensors(in_files, form) if form is not None else None
+    tensors = in_files if quantized is None else quantized.tensors
+    checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
     _check_layers(checkpoint)
     parsed = parse_config(folder)
     # A bias exported for vLLM's class is a checkpoint, though one that transformers cannot run.
@@ -74,7 +84,7 @@ def open_checkpoint(path: str | Path, values: bool = False) -> Checkpoint:
         family_of(parsed)
     check_fit(checkpoint, parsed)
     if values:
-        _check_values(checkpoint.tensors)
+        _check_values(in_files)
     return checkpoint
 
 

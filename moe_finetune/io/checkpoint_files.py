@@ -22,13 +22,13 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safetensors")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of an existing folder.
+def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
+    """``config.json`` of an existing folder, of a quantised checkpoint where ``quantized``.
 
     Raises:
         CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
             it says what :func:`check_config` refuses.
-        UnsupportedModelError: a quantised checkpoint.
+        UnsupportedModelError: a quantised checkpoint, unless it is asked for.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder that holds config.json")
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
         raise CheckpointError(f"{folder}: no config.json; {hint}")
     config = read_object(file, CheckpointError, COPY_AGAIN)
-    check_config(config, file)
+    check_config(config, file, quantized)
     return config
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, UnsupportedModelError
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+QUANTIZATION = "quantization_config"
 # Kernels that torch has; what else a config can name is fetched from the hub.
 _KERNELS = ("eager", "sdpa", "grouped_mm", "batched_mm")
 _INSTALLED = (*_KERNELS, "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -29,8 +30,10 @@ _LARGEST = {
 _MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
 
 
-def check_config(config: Mapping[str, Any], place: object) -> None:
+def check_config(config: Mapping[str, Any], place: object, quantized: bool = False) -> None:
     """Check the mapping of a ``config.json``; ``place`` begins the messages.
+
+    ``quantized`` lets a quantised checkpoint pass, whose format its reader checks.
 
     Raises:
         CheckpointError: a size that is no whole number in bounds, an unknown dtype, or a kernel of
@@ -48,9 +51,9 @@ def check_config(config: Mapping[str, Any], place: object) -> None:
             raise CheckpointError(
                 f"{place}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
             )
-    if config.get("quantization_config") is not None:
+    if config.get(QUANTIZATION) is not None and not quantized:
         raise UnsupportedModelError(
-            f"{place}: quantization_config: the checkpoint is quantised; use the unquantised one"
+            f"{place}: {QUANTIZATION}: the checkpoint is quantised; use the unquantised one"
         )
     for key, name in _kernels(config):
         check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)

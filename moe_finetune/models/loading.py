@@ -14,7 +14,7 @@ from moe_finetune.errors import (
     did_you_mean,
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
-from moe_finetune.io.config_file import check_kernel
+from moe_finetune.io.config_file import QUANTIZATION, check_kernel
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import deepseek_moe, family_of
 from moe_finetune.models.chat_template import check_template
@@ -71,8 +71,12 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         CheckpointError: the folder or its ``config.json`` is missing or damaged.
         UnsupportedModelError: no family has this ``model_type`` with these options.
     """
+    from moe_finetune.checkpoint.stored import format_of
+
     folder = local_folder(path, weights=False)
-    family_of(read_config(folder))
+    raw = read_config(folder, quantized=True)
+    format_of(raw, folder / "config.json")
+    family_of(raw)
     config = parse_config(folder)
     family_of(config)
     return config
@@ -95,8 +99,12 @@ def parse_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{place} has a value that this model type refuses: {_first_line(error)}"
         ) from error
-    if hasattr(config, "auto_map"):
-        del config.auto_map
+    for key in (
+        "auto_map",
+        QUANTIZATION,
+    ):  # quantised tensors are read as the floats that they stand for
+        if hasattr(config, key):
+            delattr(config, key)
     activation = getattr(config, "hidden_act", None)
     if activation is not None and activation not in ACT2FN:
         hint = did_you_mean(str(activation), ACT2FN)
@@ -163,7 +171,7 @@ def load_model(
     kind = check_kind(quantization)
     folder = local_folder(path)
     config = load_config(folder)
-    if kind is not None:
+    if kind is not None or read_config(folder, quantized=True).get(QUANTIZATION) is not None:
         from moe_finetune.quantization.load import load_quantized
 
         check_attention(options.get("attn_implementation"))

@@ -17,13 +17,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_finetune.checkpoint.fit import places_on_disk
-from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor, typed
+from moe_finetune.checkpoint.stored import PlainTensors, Stored
+from moe_finetune.checkpoint.tensors import DTYPES
 from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
@@ -37,50 +38,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Stored(Protocol):
-    """The tensors of a checkpoint's files, by name, as floats."""
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
-
-    def __contains__(self, name: object) -> bool:
-        """Whether the files hold it."""
-
-
-class PlainTensors:
-    """Float tensors as safetensors files hold them."""
-
-    def __init__(self, tensors: Mapping[str, TensorInfo]):
-        self._tensors = tensors
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-        return read_tensor(self._tensors[name])
-
-    def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
-        info = self._tensors[name]
-        size = info.size // info.shape[0]
-        raw = read_bytes(info.file, info.offset + expert * size, size)
-        return typed(raw, info.dtype).view(info.shape[1:])
-
-
 def load_quantized(
     folder: Path,
     config: PreTrainedConfig,
-    kind: Kind,
+    kind: Kind | None,
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
     attn_implementation: str | None = None,
     **unknown: Any,
 ) -> PreTrainedModel:
     """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
+
+    A checkpoint that is stored quantised is dequantised tensor by tensor, also for ``kind`` None.
 
     Raises:
         CheckpointError: the folder's tensors are missing, damaged or not those of its config.
@@ -92,19 +61,23 @@ def load_quantized(
         raise RecipeError(
             f"{next(iter(unknown))}: does not go with quantization; leave one of them out"
         )
-    tensors = open_checkpoint(folder, values=True).tensors
+    checkpoint = open_checkpoint(folder, values=True, stored=True)
     if isinstance(dtype, str):
-        dtype = stored_dtype(tensors) if dtype == "auto" else getattr(torch, dtype)
-    log.info(
-        "experts and linear layers are held as %s; routers, norms, embeddings and the "
-        "language-model head stay %s",
-        kind,
-        str(dtype).removeprefix("torch."),
-    )
+        dtype = stored_dtype(checkpoint.tensors) if dtype == "auto" else getattr(torch, dtype)
+    named = str(dtype).removeprefix("torch.")
+    stored: Stored = PlainTensors(checkpoint.tensors)
+    if checkpoint.quantized is not None:
+        stored = checkpoint.quantized
+        log.warning("%s is stored as %s: dequantised while it is loaded", folder, stored.format)
+    if kind is not None:
+        log.info(
+            "experts and linear layers are held as %s; routers, norms, embeddings and the "
+            "language-model head stay %s",
+            kind,
+            named,
+        )
     device = _one_device(device_map)
-    return load_streaming(
-        folder, config, PlainTensors(tensors), kind, dtype, device, attn_implementation
-    )
+    return load_streaming(folder, config, stored, kind, dtype, device, attn_implementation)
 
 
 def _one_device(device_map: Any) -> torch.device:

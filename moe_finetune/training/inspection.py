@@ -218,11 +218,12 @@ def _stored(path: str) -> dict[str, Any]:
         if path.startswith((".", "/", "~")):
             raise CheckpointError(f"there is no checkpoint folder {path}")
         return {"stored_bytes": None, "stored_tensors": None, "stored_dtypes": []}
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, stored=True)
+    in_files = [info for header in checkpoint.files.values() for info in header.tensors.values()]
     return {
         "stored_bytes": checkpoint.size,
-        "stored_tensors": len(checkpoint.tensors),
-        "stored_dtypes": sorted({info.dtype for info in checkpoint.tensors.values()}),
+        "stored_tensors": len(in_files),
+        "stored_dtypes": sorted({info.dtype for info in in_files}),
     }
 
 

@@ -117,7 +117,10 @@ def base_of(recipe: Recipe) -> dict[str, str]:
     if recipe.model.init != "checkpoint":
         return {}
     folder = local_folder(recipe.model.path, revision=recipe.model.revision)
-    return {BASE_KEY: fingerprint(open_checkpoint(folder).tensors.values())}
+    opened = open_checkpoint(folder, stored=True)
+    if opened.quantized is not None:
+        return {}  # it is merged into the checkpoint that this one was made of
+    return {BASE_KEY: fingerprint(opened.tensors.values())}
 
 
 def run_metadata(recipe: Recipe) -> dict[str, Any]:
