@@ -110,9 +110,10 @@ def _packed_format(given: Mapping[str, Any], place: object) -> Format:
     plain = all(w.get(key, value) == value for w in weights for key, value in wanted.items())
     ordered = any(w.get("actorder") for w in weights)
     if given.get("format") != "pack-quantized" or not weights or not plain or ordered:
+        form = f"compressed-tensors in format {given.get('format')!r:.60}"
         raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: compressed-tensors in format "
-            f"{given.get('format')!r:.60}; only symmetric 4-bit integers in 'pack-quantized' can be read; {_REMEDY}"
+            f"{place}: {QUANTIZATION}: {form}; only symmetric 4-bit integers in 'pack-quantized' "
+            f"can be read; {_REMEDY}"
         )
 
     def shape(parts: list[TensorInfo]) -> tuple[int, ...]:

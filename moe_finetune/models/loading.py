@@ -99,10 +99,8 @@ def parse_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{place} has a value that this model type refuses: {_first_line(error)}"
         ) from error
-    for key in (
-        "auto_map",
-        QUANTIZATION,
-    ):  # quantised tensors are read as the floats that they stand for
+    # Quantised tensors are read as the floats that they stand for.
+    for key in ("auto_map", QUANTIZATION):
         if hasattr(config, key):
             delattr(config, key)
     activation = getattr(config, "hidden_act", None)
