@@ -120,7 +120,7 @@ class CachedLM(LM):
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             address = self._backend.settings["base_url"]
-            from moe_finetune.evaluation.server_client import BadReply
+            from moe_finetune.evaluation.server import BadReply
 
             if isinstance(error, BadReply):
                 raise EvaluationError(

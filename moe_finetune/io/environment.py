@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, accelerator, commit of nothing local."""
+"""What a run ran on: versions, processor, accelerator."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ PACKAGES = (
 )
 
 
+def package_versions(*names: str) -> dict[str, str | None]:
+    """Installed version of each package; None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
 def describe_environment() -> dict[str, Any]:
     """Versions and hardware as plain values; no user, host or path names."""
     import torch
 
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": package_versions(*PACKAGES),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0))

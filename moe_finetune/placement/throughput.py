@@ -12,7 +12,6 @@ would skip its prefill, and the all-to-all in it.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import shlex
@@ -182,7 +181,7 @@ def require_gpus(ranks: int) -> None:
     """Raise DependencyError unless there are as many GPUs as ranks, and a vLLM for them."""
     import torch
 
-    from moe_finetune.vllm.install import require_vllm
+    from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
     found = torch.cuda.device_count()
     if found < ranks:
@@ -191,7 +190,7 @@ def require_gpus(ranks: int) -> None:
             "to see what would be started, or leave --bench out to plan and simulate"
         )
     require_vllm()
-    if "+cpu" in importlib.metadata.version("vllm"):
+    if is_cpu_build():
         raise DependencyError("--bench: this is vLLM's CPU build; install moe-finetune[vllm]")
 
 
@@ -225,6 +224,7 @@ def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
     Raises:
         EvaluationError: the server was not ready or the client failed; what they said is on stderr.
     """
+    from moe_finetune.vllm.install import CPU_KV_CACHE
     from moe_finetune.vllm.serve import watch
 
     speeds: list[float] = []
@@ -243,7 +243,7 @@ def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
                 speeds.append(speed)
         raise _Measured
 
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if cpu else dict(os.environ)
+    environment = {**CPU_KV_CACHE, **os.environ} if cpu else dict(os.environ)
     try:
         watch(command, options, environment, ready, READY_SECONDS)
     except _Measured:

@@ -8,7 +8,6 @@ Shape legend: T tokens, L MoE layers, K selected.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ import numpy as np
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.routing.trace import TraceWriter
+from moe_finetune.vllm.engine import engine_arguments
+from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
 AT_ONCE = 256
 # The two engines differ: returned experts need the prefix cache, heard ones must all be computed.
@@ -158,11 +159,8 @@ def open_engine(
     checkpoint: Path, longest: int, dtype: str, overrides: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Heard | None]]:
     """An engine for sequences of up to ``longest`` tokens; on the CPU build, with its routers."""
-    from moe_finetune.vllm.engine import engine_arguments
-    from moe_finetune.vllm.install import require_vllm
-
     require_vllm()
-    cpu = "+cpu" in importlib.metadata.version("vllm")
+    cpu = is_cpu_build()
     if cpu and int(overrides.get("tensor_parallel_size") or 1) > 1:
         raise CaptureError(
             "tensor_parallel_size: on the CPU build the routers are heard in this process only; "

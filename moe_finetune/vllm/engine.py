@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.backends import Backend, package_versions
-from moe_finetune.vllm.install import require_vllm
-
-_CPU_KV_CACHE_GIB = "1"
+from moe_finetune.io.environment import package_versions
+from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 
 
 def engine_arguments(
@@ -24,10 +21,11 @@ def engine_arguments(
     float32 unless told otherwise, with a key-value cache of 1 GiB unless
     ``VLLM_CPU_KVCACHE_SPACE`` is set.
     """
-    cpu = "+cpu" in importlib.metadata.version("vllm")
+    cpu = is_cpu_build()
     arguments: dict[str, Any] = {"dtype": dtype, "seed": seed}
     if cpu:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
+        for name, value in CPU_KV_CACHE.items():
+            os.environ.setdefault(name, value)
         arguments |= {"enforce_eager": True}
         if dtype == "auto":
             arguments["dtype"] = "float32"
@@ -50,16 +48,22 @@ def engine_arguments(
 
 def open_vllm(
     folder: Path,
-    identity: str,
     overrides: dict[str, Any],
     batch_size: int | str = "auto",
     dtype: str = "auto",
     seed: int = 0,
-) -> Backend:
-    """Start one engine for the checkpoint in ``folder``; takes 20-40 s."""
+) -> tuple[Any, dict[str, Any]]:
+    """Start one engine for the checkpoint in ``folder``; takes 20-40 s.
+
+    Returns:
+        lm-eval's model, and all settings that can change a reply.
+
+    Raises:
+        DependencyError: vLLM cannot be used here.
+        EvaluationError: it does not load the checkpoint with these arguments.
+    """
     require_vllm()
     arguments = engine_arguments(overrides, dtype, seed)
-    cpu = "+cpu" in importlib.metadata.version("vllm")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from lm_eval.models.vllm_causallms import VLLM
 
@@ -69,15 +73,13 @@ def open_vllm(
         )
     except (RuntimeError, ValueError, TypeError) as error:
         raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
-    settings = {
+    return lm, {
         "backend": "vllm",
         "batch_size": batch_size,
         "engine": arguments,
         "max_length": lm.max_length,
         "versions": package_versions("lm-eval", "vllm", "torch"),
     }
-    # A border between chunks lets the batch run empty: rare on a GPU, cheap on a CPU.
-    return Backend("vllm", lm, identity, str(folder), settings, 64 if cpu else 2048)
 
 
 def shutdown(lm: Any) -> None:

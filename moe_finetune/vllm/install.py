@@ -20,6 +20,8 @@ from pathlib import Path
 from moe_finetune.errors import DependencyError
 
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+CPU_KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Environment of an engine on the CPU build: GiB of key-value cache, unless the user says other."""
 _INSTALLER = "moe-finetune"
 
 
@@ -75,6 +77,11 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
             repairable = False
     build = "cpu" if cpu is not None else "gpu"
     return VllmStatus(build, cpu or gpu, tuple(problems), repairable and bool(problems))
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs."""
+    return "+cpu" in (_version("vllm") or "")
 
 
 def repair_vllm_cpu() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 from moe_finetune.errors import AdapterError, RecipeError
 from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 from moe_finetune.vllm.supervisor import supervised
 
 TAIL_LINES = 30
@@ -167,13 +167,11 @@ def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) ->
         CheckpointError, AdapterError, RecipeError, DependencyError: before anything starts.
         OSError: the port is in use.
     """
-    from moe_finetune.vllm.install import require_vllm
-
     folder = merged_folder(source)
     require_vllm()
-    cpu = "+cpu" in importlib.metadata.version("vllm")
+    cpu = is_cpu_build()
     command = serve_command(folder, options, cpu)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if cpu else dict(os.environ)
+    environment = {**CPU_KV_CACHE, **os.environ} if cpu else dict(os.environ)
     name = options.name or folder.resolve().name
     if options.adapter is not None:
         name = options.adapter.resolve().name

@@ -271,7 +271,10 @@ def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no such folder"):
         evaluate(tmp_path / "nowhere", suite, "hf", tmp_path / "o")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="'nobody/nothing' is not a folder, and the hub"):
+    with pytest.raises(
+        CheckpointError,
+        match="nobody/nothing: neither a folder here nor a model that the hub gives",
+    ):
         evaluate("nobody/nothing", suite, "hf", tmp_path / "o")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):

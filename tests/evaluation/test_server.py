@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.backends import open_backend, server_models
+from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.results import load_results
-from moe_finetune.evaluation.server_client import BadReply, only_choice, score
+from moe_finetune.evaluation.server import BadReply, only_choice, score, server_models
 from moe_finetune.vllm.install import vllm_status
 from tests import tiny
 from tests.evaluation.local import write_suite

@@ -1,17 +1,21 @@
-"""lm-eval's client of completion servers, with every reply checked before it is scored."""
+"""A running server, through lm-eval's client, with every reply checked before it is scored."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import time
+from pathlib import Path
 from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from moe_finetune.errors import EvaluationError
+from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.evaluation import exchange
 from moe_finetune.evaluation.exchange import ServerError
+from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.io.environment import package_versions
+from moe_finetune.io.hashes import checkpoint_hash, sha256_json
 
 REQUEST_SECONDS = 300
 # Of all tries of one request, the waits between them included.
@@ -90,6 +94,96 @@ class CheckedCompletions(LocalCompletionsAPI):
                     raise
                 await asyncio.sleep(error.pause(attempt, deadline - time.monotonic()))
         raise AssertionError("the last try returns or raises")
+
+
+def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
+    """Return the models that an OpenAI-compatible server offers: name -> folder, where it tells.
+
+    Raises:
+        EvaluationError: it does not answer, or not as such a server does.
+    """
+    url = base_url.rstrip("/") + "/models"
+    if not url.startswith(("http://", "https://")):
+        raise EvaluationError(f"base_url '{base_url}' is no http address")
+    try:
+        reply = exchange.ask(url, seconds=timeout)
+    except ServerError as error:
+        raise EvaluationError(
+            f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
+        ) from None
+    entries = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
+    ):
+        raise EvaluationError(
+            f"{url} does not answer like an OpenAI-compatible server ({reply!r:.200})"
+        )
+    return {entry["id"]: str(entry.get("root") or "") for entry in entries}
+
+
+def open_server(
+    checkpoint: str | Path, base_url: str | None, model: str | None, seed: int
+) -> tuple[CheckedCompletions, dict[str, Any], str]:
+    """Open a server's ``model``, its only one unless named.
+
+    Args:
+        checkpoint: folder of the model (its tokenizer is used), or a tokenizer's hub id.
+
+    Returns:
+        lm-eval's model, all settings that can change a reply, and a hash of what was asked.
+
+    Raises:
+        EvaluationError: no server there, no such model, or it serves another checkpoint.
+    """
+    if base_url is None:
+        raise EvaluationError(
+            "backend 'server' needs base_url, for example http://localhost:8000/v1"
+        )
+    offered = server_models(base_url)
+    if model is None and len(offered) == 1:
+        model = next(iter(offered))
+    if model not in offered:
+        raise EvaluationError(
+            f"the server at {base_url} has no model '{model}'{did_you_mean(str(model), offered)}"
+        )
+    folder = Path(checkpoint)
+    has_folder = folder.is_dir()
+    max_length = 2048
+    if has_folder:
+        config = read_config(folder)
+        max_length = int(config.get("max_position_embeddings") or max_length)
+    lm = CheckedCompletions(
+        base_url=base_url.rstrip("/") + "/completions",
+        model=model,
+        tokenizer=str(folder) if has_folder else str(checkpoint),
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        max_length=max_length,
+        num_concurrent=8,
+        seed=seed,
+        trust_remote_code=False,
+    )
+    content = checkpoint_hash(folder) if has_folder else str(checkpoint)
+    served = Path(offered[model])
+    if has_folder and (served / "config.json").is_file() and checkpoint_hash(served) != content:
+        raise EvaluationError(
+            f"the server at {base_url} serves {served} as '{model}', which is another checkpoint "
+            f"than {folder}"
+        )
+    # Where the server does not tell its folder, nobody can know that its weights are these.
+    identity = sha256_json(["server", base_url, model, content])
+    return (
+        lm,
+        {
+            "backend": "server",
+            "base_url": base_url,
+            "model": model,
+            "seed": seed,
+            "max_length": max_length,
+            "versions": package_versions("lm-eval"),
+        },
+        identity,
+    )
 
 
 def only_choice(reply: Any) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""transformers as an lm-eval model, which reads replies as vLLM's backend does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import GenerationConfig
+
+from moe_finetune.io.environment import package_versions
+from moe_finetune.models.loading import load_model
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
+
+
+class SpecialsKeptHFLM(HFLM):
+    """lm-eval's transformers model, with special tokens kept in replies up to the end of text.
+
+    lm-eval drops special tokens from transformers' replies and keeps them in vLLM's; a model that
+    writes ``<|im_start|>`` would get two different texts for the same tokens.
+    """
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
+        """Decode ``tokens`` up to the first end-of-text token."""
+        if isinstance(tokens, list):
+            ends = self.model.generation_config.eos_token_id
+            ends = set(ends if isinstance(ends, list) else [ends])
+            stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+            tokens = tokens[:stop]
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def open_transformers(
+    folder: Path, adapter: str | Path | None, batch_size: int | str, dtype: str, seed: int
+) -> tuple[SpecialsKeptHFLM, dict[str, Any], Recorder | None]:
+    """Load the checkpoint in ``folder``, with ``adapter`` and its routing bias on top.
+
+    Returns:
+        lm-eval's model, all settings that can change a reply, and the hooks that apply the routing
+        bias (None without one).
+    """
+    cuda = torch.cuda.is_available()
+    model: Any = load_model(folder, dtype=dtype, device_map="cuda" if cuda else None)
+    routing = None
+    if adapter is not None:
+        model = with_adapter(model, folder, Path(adapter))
+        bias = stored_bias(model, Path(adapter))
+        if bias is not None:
+            routing = Recorder(model, perturbation=bias)
+            routing.install()
+    if batch_size == "auto" and not cuda:
+        batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
+    lm = SpecialsKeptHFLM(
+        pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
+    )
+    # A checkpoint's generation defaults (repetition penalty, temperature) are no part of a task.
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.generation_config.eos_token_id,
+        bos_token_id=model.generation_config.bos_token_id,
+        pad_token_id=lm.tokenizer.pad_token_id,
+    )
+    return (
+        lm,
+        {
+            "backend": "hf",
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "batch_size": batch_size,
+            "seed": seed,
+            "max_length": lm.max_length,
+            "versions": package_versions("lm-eval", "transformers", "torch"),
+        },
+        routing,
+    )
