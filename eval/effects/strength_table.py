@@ -15,6 +15,7 @@ from typing import Any
 from eval.effects.shards import Shard
 from eval.effects.strength import BASELINE, StrengthStudy, shard_of
 from moe_finetune.io import write_atomic
+from moe_finetune.io.tables import markdown as pipe_table
 from moe_finetune.metrics.statistics import t_interval
 from moe_finetune.report.charts.frame import Scale
 from moe_finetune.report.markup import Markup, tag
@@ -127,24 +128,21 @@ def write_strength(study: StrengthStudy, results: Results, output: Path) -> str:
 
 def markdown(study: StrengthStudy, points: list[Point]) -> str:
     """The table: each method at the strongest share within the cost."""
-    lines = [
-        "| method | metric | share | weights found | baseline | value | moved | cost [95 % to] "
-        "| overlap | score variance | MaxVio | seeds |",
-        "| " + " | ".join(["---"] * 12) + " |",
-    ]
+    head = ("method", "metric", "share", "weights found", "baseline", "value", "moved",
+            "cost [95 % to]", "overlap", "score variance", "MaxVio", "seeds")  # fmt: skip
+    lines = [head]
     for name, section in study.methods.items():
         best = strongest(study, points, name)
         if best is None:
-            lines.append(f"| {name} | {section.metric} | none" + " | " * 9 + "|")
+            lines.append((name, section.metric, "none", *[""] * 9))
             continue
         weights = " · ".join(f"{term} {weight:.3g}" for term, weight in best.weights.items())
         also = [_percent(best.also.get(m, best.moved)) for m in ALSO]
         high = "" if best.cost_high is None else f" [{_percent(best.cost_high)}]"
-        cells = [name, section.metric, f"{best.share:g}", weights, f"{best.baseline:.4g}",
+        lines.append((name, section.metric, f"{best.share:g}", weights, f"{best.baseline:.4g}",
                  f"{best.value:.4g}", _percent(best.moved), _percent(best.cost) + high, *also,
-                 str(best.seeds)]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                 str(best.seeds)))  # fmt: skip
+    return pipe_table(lines).rstrip("\n")
 
 
 def _percent(share: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +15,8 @@ from eval.effects.readings import Result
 from eval.effects.shards import Shard
 from eval.effects.verdicts import Verdict, verdict_of_no_change, verdict_of_sign
 from moe_finetune.io import write_atomic
+from moe_finetune.io.tables import csv_text
+from moe_finetune.io.tables import markdown as pipe_table
 from moe_finetune.metrics.statistics import Interval, t_interval
 
 Results = Mapping[Shard, Result]
@@ -101,31 +101,23 @@ def effect_rows(
 
 def markdown(effects: Sequence[tuple[Effect, list[Row]]]) -> str:
     """The table of effects; the verdict of an effect is its first row's."""
-    lines = [
-        "| | effect | the paper | compared | baseline -> ours | difference [95 %] | seeds | "
-        "reproduced |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [("", "effect", "the paper", "compared", "baseline -> ours", "difference [95 %]",
+              "seeds", "reproduced")]  # fmt: skip
     for effect, rows in effects:
         if not rows:
-            lines.append(
-                f"| {effect.number} | {effect.name} | {effect.paper} | – | – | – | – | "
-                "not run: run the upcycle miniature first |"
-            )
+            told = ("–", "–", "–", "–", "not run: run the upcycle miniature first")
+            lines.append((str(effect.number), effect.name, effect.paper, *told))
         for number, row in enumerate(rows):
             first = number == 0
             head = (str(effect.number), effect.name, effect.paper) if first else ("", "", "")
-            lines.append("| " + " | ".join((*head, *_cells(row, bold=first))) + " |")
-    return "\n".join(lines) + "\n"
+            lines.append((*head, *_cells(row, bold=first)))
+    return pipe_table(lines)
 
 
 def directions_markdown(results: Results) -> str:
     """The table of each method's own metric."""
-    lines = [
-        "| method | metric | baseline | its value | the method's | difference [95 %] | seeds | "
-        "as the paper says |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [("method", "metric", "baseline", "its value", "the method's", "difference [95 %]",
+              "seeds", "as the paper says")]  # fmt: skip
     for comparison in DIRECTIONS:
         row = compare(comparison, results)
         if row.difference is None:
@@ -140,12 +132,10 @@ def directions_markdown(results: Results) -> str:
         limit = comparison.at_most
         if limit is not None and moved and row.arm_mean > limit * row.baseline_mean:
             answer = "lower, not 0"
-        lines.append(
-            f"| {row.arm} | {row.what} | {row.baseline} | {_number(row.baseline_mean)} | "
-            f"{_number(row.arm_mean)} | {_interval(row.difference)} | {row.difference.seeds} | "
-            f"{answer} |"
-        )
-    return "\n".join(lines) + "\n"
+        values = (_number(row.baseline_mean), _number(row.arm_mean), _interval(row.difference))
+        seeds = str(row.difference.seeds)
+        lines.append((row.arm, row.what, str(row.baseline), *values, seeds, answer))
+    return pipe_table(lines)
 
 
 def write_tables(
@@ -160,12 +150,7 @@ def write_tables(
         for row in rows
     ]
     write_atomic(output / "effects.json", json.dumps(listed, indent=1) + "\n")
-    text = io.StringIO()
-    if listed:
-        writer = csv.DictWriter(text, list(listed[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(listed)
-    write_atomic(output / "effects.csv", text.getvalue())
+    write_atomic(output / "effects.csv", csv_text(listed) if listed else "")
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
+from moe_finetune.io.tables import aligned
 
 # Names of the --dtype option as stored in safetensors.
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -114,11 +115,7 @@ class MergePlan:
         changed = self.changed
         rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "from", "to", "change")]
         rows += [_row(plan) for plan in changed[:limit]]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
-            for row in rows
-        ]
+        lines = [aligned(rows, "left")]
         if limit is not None and len(changed) > limit:
             lines.append(f"... and {len(changed) - limit} more")
         copied = sum(plan.copied for plan in self.tensors.values())

@@ -25,6 +25,7 @@ from moe_finetune.evaluation.results import (
     samples_file,
 )
 from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.tables import aligned
 
 Verdicts = dict[tuple[str, str, int], bool]
 
@@ -219,21 +220,13 @@ def agreement_table(
     for name, verdicts in validations.items():
         rows.append([name, *(_share(verdicts, method) for method in methods)])
     if len(validations) < 2:
-        return _aligned(rows)
+        return aligned(rows, "left")
     pairs = [["agreement", "kappa", "equal", "items"]]
     for pair, found in human.agreement(validations).items():
         pairs.append([pair, f"{found['kappa']:.3f}", f"{found['agreement']:.3f}", f"{found['n']}"])
-    return f"{_aligned(rows)}\n\n{_aligned(pairs)}"
+    return "\n\n".join(aligned(table, "left") for table in (rows, pairs))
 
 
 def _share(verdicts: Verdicts, method: str) -> str:
     values = [correct for (owner, _, _), correct in verdicts.items() if owner == method]
     return f"{sum(values)} of {len(values)}"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

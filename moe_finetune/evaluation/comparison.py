@@ -19,6 +19,7 @@ import numpy as np
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.results import Results, TaskResult, load_results, load_samples
 from moe_finetune.io.hashes import to_json
+from moe_finetune.io.tables import aligned
 from moe_finetune.metrics.statistics import (
     ALPHA,
     compare_items,
@@ -79,12 +80,8 @@ class Comparison:
         return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:
-        """Return tables for a terminal."""
-        header, *lines = self._table()
-        widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        out = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-               for line in [header, *lines]]  # fmt: skip
-        return "\n".join([*out, "", *self._summary()]) + "\n"
+        """Return the table for a terminal."""
+        return "\n".join([aligned(self._table(), "left"), "", *self._summary()]) + "\n"
 
     def to_html(self) -> str:
         """Return one page that needs nothing else."""

@@ -9,6 +9,7 @@ from moe_finetune.experiments import folder as disk
 from moe_finetune.experiments.cost import Cost, Estimator
 from moe_finetune.experiments.expand import Run
 from moe_finetune.experiments.recipe import StudyRecipe
+from moe_finetune.io.tables import aligned
 from moe_finetune.training.inspection import GIB
 
 UNKNOWN = "?"
@@ -34,12 +35,7 @@ def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = Non
         if cost.hours is not None:
             total += cost.hours * len(own)
             known += len(own)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    out = [f"{study.title or study.name}: {len(runs)} runs"]
-    out += [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    out = [f"{study.title or study.name}: {len(runs)} runs", aligned(lines, "left")]
     out += ["", f"{total:,.1f} h one after another, {total * assumed.devices:,.1f} device hours"]
     if known < len(runs):
         out[-1] += f", of the {known:.0f} runs whose time can be told"

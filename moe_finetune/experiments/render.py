@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
-
 from moe_finetune.experiments.table import Cell, Column, Row, Table
 from moe_finetune.io.hashes import to_json
+from moe_finetune.io.tables import aligned, csv_text
 
 MISSING = "–"
 _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
@@ -14,26 +12,18 @@ _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{"
 
 def to_csv(table: Table) -> str:
     """One line a cell, in the metric's own unit."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    axes = list(table.groups[0].values) if table.groups else []
-    writer.writerow([
-        *axes, "label", "column", "metric", "better", "seeds", "mean", "std", "best", "rank",
-        "difference", "low", "high", "test", "p", "p_holm", "verdict",
+    tested = ("difference", "low", "high", "name", "p", "p_holm", "verdict")
+    return csv_text([
+        {
+            **group.values, "label": row.label, "column": column.name, "metric": column.metric,
+            "better": column.better, "seeds": len(cell.values), "mean": cell.mean,
+            "std": cell.std, "best": int(cell.best), "rank": cell.rank,
+            **{"test" if key == "name" else key: getattr(cell.test, key, None) for key in tested},
+        }
+        for group, row in table.rows
+        for column in table.columns
+        if (cell := row.cells.get(column.name)) is not None
     ])  # fmt: skip
-    for group, row in table.rows:
-        for column in table.columns:
-            cell = row.cells.get(column.name)
-            if cell is None:
-                continue
-            t = cell.test
-            tested = [t.difference, t.low, t.high, t.name, t.p, t.p_holm, t.verdict] if t else []
-            writer.writerow([
-                *group.values.values(), row.label, column.name, column.metric,
-                column.better, len(cell.values), cell.mean, cell.std, int(cell.best), cell.rank,
-                *tested, *[""] * (7 - len(tested)),
-            ])  # fmt: skip
-    return stream.getvalue()
 
 
 def to_json_text(table: Table) -> str:
@@ -73,7 +63,7 @@ def summary_cells(table: Table, row: Row, grouped: bool) -> list[str]:
 def to_text(table: Table) -> str:
     """Aligned columns, and the notes."""
     header = ["arm", *map(heading, table.columns), "rank", "gain"]
-    lines: list[list[str]] = []
+    lines = [header]
     for group in table.groups:
         if group.name:
             lines.append([f"{group.name}:"])
@@ -84,15 +74,8 @@ def to_text(table: Table) -> str:
             ]
             later = group is not table.groups[0]
             lines.append([row.label, *cells, *summary_cells(table, row, later)])
-    widths = [
-        max((len(line[i]) for line in [header, *lines] if len(line) > 1), default=0)
-        for i in range(len(header))
-    ]
-    out = [
-        "  ".join(text.ljust(w) for text, w in zip(line, widths, strict=False)).rstrip()
-        for line in [header, *lines]
-    ]
-    return "\n".join([table.title, *out, "", *explanation(table), *table.notes]) + "\n"
+    text = aligned(lines, "left")
+    return "\n".join([table.title, text, "", *explanation(table), *table.notes]) + "\n"
 
 
 def to_latex(table: Table) -> str:

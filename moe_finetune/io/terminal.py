@@ -286,18 +286,6 @@ def curve(values: list[float], width: int = 24) -> str:
     )
 
 
-def aligned(rows: list[list[str]]) -> str:
-    """Rows as a text table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
 def finite(value: Any) -> Any:
     """``value`` with None in the place of numbers that JSON has no word for."""
     if isinstance(value, Mapping):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.io.tables import aligned
 from moe_finetune.models import Family, family_of
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ class Coverage:
 
     def table(self) -> str:
         """A text table of what training reaches."""
-        head = ("", "tensors", "parameters", "reached", "trained", "trained parameters")
-        rows = [head]
+        rows = [("", "tensors", "parameters", "reached", "trained", "trained parameters")]
         for name, group in {**self.groups, "total": self.total}.items():
             rows.append(
                 (
@@ -77,14 +77,7 @@ class Coverage:
                     f"{group.trained_parameters:,}",
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        return aligned(rows)
 
 
 def _share(group: Group) -> str:

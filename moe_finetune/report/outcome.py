@@ -13,7 +13,8 @@ from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.terminal import aligned, finite, terminal
+from moe_finetune.io.tables import aligned
+from moe_finetune.io.terminal import finite, terminal
 
 CHANGES = {
     "expert_overlap": "expert overlap",

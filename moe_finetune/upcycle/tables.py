@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_finetune.io.tables import markdown
 from moe_finetune.upcycle.results import Arm, Estimate, difference
 from moe_finetune.upcycle.texts import SPLITS
 
@@ -23,13 +24,7 @@ class Table:
 
     def to_markdown(self) -> str:
         """A heading, the note, and a pipe table."""
-        lines = [f"## {self.title}", self.note, "", _row(self.columns)]
-        lines.append(_row(["---"] * len(self.columns)))
-        return "\n".join([*lines, *map(_row, self.rows)]) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        return f"## {self.title}\n{self.note}\n\n{markdown([self.columns, *self.rows])}"
 
 
 def tables(arms: Sequence[Arm]) -> list[Table]:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_finetune.cli.app import split_common
-from moe_finetune.io.terminal import OWN, Records, Terminal, aligned, curve, duration, terminal, use
+from moe_finetune.io.terminal import OWN, Records, Terminal, curve, duration, terminal, use
 
 
 @pytest.fixture
@@ -186,5 +186,4 @@ def test_training_lines(on):
 def test_words():
     assert [duration(s) for s in (4.24, 187, 3753)] == ["4.2 s", "3:07", "1:02:33"]
     assert curve([1.0, 2.0, float("nan"), 8.0]) == "▁▂ █" and curve([1.0]) == ""
-    assert aligned([["task", "n"], ["a", "100"]]) == "task    n\na     100"
     assert isinstance(terminal(), Terminal)

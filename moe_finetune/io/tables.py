@@ -1,0 +1,42 @@
+"""Rows of text as a table: aligned for a terminal, with pipes for Markdown, and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "right") -> str:
+    """Rows as columns of one width each, two spaces apart.
+
+    A row of one cell is a line of its own, however wide the columns are.
+
+    Args:
+        rows: the cells, headings first.
+        numbers: where the cells after the first column stand.
+    """
+    widths = [
+        max(map(len, column)) for column in zip(*(r for r in rows if len(r) > 1), strict=True)
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place and numbers == "right" else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        if len(row) > 1
+        else row[0]
+        for row in rows
+    )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table; the first row holds the headings."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; the first row's keys are the headings, None is an empty cell."""
+    import pandas
+
+    return pandas.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")
