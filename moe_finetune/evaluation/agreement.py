@@ -132,7 +132,7 @@ def judge_tasks(
     url = url or DEFAULT_URL
     if known is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
         known = DEFAULT_PRICES
-    name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.jsonl"
+    name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.sqlite"
     for task in tasks:
         cache = task.folder / "cache" / name
         with Judge(model, url, cache=cache, prices=known or (0.0, 0.0)) as judge:

@@ -7,95 +7,107 @@ sent, and gets the same bits.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import sha256_json, to_json
+from moe_finetune.io.terminal import terminal
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS identity (sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB, checksum BLOB) WITHOUT ROWID;
+"""
 
 
 class ReplyStore:
-    """An append-only JSONL file of replies; every line carries its own checksum.
+    """Replies in an SQLite file, each with a checksum of its own.
 
-    A half-written last line (a kill) is cut off on opening; a damaged line elsewhere is dropped
-    and asked again, never trusted.
+    What a kill interrupts is rolled back on opening; a damaged reply counts as absent and is asked
+    again, never trusted. May be used by several threads, one at a time.
 
     Args:
         path: the file; its folder is made.
-        identity: what all replies depend on (checkpoint hash, settings). A file written for
-            another identity is refused.
+        identity: what all replies depend on (checkpoint hash, settings).
+
+    Raises:
+        EvaluationError: the file holds replies for another identity, or is no such file.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]):
         self.path = path
-        self.dropped = 0
-        self._replies: dict[str, Any] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = {"identity": sha256_json(identity)}
-        good = self._load(header) if path.exists() else None
-        if good is None or self.dropped:
-            lines = [] if good is None else good
-            write_atomic(path, b"".join([_line(header), *lines]))
-        self._stream = path.open("ab")
-
-    def _load(self, header: dict[str, Any]) -> list[bytes] | None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        first = _parse(lines[0]) if lines else None
-        if first is None:
-            return None
-        if first != header:
+        if not path.exists() and (old := path.with_suffix(".jsonl")).is_file():
+            terminal().say(
+                f"{old}: replies that an earlier version stored are not read; they are asked again",
+                "warning",
+            )
+        with self._errors():
+            self._database = sqlite3.connect(path, check_same_thread=False)
+            self._database.executescript(_TABLES)
+            held = self._database.execute("SELECT sha256 FROM identity").fetchone()
+            wanted = (sha256_json(identity),)
+            if held is None:
+                with self._database:
+                    self._database.execute("INSERT INTO identity VALUES (?)", wanted)
+        if held not in (None, wanted):
+            self.close()
             raise EvaluationError(
-                f"{self.path} holds replies of another checkpoint or other settings; "
+                f"{path} holds replies of another checkpoint or other settings; "
                 "remove the file or choose another output folder"
             )
-        good = []
-        for line in lines[1:]:
-            record = _parse(line)
-            if record is None:
-                self.dropped += 1
-            else:
-                good.append(line)
-                self._replies[record["key"]] = record["reply"]
-        return good
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            raise EvaluationError(
+                f"{self.path}: cannot be used as a store of replies ({error}); remove it, and what "
+                "it held is asked again"
+            ) from error
+
+    def _found(self, key: str) -> bytes | None:
+        with self._errors():
+            query = "SELECT reply, checksum FROM replies WHERE key = ?"
+            reply, checksum = self._database.execute(query, (key,)).fetchone() or (None, None)
+        sound = isinstance(reply, bytes) and _checksum(key, reply) == checksum
+        return reply if sound else None
 
     def __contains__(self, key: str) -> bool:
-        return key in self._replies
+        return self._found(key) is not None
 
     def __getitem__(self, key: str) -> Any:
-        return self._replies[key]
-
-    def __len__(self) -> int:
-        return len(self._replies)
+        reply = self._found(key)
+        if reply is None:
+            raise KeyError(key)
+        return json.loads(reply.decode("utf-8", "surrogatepass"))
 
     def add(self, replies: Iterable[tuple[str, Any]]) -> None:
-        """Append replies and make them safe on the disk."""
-        for key, reply in replies:
-            record = {"key": key, "reply": reply}
-            self._stream.write(_line(record))
-            self._replies[key] = json.loads(to_json(reply))
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        """Store replies, all of them or none, safe on the disk."""
+        bodies = [(key, to_json(reply).encode("utf-8", "surrogatepass")) for key, reply in replies]
+        with self._errors(), self._database:
+            self._database.executemany(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)",
+                [(key, body, _checksum(key, body)) for key, body in bodies],
+            )
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        self._database.close()
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    body = to_json(record).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(body).hexdigest()[:16].encode() + b" " + body + b"\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    checksum, _, body = line.rstrip(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or hashlib.sha256(body).hexdigest()[:16].encode() != checksum:
-        return None
-    return json.loads(body.decode("utf-8", "surrogatepass"))
+def _checksum(key: str, reply: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + reply).digest()[:16]
 
 
 def answer_all(

@@ -223,7 +223,7 @@ class _Run:
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
-        store = ReplyStore(self.output / "cache" / self.key / "replies.jsonl", self.identity)
+        store = ReplyStore(self.output / "cache" / self.key / "replies.sqlite", self.identity)
         lm = CachedLM(
             self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
         )

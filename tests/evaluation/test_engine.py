@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -205,8 +207,9 @@ def test_killed_ten_times_gives_the_same_items(checkpoint, tmp_path):
             assert parent.stdout.readline() == "-9\n"
             sizes.append(_stored(replies))
         assert sizes == sorted(set(sizes))
-        with next(replies.rglob("replies.jsonl")).open("ab") as stream:
-            stream.write(b'0123456789abcdef {"key": "half a li')
+        with sqlite3.connect(next(replies.rglob("replies.sqlite"))) as store:
+            store.execute("UPDATE replies SET reply = '[0.0, false]'")
+        store.close()
         start(tmp_path / "killed")
         assert parent.stdout.readline() == "0\n"
         parent.stdin.close()
@@ -219,7 +222,15 @@ def test_killed_ten_times_gives_the_same_items(checkpoint, tmp_path):
 
 
 def _stored(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("replies.jsonl")) if folder.exists() else 0
+    count = 0
+    for file in folder.rglob("replies.sqlite"):
+        # Before the first chunk there may be no table.
+        with (
+            contextlib.closing(sqlite3.connect(file)) as store,
+            contextlib.suppress(sqlite3.OperationalError),
+        ):
+            ((count,),) = store.execute("SELECT count(*) FROM replies")
+    return count
 
 
 def test_prompts_that_do_not_fit_are_an_error_that_keeps_finished_tasks(backend, suite, tmp_path):
