@@ -13,7 +13,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import Header, TensorInfo
-from moe_finetune.models import FAMILIES, Family, family_of
+from moe_finetune.models import Family, family_of, find_family
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def check_folder(folder: Path, config: Any) -> None:
     """
     from moe_finetune.checkpoint.fit import check_tensors
 
-    if any(family.model_type == config.model_type for family in FAMILIES.values()):
+    if find_family(config.model_type) is not None:
         open_checkpoint(folder, values=True)
         return
     tensors = tensors_of(read_headers(folder))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io.run_folder import checkpoint_in
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.training.proof import Proof
 
 
 class Format(StrEnum):
@@ -32,6 +36,12 @@ def inspect(
             "--strength", help="Measure the recipe's losses against the language loss (loads it)."
         ),
     ] = False,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove", help="Compare the declared family with transformers' class; 1 if it differs."
+        ),
+    ] = False,
     format: Annotated[
         Format, typer.Option("--format", help="How to print; json as --json.")
     ] = Format.text,
@@ -47,6 +57,13 @@ def inspect(
 
     json = json or format is Format.json
     checkpoint = str(checkpoint_in(checkpoint))
+    if prove:
+        read = load_recipe(recipe) if recipe else None  # may declare the family
+        proof = _prove(checkpoint, read)
+        print(dumps(proof.to_mapping(), indent=2) if json else proof.text())
+        if not proof.ok:
+            raise typer.Exit(1)
+        return
     if strength:
         from moe_finetune.errors import RecipeError
         from moe_finetune.training.first_window import strength_of
@@ -59,6 +76,23 @@ def inspect(
         return
     inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
+
+
+def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
+    """Prove the family of a checkpoint, which ``recipe`` may have declared."""
+    from moe_finetune.errors import RecipeError
+    from moe_finetune.models import family_of
+    from moe_finetune.models.loading import load_config
+    from moe_finetune.training.proof import prove
+
+    config = load_config(checkpoint)
+    declared = recipe.model.family if recipe is not None else None
+    if declared is not None and declared.model_type != config.model_type:
+        raise RecipeError(
+            f"model.family.model_type: '{declared.model_type}' is declared, and {checkpoint} is "
+            f"'{config.model_type}'"
+        )
+    return prove(config, family_of(config))
 
 
 @app.command()
@@ -110,8 +144,10 @@ def merge(
     from moe_finetune.checkpoint import merge_adapter
     from moe_finetune.checkpoint.adapter import read_bias
     from moe_finetune.checkpoint.push import check_push, push_checkpoint
+    from moe_finetune.models.declared import declare_family_of
     from moe_finetune.models.loading import local_folder
 
+    declare_family_of(source)  # the base lies elsewhere
     adapter = source / "adapter" if (source / "adapter").is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
     if push is not None:

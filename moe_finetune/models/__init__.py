@@ -19,6 +19,7 @@ from moe_finetune.models import (
     table,
 )
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
+from moe_finetune.models.declared import find_family, known_families, using
 
 _ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral)
 for _module in _ALL:
@@ -26,7 +27,7 @@ for _module in _ALL:
 for _family in table.FAMILIES:
     FAMILIES.register(_family.name, _family)
 
-__all__ = ["FAMILIES", "DiskLayout", "Family", "family_of"]
+__all__ = ["FAMILIES", "DiskLayout", "Family", "family_of", "find_family", "using"]
 
 
 def family_of(config: Any) -> Family:
@@ -38,14 +39,23 @@ def family_of(config: Any) -> Family:
     """
     mapping = isinstance(config, dict)
     model_type = config.get("model_type") if mapping else getattr(config, "model_type", None)
-    for family in FAMILIES.values():
-        if family.model_type == model_type:
-            if not mapping:
-                family.check(config)
-            return family
-    known = {family.model_type: family.title for family in FAMILIES.values()}
+    family = find_family(model_type)
+    if family is None:
+        raise UnsupportedModelError(_refusal(config if mapping else config.to_dict()))
+    if not mapping:
+        family.check(config)
+    return family
+
+
+def _refusal(config: dict[str, Any]) -> str:
+    from moe_finetune.models.suggestion import suggestion
+
+    model_type = config.get("model_type")
+    known = {family.model_type: family.title for family in known_families().values()}
     supported = ", ".join(f"{t} ({title})" for t, title in known.items())
-    raise UnsupportedModelError(
-        f"model_type '{model_type}' is not supported{did_you_mean(str(model_type), known)}"
-        f"\nsupported: {supported}"
-    )
+    lines = [
+        f"model_type '{model_type}' is not supported{did_you_mean(str(model_type), known)}",
+        f"supported: {supported}",
+        suggestion(config),
+    ]
+    return "\n".join(line for line in lines if line)

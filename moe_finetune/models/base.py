@@ -74,6 +74,7 @@ class Family:
         score: the function from router logits to scores, one of :data:`Score`.
         attention_targets, shared_targets: linear layers that LoRA adapts by these names.
         disk: names in the published files.
+        backbone: where the decoder is in the loaded model.
         block_path: the module with router and experts; empty where the layer itself has them.
         router_weight: where the weight is in the router's module.
         router_returns: what that module returns, in order; other names than "logits", "weights" and
@@ -98,6 +99,7 @@ class Family:
     attention_targets: tuple[str, ...]
     shared_targets: tuple[str, ...] = ()
     disk: DiskLayout = field(default_factory=DiskLayout)
+    backbone: str = "model"
     block_path: str = "mlp"
     router_name: str = "gate"
     router_weight: str = "weight"

@@ -18,6 +18,7 @@ from moe_finetune.io.config_file import QUANTIZATION, check_kernel
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import deepseek_moe, family_of
 from moe_finetune.models.chat_template import check_template
+from moe_finetune.models.declared import declare_family_of
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     """Return the folder of ``path``: itself, or the local copy of a hub id such as ``org/name``.
 
     A hub id is downloaded where the cache lacks it, without any code files, at ``revision`` (a
-    branch, tag or commit); ``weights=False`` leaves the safetensors files out.
+    branch, tag or commit); ``weights=False`` leaves the safetensors files out. In a run's folder,
+    the family that its recipe declares is known from then on.
 
     Raises:
         CheckpointError: no such folder, a hub id that cannot be fetched, or a revision of a folder.
@@ -43,6 +45,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
                 f"{path}: a folder has no revision '{revision}'; leave model.revision out, or give "
                 "the hub id"
             )
+        declare_family_of(folder)
         return folder
     parts = str(path).split("/")
     if folder.is_absolute() or len(parts) != 2 or parts[0] in ("", ".", "..", "~"):
@@ -110,6 +113,14 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def class_of(config: Any) -> Any:
+    """transformers' auto class of the whole model of ``config``, vision part included."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    composite = config.get_text_config() is not config
+    return AutoModelForImageTextToText if composite else AutoModelForCausalLM
+
+
 def meta_model(config: Any) -> PreTrainedModel:
     """The model of ``config`` on the meta device: names and shapes, no memory.
 
@@ -117,11 +128,10 @@ def meta_model(config: Any) -> PreTrainedModel:
         CheckpointError: the config's values describe no model that can be built.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return class_of(config).from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # any, out of any library's constructor
         raise CheckpointError(
             f"config.json of this {config.model_type} describes no model that can be built: "
@@ -184,14 +194,12 @@ def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
         CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
         DependencyError: ``attn_implementation`` needs a package that is not installed.
     """
-    from transformers import AutoModelForCausalLM
-
     from moe_finetune.checkpoint.opened import check_folder
 
     check_attention(options.get("attn_implementation"))
     check_folder(folder, config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = class_of(config).from_pretrained(
             folder,
             config=config,
             trust_remote_code=False,

@@ -39,6 +39,24 @@ def name_on_disk(config: Mapping[str, Any], name: str) -> str:
     return names[0] if len(names) == 1 else name
 
 
+def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
+    """Like :func:`name_on_disk` for a layer's stack, which may be many tensors in the files.
+
+    Returns:
+        their names with ``{layer}`` and ``{expert}``, each pattern once, in the stack's order.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _on_meta(config["model_type"], _text(config))
+    names = revert_weight_conversion(model, {name: model.state_dict()[name]})
+    return list(dict.fromkeys(_pattern(found) for found in names))
+
+
+def _pattern(name: str) -> str:
+    numbers = iter(("{layer}", "{expert}"))
+    return ".".join(next(numbers) if part.isdigit() else part for part in name.split("."))
+
+
 def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the files of a checkpoint with ``config``."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.sections import (
     DataSection,
@@ -36,7 +37,7 @@ from moe_finetune.recipe.validation import from_tree
 
 
 class Recipe(Section):
-    """A run, completely described.
+    """A run, completely described. A ``model.family`` is known to the process from then on.
 
     ``rewards`` are of stage grpo, ``teacher`` of stage distill.
     """
@@ -82,6 +83,8 @@ class Recipe(Section):
         problems = list(_contradictions(self))
         if problems:
             raise RecipeError("\n".join(problems))
+        if self.model.family is not None:
+            DECLARED[self.model.family.model_type] = self.model.family
         return self
 
     @classmethod

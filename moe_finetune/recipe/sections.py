@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-
-class Section(BaseModel):
-    """A mapping of the recipe: unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
-
+from moe_finetune.recipe.family import FamilySection
+from moe_finetune.recipe.section import Section
 
 # transformers' own; it would also take a hub id, and fetch code from there.
 Attention = Literal[
@@ -44,6 +40,9 @@ class ModelSection(Section):
     )
     init: Literal["checkpoint", "random"] = "checkpoint"
     config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
+    family: FamilySection | None = Field(
+        default=None, description="facts of a model type that the toolkit does not know"
+    )
 
 
 class RouterSection(Section):
@@ -58,11 +57,9 @@ class LoraSection(Section):
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0, le=1e6)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: list[Literal["attention", "shared_experts", "experts"]] = [
-        "attention",
-        "shared_experts",
-        "experts",
-    ]
+    targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
+        default=["attention", "shared_experts", "experts"]
+    )
     experts: str = Field(default="all", description="all, or a selection file")
 
     @model_validator(mode="after")
@@ -175,7 +172,7 @@ class EvaluationSection(Section):
     )
     limit: int | None = Field(default=None, ge=1)
     data_dir: str | None = Field(default=None, description="folder of local task data")
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default={})
 
 
 class NumericsSection(Section):

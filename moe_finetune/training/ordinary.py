@@ -20,7 +20,7 @@ from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_headers, tensors_of
 from moe_finetune.io.safetensors_header import read_header
-from moe_finetune.models import FAMILIES
+from moe_finetune.models import find_family
 from moe_finetune.training.whole import plain_name
 
 
@@ -53,7 +53,7 @@ class StoredWeights(Mapping[str, Tensor]):
         state = {plain_name(k): tuple(t.shape) for k, t in inner.state_dict().items()}
         trains = {plain_name(name) for name, p in inner.named_parameters() if p.requires_grad}
         kind = inner.config.model_type
-        family = next((f for f in FAMILIES.values() if f.model_type == kind), None)
+        family = find_family(kind)
         places = (
             places_on_disk(state, family, inner.config)
             if family is not None

@@ -1,0 +1,159 @@
+"""Families that are not in the package: a recipe's ``model.family``, and plugins.
+
+A plugin is an entry point of the group ``moe_finetune.models``: a :class:`Family`, several, or a
+callable that returns them. It is loaded when a ``model_type`` is met that the package lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
+from moe_finetune.models.base import FAMILIES, DiskLayout, Family
+from moe_finetune.models.structure import layers_with_experts
+from moe_finetune.recipe import load_recipe
+from moe_finetune.recipe.family import DECLARED, FamilySection
+
+GROUP = "moe_finetune.models"
+_stands_for: dict[str, Family] = {}
+
+
+def find_family(model_type: str | None) -> Family | None:
+    """The family of this exact ``model_type``: the package's, a plugin's, or a recipe's.
+
+    Raises:
+        RecipeError: a recipe declares a type that is known without it.
+        UnsupportedModelError: a plugin that cannot be loaded.
+    """
+    if model_type in _stands_for:
+        return _stands_for[model_type]
+    section = DECLARED.get(str(model_type))
+    family = next((f for f in FAMILIES.values() if f.model_type == model_type), None)
+    if family is None:
+        family = _plugins().get(str(model_type))
+    if section is None or family is None:
+        return family if section is None else family_from(section)
+    raise RecipeError(
+        f"model.family.model_type: '{model_type}' is known already, as {family.title}; leave "
+        "model.family out"
+    )
+
+
+def known_families() -> dict[str, Family]:
+    """Every family by ``model_type``."""
+    packaged = {family.model_type: family for family in FAMILIES.values()}
+    return _plugins() | packaged
+
+
+def declare_family_of(source: str | Path) -> None:
+    """Make the family known that a run's recipe declares: ``source`` is the run, or lies in it.
+
+    Raises:
+        RecipeError: the run's recipe was changed and is wrong now.
+    """
+    for folder in (Path(source), Path(source).parent):
+        file = folder / "recipe.yaml"
+        if file.is_file() and "\n  family:\n" in file.read_text(encoding="utf-8"):
+            load_recipe(file)
+            return
+
+
+@contextmanager
+def using(family: Family) -> Iterator[None]:
+    """Let ``family`` stand for its ``model_type``, whoever else has declared that."""
+    before = _stands_for.get(family.model_type)
+    _stands_for[family.model_type] = family
+    try:
+        yield
+    finally:
+        del _stands_for[family.model_type]
+        if before is not None:
+            _stands_for[family.model_type] = before
+
+
+def family_from(section: FamilySection) -> Family:
+    """The facts of a recipe's ``model.family`` as a :class:`Family`."""
+    first, second = section.groups
+    groups = _fact(section, "groups", first, int), _fact(section, "groups", second, int)
+    disk = section.disk.model_dump() | {"per_expert": tuple(section.disk.per_expert)}
+    return Family(
+        name=section.model_type,
+        model_type=section.model_type,
+        title=section.title or section.model_type,
+        score=section.score,
+        attention_targets=tuple(section.attention_targets),
+        shared_targets=tuple(section.shared_targets),
+        disk=DiskLayout(**disk),
+        block_path=section.block_path,
+        router_name=section.router_name,
+        router_weight=section.router_weight,
+        router_returns=tuple(section.router_returns),
+        router_logits=section.router_logits,
+        gated=section.gated,
+        experts_name=section.experts_name,
+        num_experts=_fact(section, "num_experts", section.num_experts, int),
+        renormalize=_fact(section, "renormalize", section.renormalize, bool),
+        scaling=_fact(section, "scaling", section.scaling, float),
+        groups=lambda config: (groups[0](config) or 1, groups[1](config) or 1),
+        top_k=_fact(section, "top_k", section.top_k, int),
+        moe_layers=layers_with_experts,
+        expert_width=_fact(section, "expert_width", section.expert_width, int),
+        bias_export="none" if section.disk.router_bias is None else "tensor",
+    )
+
+
+def _fact(
+    section: FamilySection, name: str, value: Any, kind: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """A function of the config: the value of the key that ``value`` names, or ``value``."""
+    if not isinstance(value, str):
+        return lambda config: kind(value)
+
+    def read(config: Any) -> Any:
+        if not hasattr(config, value):
+            raise UnsupportedModelError(
+                f"model.family.{name}: the config of {section.model_type} has no '{value}'"
+                f"{did_you_mean(value, config.to_dict())}"
+            )
+        return kind(getattr(config, value) or 0)
+
+    return read
+
+
+@lru_cache(maxsize=1)
+def _plugins() -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    for point in entry_points(group=GROUP):
+        for family in _families_of(point):
+            taken = [known for known in FAMILIES.values() if known.model_type == family.model_type]
+            if taken or family.model_type in found:
+                raise UnsupportedModelError(
+                    f"plugin '{point.name}' ({point.value}): model_type '{family.model_type}' is "
+                    "known already; remove the plugin, or its declaration of that type"
+                )
+            found[family.model_type] = family
+    return found
+
+
+def _families_of(point: Any) -> Iterable[Family]:
+    try:
+        loaded = point.load()
+        if callable(loaded):
+            loaded = loaded()
+    except Exception as error:  # whatever the plugin's own code raises
+        raise UnsupportedModelError(
+            f"plugin '{point.name}' ({point.value}) of {GROUP} cannot be loaded: "
+            f"{type(error).__name__}: {error}; mend or uninstall it"
+        ) from error
+    families = [loaded] if isinstance(loaded, Family) else loaded
+    if not isinstance(families, Iterable) or not all(isinstance(f, Family) for f in families):
+        raise UnsupportedModelError(
+            f"plugin '{point.name}' ({point.value}) of {GROUP} gave {loaded!r:.80}; wanted a "
+            "Family, several, or a callable that returns them"
+        )
+    return families

@@ -1,0 +1,115 @@
+"""Where a transformers model has its experts and routers, read off its modules.
+
+For messages and for the proof of a declaration; nothing that trains relies on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer's experts.
+
+    Attributes:
+        index: of the decoder layer.
+        layer: the decoder layer.
+        block_path, experts_name: where its experts are, relative to it.
+        gated: whether they have a gate projection.
+        num_experts, hidden, width: sizes of the stacked down projection (E, H, D).
+    """
+
+    index: int
+    layer: Any
+    block_path: str
+    experts_name: str
+    gated: bool
+    num_experts: int
+    hidden: int
+    width: int
+
+    @property
+    def block(self) -> Any:
+        """The module that holds router and experts."""
+        return self.layer.get_submodule(self.block_path)
+
+    @property
+    def routers(self) -> list[tuple[str, str]]:
+        """(name in the block, path of the weight in it) of each module with an (E, H) weight."""
+        shape = (self.num_experts, self.hidden)
+        return [
+            (parts[0], parts[2])
+            for name, parameter in self.block.named_parameters()
+            if tuple(parameter.shape) == shape
+            and (parts := name.partition("."))[0] != self.experts_name
+            and parts[2]
+        ]
+
+    @property
+    def biases(self) -> list[str]:
+        """Names in the block of vectors with one number an expert, routers' own biases apart."""
+        held = [*self.block.named_parameters(), *self.block.named_buffers()]
+        return [
+            name
+            for name, tensor in held
+            if tensor.shape[-1:].numel() == tensor.numel() == self.num_experts
+            and not name.endswith(".bias")
+        ]
+
+    @property
+    def other_linears(self) -> list[str]:
+        """Paths, from the decoder layer, of the block's linear layers outside of router and experts
+        that are wider than one: shared experts."""
+        skipped = (self.experts_name, *(name for name, _ in self.routers))
+        return [
+            f"{self.block_path}.{name}".lstrip(".")
+            for name, module in self.block.named_modules()
+            if isinstance(module, nn.Linear)
+            and name.partition(".")[0] not in skipped
+            and 1 not in module.weight.shape
+        ]
+
+    def beside(self, attention: Collection[str]) -> list[str]:
+        """Paths of the decoder layer's linear layers outside of the block and of the modules
+        ``attention``: shared experts of some classes."""
+        return [
+            name
+            for name, module in self.layer.named_modules()
+            if isinstance(module, nn.Linear)
+            and not name.startswith(f"{self.block_path}.")
+            and name.partition(".")[0] not in attention
+            and not any(part in name.partition(".")[0] for part in ("attn", "norm"))
+        ]
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Every layer of ``model`` with experts that follow transformers' experts interface."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, experts in modules.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None or not follows_interface(experts):
+            continue
+        size, first, second = experts.down_proj.shape
+        hidden, width = (second, first) if experts.is_transposed else (first, second)
+        block, _, own = match["path"].rpartition(".")
+        layer = modules[f"{match['stack']}.{match['layer']}"]
+        site = Site(int(match["layer"]), layer, block, own, experts.has_gate, size, hidden, width)
+        found.append(site)
+    return sorted(found, key=lambda site: site.index)
+
+
+def follows_interface(module: Any) -> bool:
+    """Whether ``module`` is experts of ``use_experts_implementation``."""
+    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and (
+        getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+    )

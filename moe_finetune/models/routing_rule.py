@@ -1,0 +1,91 @@
+"""Which rule a router follows, found from what it computed: for the proof of a declaration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from moe_finetune.losses.record import scores_of
+from moe_finetune.models.base import Family, Score
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How logits become the weights of the selected experts; ``difference`` from the real ones."""
+
+    score: str
+    renormalize: bool
+    scaling: float
+    difference: float
+
+    def __str__(self) -> str:
+        summed = "of sum 1" if self.renormalize else "not renormalised"
+        return f"{self.score}, {summed}, scaled by {self.scaling:.4g}"
+
+
+def declared_rule(
+    family: Family, config: object, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+) -> WeightRule:
+    """The rule that ``family`` declares, with its largest difference relative to the weights."""
+    renormalize, scaling = family.renormalize(config), family.scaling(config)
+    wanted = _weights(family.score, renormalize, logits_TE, index_TK) * scaling
+    return WeightRule(family.score, renormalize, scaling, _relative(wanted, weights_TK))
+
+
+def nearest_rule(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> WeightRule:
+    """The rule that gives the weights most exactly."""
+    rules = []
+    for score in get_args(Score):
+        for renormalize in (False, True):
+            wanted = _weights(score, renormalize, logits_TE, index_TK)
+            scaling = float((weights_TK / wanted).median())
+            difference = _relative(wanted * scaling, weights_TK)
+            rules.append(WeightRule(score, renormalize, scaling, difference))
+    return min(rules, key=lambda rule: rule.difference)
+
+
+def _weights(score: Score, renormalize: bool, logits_TE: Tensor, index_TK: Tensor) -> Tensor:
+    scores = scores_of(logits_TE.float(), score)
+    weights = scores.gather(-1, index_TK)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights
+
+
+def _relative(wanted: Tensor, found: Tensor) -> float:
+    return float((wanted - found.float()).abs().max() / found.float().abs().max())
+
+
+def selected(
+    score: Score, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, groups: tuple[int, int]
+) -> Tensor:
+    """Index (T, K), in ascending order, of the selection by scores, bias and groups."""
+    choice = scores_of(logits_TE.float(), score)
+    if bias_E is not None:
+        choice = choice + bias_E.float()
+    count, kept = groups
+    if count > 1:
+        grouped = choice.view(choice.shape[0], count, -1)
+        # Softmax routers take a group by its best expert, others by the two best.
+        best = grouped.topk(1 if score == "softmax" else 2, dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(kept).indices, True
+        )
+        choice = grouped.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).view_as(choice)
+    return choice.topk(top_k, dim=-1).indices.sort(-1).values
+
+
+def nearest_groups(
+    score: Score, logits_TE: Tensor, bias_E: Tensor | None, index_TK: Tensor
+) -> tuple[int, int] | None:
+    """Groups and kept groups whose selection is the router's own, or None."""
+    experts, top_k = logits_TE.shape[1], index_TK.shape[1]
+    own = index_TK.sort(-1).values
+    for count in (n for n in range(1, experts // 2 + 1) if experts % n == 0):
+        for kept in range(1, count) if count > 1 else (1,):
+            if kept * experts // count < top_k:
+                continue
+            if torch.equal(selected(score, logits_TE, bias_E, top_k, (count, kept)), own):
+                return count, kept
+    return None

@@ -1,0 +1,134 @@
+"""A config of a checkpoint's model type with sizes so small that its model runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.models.base import Family
+from moe_finetune.models.layout import sites
+from moe_finetune.models.loading import class_of, meta_model
+
+SMALL = 20_000_000
+"""Parameters up to which a model is taken as it is."""
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
+_LAYERS = (4, 6, 9, 16)
+_WIDTHS = (72, 40, 56, 88, 104)
+
+
+def shrunk_config(config: Any, family: Family) -> Any:
+    """``config`` itself where its model is small, else one of fewer and narrower layers.
+
+    Groups of experts, head sizes, kinds of layers and everything that is no size stay.
+
+    Raises:
+        CheckpointError: no smaller config of this type gives a model that runs.
+    """
+    if sum(p.numel() for p in meta_model(config).parameters()) <= SMALL:
+        return config
+    problem: Exception | None = None
+    for changes in _attempts(config, family):
+        try:
+            smaller = changed(config, changes)
+            model = meta_model(smaller)
+            size = sum(p.numel() for p in model.parameters())
+            if size <= 20 * SMALL and len(sites(model)) >= 2 and _runs(smaller):
+                return smaller
+        except Exception as error:  # whatever the class makes of sizes that it does not like
+            problem = error
+    raise CheckpointError(
+        f"no small {config.model_type} to compare with can be made of this config.json "
+        f"({problem}); give a small checkpoint of the same type"
+    )
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A config of the same type with ``changes`` in its language part."""
+    plain = config.to_dict()
+    part = plain.get("text_config", plain)
+    part.update(changes)
+    return type(config).from_dict(plain)
+
+
+def _runs(config: Any) -> bool:
+    model = class_of(config).from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(4, 21)[None], use_cache=False).logits
+    return bool(torch.isfinite(logits).all())
+
+
+def _attempts(config: Any, family: Family) -> Iterator[dict[str, Any]]:
+    """Changes of the language part's keys, the boldest first."""
+    text = config.get_text_config()
+    experts = _fewer_experts(text, family)
+    for layers in _LAYERS:
+        if layers > text.num_hidden_layers:
+            break
+        deep = _fewer_layers(text, layers)
+        yield deep | experts | _narrower(text) | _fewer_heads(text)
+        yield deep | experts | _narrower(text)
+        yield deep | experts
+
+
+def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
+    before = text.num_hidden_layers
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    for key, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == before:
+            changes[key] = value[:layers]
+        elif key == "first_k_dense_replace" and value:
+            changes[key] = 1
+        elif isinstance(value, int) and key.endswith("layer_end_index") and value >= layers:
+            changes[key] = layers - 1
+    return changes
+
+
+def _fewer_experts(text: Any, family: Family) -> dict[str, Any]:
+    """Four experts a group, or ten without groups; at most three of them selected."""
+    before, selected = family.num_experts(text), family.top_k(text)
+    plain = text.to_dict()
+    groups, kept = family.groups(text)
+    if groups == 1:  # if that is wrong, the class would not run with what no group fits
+        groups, kept = int(plain.get("n_group") or 1), int(plain.get("topk_group") or 1)
+    experts = min(before, 4 * groups if groups > 1 else 10)
+    top_k = min(selected, 3, kept * experts // groups - 1 if groups > 1 else 3)
+    changes: dict[str, Any] = {}
+    for key, value in plain.items():
+        if "expert" in key and value == before and value is not True:
+            changes[key] = experts
+        elif key in _TOP_K and value == selected:
+            changes[key] = top_k
+    return changes
+
+
+def _narrower(text: Any) -> dict[str, Any]:
+    """Small widths, no two equal, and a small vocabulary."""
+    plain, widths = text.to_dict(), iter(_WIDTHS)
+    changes: dict[str, Any] = {"vocab_size": min(text.vocab_size, 320)}
+    known: dict[int, int] = {}
+    for key, value in plain.items():
+        if "intermediate" in key and isinstance(value, int) and value > 128:
+            changes[key] = known.setdefault(value, next(widths, 120))
+        elif key.endswith("_token_id") and isinstance(value, int) and value >= 320:
+            changes[key] = 3
+    return changes
+
+
+def _fewer_heads(text: Any) -> dict[str, Any]:
+    plain = text.to_dict()
+    heads, kv_heads = plain.get("num_attention_heads"), plain.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return {}
+    changes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 96}
+    if isinstance(kv_heads, int):
+        changes["num_key_value_heads"] = 4 if kv_heads == heads else 2
+    if not plain.get("head_dim"):
+        changes["hidden_size"] = 4 * (text.hidden_size // heads)
+    for key, rank in (("kv_lora_rank", 44), ("q_lora_rank", 28)):
+        if isinstance(plain.get(key), int):
+            changes[key] = rank
+    return changes

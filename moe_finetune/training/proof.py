@@ -1,0 +1,122 @@
+"""Whether a family's declared facts are those of transformers' own class: measured, fact by fact.
+
+A small model of the checkpoint's type gets random weights, and runs as it is, recorded, with an
+adapter, and merged. Each comparison is a :class:`Check`; the first group of them with a wrong fact
+ends the proof, since what comes after needs it. What is compared:
+
+1. where MoE layers, blocks, routers, experts and their sizes are;
+2. what the router answers, and that the block uses its weights;
+3. the rule from logits to weights (score, renormalisation, scaling) and to the selection (bias,
+   groups);
+4. LoRA's targets, and names on disk;
+5. logits and gradients of the recorded model, the record itself, and a merged adapter.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_finetune.models.base import Family
+from moe_finetune.models.declared import using
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what is compared.
+        difference: the largest, relative to the largest value; None for names and numbers.
+        bound: what the difference may be.
+        problem: the fact that is wrong, and what the model says; None where all is right.
+        note: what else a reader should know.
+    """
+
+    name: str
+    difference: float | None = None
+    bound: float | None = None
+    problem: str | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        """The check as a line of text."""
+        if self.problem is not None:
+            return f"WRONG  {self.name}: {self.problem}"
+        within = (
+            "" if self.difference is None else f"{self.difference:.1e} (bound {self.bound:.0e})"
+        )
+        return f"ok     {self.name:<24} {within or 'as declared'}{self.note and '; ' + self.note}"
+
+
+@dataclass
+class Proof:
+    """The checks of one family; ``sizes`` are those of the model that ran."""
+
+    family: str
+    model_type: str
+    sizes: dict[str, int]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every fact is right."""
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """The facts that are wrong."""
+        return [check.problem for check in self.checks if check.problem is not None]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"ok": self.ok}
+
+    def text(self) -> str:
+        """A line for each check."""
+        sizes = ", ".join(f"{value} {name}" for name, value in self.sizes.items())
+        end = "proved: the declared facts are those of transformers' class"
+        if not self.ok:
+            end = f"not proved: {len(self.problems)} of the declared facts are wrong"
+        head = f"{self.model_type} as declared by family {self.family}, on a model of {sizes}"
+        return "\n".join([head, *(check.line() for check in self.checks), end])
+
+
+def prove(config: Any, family: Family, seed: int = 0) -> Proof:
+    """Compare ``family`` with transformers' class of ``config``; takes seconds and little memory.
+
+    Args:
+        config: transformers' config of a checkpoint; a small one is taken as it is.
+        family: the declared facts.
+        seed: of weights and tokens.
+
+    Raises:
+        CheckpointError: no small model of this type can be made.
+    """
+    from moe_finetune.models.shrink import shrunk_config
+    from moe_finetune.training.proof_facts import fact_checks
+    from moe_finetune.training.proof_model import random_model
+    from moe_finetune.training.proof_runs import run_checks
+
+    with torch.random.fork_rng(devices=[]), using(family), tempfile.TemporaryDirectory() as folder:
+        smaller = shrunk_config(config, family)
+        text = smaller.get_text_config()
+        sizes = {
+            "layers": text.num_hidden_layers,
+            "hidden": text.hidden_size,
+            "tokens of vocabulary": text.vocab_size,
+        }
+        proof = Proof(family.name, config.model_type, sizes)
+        facts = fact_checks(random_model(smaller, seed), family)
+        runs = run_checks(partial(random_model, smaller, seed), family, Path(folder))
+        for group in chain(facts, runs):
+            proof.checks += group
+            if not proof.ok:
+                break
+    return proof

@@ -1,0 +1,264 @@
+"""The declared facts against a stock model: places, sizes, the router's answer and rule, names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.models.base import Family
+from moe_finetune.models.layout import Site, sites
+from moe_finetune.models.routing_rule import declared_rule, nearest_groups, nearest_rule, selected
+from moe_finetune.models.structure import patterns_on_disk, shapes_on_disk
+from moe_finetune.training.proof import Check
+from moe_finetune.training.proof_model import PARTS, Seen, named_parts, watch
+
+EXACT = 1e-5
+"""Relative difference of float32 weights that are computed in another order."""
+
+
+def fact_checks(model: nn.Module, family: Family) -> Iterator[list[Check]]:
+    """Groups of checks, each of which needs those before it to be right."""
+    config: Any = model.config
+    text = config.get_text_config()
+    found = sites(model)
+    yield [_layers(family, text, found), *_places(family, found[0])]
+    yield [*_sizes(family, text, found[0]), _router_weight(family, found[0])]
+    seen = watch(model, family)
+    yield [_answer(family, seen[0])]
+    yield [_used(family, layer) for layer in seen[-1:]]
+    yield list(_rules(family, text, seen))
+    yield list(_shared(family, found)) + list(_attention(family, found))
+    yield list(_names(family, config, found))
+
+
+def _wrong(name: str, declared: Any, real: str) -> Check:
+    return Check(name, problem=f"{name} is declared {declared!r}, and {real}")
+
+
+def _layers(family: Family, text: Any, found: Sequence[Site]) -> Check:
+    declared, real = family.moe_layers(text), [site.index for site in found]
+    if list(declared) != real:
+        return _wrong("moe_layers", list(declared), f"the model has experts in layers {real}")
+    return Check("moe_layers")
+
+
+def _places(family: Family, site: Site) -> Iterator[Check]:
+    for name, declared, real in (
+        ("block_path", family.block_path, site.block_path),
+        ("experts_name", family.experts_name, site.experts_name),
+    ):
+        if declared != real:
+            yield _wrong(name, declared, f"the model has its experts at '{_path(site)}'")
+        else:
+            yield Check(name)
+    routers = [name for name, _ in site.routers]
+    if family.router_name not in routers:
+        yield _wrong(
+            "router_name",
+            family.router_name,
+            f"the weight with a row an expert is in {routers} of '{site.block_path}'",
+        )
+    else:
+        yield Check("router_name")
+
+
+def _path(site: Site) -> str:
+    return f"{site.block_path}.{site.experts_name}".lstrip(".")
+
+
+def _sizes(family: Family, text: Any, site: Site) -> Iterator[Check]:
+    for name, declared, real in (
+        ("num_experts", family.num_experts(text), site.num_experts),
+        ("expert_width", family.expert_width(text), site.width),
+    ):
+        if declared != real:
+            yield _wrong(name, declared, f"the model's experts have {real}")
+        else:
+            yield Check(name)
+
+
+def _router_weight(family: Family, site: Site) -> Check:
+    paths = [path for name, path in site.routers if name == family.router_name]
+    if family.router_weight not in paths:
+        return _wrong("router_weight", family.router_weight, f"the model has it at '{paths[0]}'")
+    return Check("router_weight")
+
+
+def _answer(family: Family, layer: Seen) -> Check:
+    """The order of what the router returns: the index is whole numbers, the logits are of all."""
+    answer = layer.answers[0]
+    given = answer if isinstance(answer, tuple) else (answer,)
+    order = tuple(_part(tensor, layer.site.num_experts) for tensor in given)
+    declared = family.router_returns
+    if len(declared) != len(order) or any(
+        name != part for name, part in zip(declared, order, strict=True) if name in PARTS
+    ):
+        return _wrong("router_returns", family.router_returns, f"the router returns {order}")
+    return Check("router_returns")
+
+
+def _part(tensor: Any, experts: int) -> str:
+    if not tensor.is_floating_point():
+        return "index"
+    return "logits" if tensor.shape[-1] == experts else "weights"
+
+
+def _used(family: Family, layer: Seen) -> Check:
+    """Whether the block gives its experts the router's own weights and index."""
+    named, (index, weights) = named_parts(family, layer), layer.given[0]
+    if not torch.equal(index.reshape(named["index"].shape), named["index"]):
+        return Check("router's index", problem="the block gives its experts another index than its "
+                     "router returned; this type needs code of its own")  # fmt: skip
+    difference = float((weights.reshape(named["weights"].shape) - named["weights"]).abs().max())
+    difference /= float(named["weights"].abs().max())
+    problem = None
+    if difference > EXACT:
+        problem = (
+            f"the block gives its experts weights that differ by {difference:.1e} from those that "
+            "its router returned; this type needs code of its own"
+        )
+    return Check("weights that are used", difference, EXACT, problem)
+
+
+def _rules(family: Family, text: Any, seen: Sequence[Seen]) -> Iterator[Check]:
+    named = [named_parts(family, layer) for layer in seen]
+    logits, weights, index = (
+        torch.cat([layer[part] for layer in named]) for part in ("logits", "weights", "index")
+    )
+    if family.top_k(text) != index.shape[1]:
+        yield _wrong("top_k", family.top_k(text), f"the router selects {index.shape[1]}")
+        return
+    if family.own_weights is not None:
+        yield Check("rule of the weights", note=f"none: {family.own_weights}")
+        return
+    rule = declared_rule(family, text, logits, weights, index)
+    nearest = nearest_rule(logits, weights, index)
+    if rule.difference <= EXACT:
+        yield Check("rule of the weights", rule.difference, EXACT, note=str(rule))
+    else:
+        yield from _differences(rule, nearest)
+    if rule.difference <= EXACT:
+        yield from _selection(family, text, seen, named)
+
+
+def _differences(rule: Any, nearest: Any) -> Iterator[Check]:
+    if nearest.difference > EXACT:
+        yield Check(
+            "rule of the weights",
+            rule.difference,
+            EXACT,
+            problem=f"the weights follow from no score of the logits that is known "
+            f"(declared: {rule}; nearest: {nearest}, {nearest.difference:.1e} off)",
+        )
+        return
+    for name in ("score", "renormalize"):
+        declared, real = getattr(rule, name), getattr(nearest, name)
+        if declared != real:
+            yield _wrong(name, declared, f"the model's weights are {nearest}")
+    if abs(rule.scaling - nearest.scaling) > EXACT * abs(nearest.scaling):
+        yield _wrong("scaling", rule.scaling, f"the model's weights are {nearest}")
+
+
+def _selection(
+    family: Family, text: Any, seen: Sequence[Seen], named: Sequence[dict[str, Tensor]]
+) -> Iterator[Check]:
+    groups = family.groups(text)
+    wrong_bias = _bias(family, text, seen[0].site)
+    if wrong_bias is not None:
+        yield wrong_bias
+        return
+    fixed = set(family.fixed_layers(text))
+    for layer, parts in zip(seen, named, strict=True):
+        if layer.site.index in fixed:
+            continue
+        bias = _held_bias(layer.site)
+        own = parts["index"].sort(-1).values
+        again = selected(family.score, parts["logits"], bias, own.shape[1], groups)
+        if torch.equal(again, own):
+            continue
+        real = nearest_groups(family.score, parts["logits"], bias, own)
+        if real is None:
+            yield Check(
+                "selection",
+                problem="the model's selection follows from neither groups nor a bias that this "
+                "toolkit knows; this type needs code of its own",
+            )
+        else:
+            yield _wrong("groups", groups, f"the model selects from {real[1]} of {real[0]} groups")
+        return
+    yield Check("bias")
+    yield Check("groups", note=f"{groups[1]} of {groups[0]}")
+
+
+def _held_bias(site: Site) -> Tensor | None:
+    held = dict([*site.block.named_parameters(), *site.block.named_buffers()])
+    return held[site.biases[0]].detach().flatten() if site.biases else None
+
+
+def _bias(family: Family, text: Any, site: Site) -> Check | None:
+    """The problem with ``disk.router_bias``, if there is one; an undeclared bias is one."""
+    declared = family.disk.router_bias
+    if declared is None and site.biases:
+        return _wrong(
+            "disk.router_bias",
+            None,
+            f"the block has a value an expert in '{site.biases[0]}', added for the selection",
+        )
+    if declared is not None and not site.biases and family.bias_export != "noaux_tc":
+        return _wrong("disk.router_bias", declared, "the block has no value an expert")
+    return None
+
+
+def _shared(family: Family, found: Sequence[Site]) -> Iterator[Check]:
+    """Linear layers of the block, and those of the decoder layer beside block and attention."""
+    attention = {target.partition(".")[0] for target in family.attention_targets}
+    real = {name for site in found for name in site.other_linears}
+    real |= {name for site in found for name in site.beside(attention)}
+    undeclared = sorted(real - set(family.shared_targets))
+    if undeclared:
+        yield _wrong("shared_targets", family.shared_targets, f"the layers also have {undeclared}")
+    else:
+        matched = len(real & set(family.shared_targets))
+        yield Check("shared_targets", note=f"{matched} linear layers")
+
+
+def _attention(family: Family, found: Sequence[Site]) -> Iterator[Check]:
+    modules = {name for site in found for name, _ in site.layer.named_modules()}
+    if not modules & set(family.attention_targets):
+        real = sorted(
+            name
+            for name, module in found[0].layer.named_modules()
+            if isinstance(module, nn.Linear) and not name.startswith(f"{family.block_path}.")
+        )
+        yield _wrong("attention_targets", family.attention_targets, f"the layers have {real}")
+    else:
+        matched = len(modules & set(family.attention_targets))
+        yield Check("attention_targets", note=f"{matched} linear layers")
+
+
+def _names(family: Family, config: Any, found: Sequence[Site]) -> Iterator[Check]:
+    """Each name that the family has for the files is one that transformers writes."""
+    stored, disk = shapes_on_disk(config), family.disk
+    mapping = config.to_dict()
+    wanted = {"router": f"{family.router_name}.{family.router_weight}"}
+    if disk.router_bias is not None and found[0].biases:
+        wanted["router_bias"] = found[0].biases[0]
+    first = family.expert_parameters[0]
+    wanted |= dict.fromkeys(disk.parts(first), f"{family.experts_name}.{first}")
+    wanted["down"] = f"{family.experts_name}.down_proj"
+    site = found[0]
+    for part, loaded in wanted.items():
+        if getattr(disk, part) is None:
+            yield _wrong(f"disk.{part}", None, f"the model has '{loaded}'")
+            return
+        name = disk.name(part, site.index, site.num_experts - 1)
+        if name not in stored:
+            layer = f"{family.backbone}.layers.{site.index}"
+            path = ".".join(filter(None, (layer, family.block_path, loaded)))
+            real = patterns_on_disk(mapping, path)
+            yield _wrong(f"disk.{part}", getattr(disk, part), f"the files call it {real}")
+            return
+    yield Check("names on disk", note=f"{len(wanted)} kinds")

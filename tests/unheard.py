@@ -1,0 +1,90 @@
+"""A model type that transformers' registry knows and the toolkit does not: GLM-4.5's, renamed."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+
+from moe_finetune.models.base import QKVO as ATTENTION
+from moe_finetune.models.base import SHARED_EXPERTS, DiskLayout, Family, expert_groups
+from moe_finetune.models.structure import layers_with_experts
+from tests import tiny, tiny_families
+
+
+class UnheardConfig(Glm4MoeConfig):
+    model_type = "unheard_moe"
+
+
+class UnheardForCausalLM(Glm4MoeForCausalLM):
+    config_class = UnheardConfig
+
+
+DECLARED = {
+    "model_type": "unheard_moe",
+    "score": "sigmoid",
+    "renormalize": "norm_topk_prob",
+    "scaling": "routed_scaling_factor",
+    "groups": ["n_group", "topk_group"],
+    "num_experts": "n_routed_experts",
+    "attention_targets": list(ATTENTION),
+    "shared_targets": list(SHARED_EXPERTS),
+    "disk": {
+        "router_bias": "gate.e_score_correction_bias",
+        "gate_up": "experts.gate_up_proj",
+        "down": "experts.down_proj",
+    },
+}
+
+
+def register() -> None:
+    """Tell transformers of the type; repeatable."""
+    AutoConfig.register("unheard_moe", UnheardConfig, exist_ok=True)
+    AutoModelForCausalLM.register(UnheardConfig, UnheardForCausalLM, exist_ok=True)
+
+
+def config() -> UnheardConfig:
+    """A tiny config."""
+    register()
+    plain = tiny_families.config("glm4_moe").to_dict()
+    plain |= {"model_type": "unheard_moe", "architectures": ["UnheardForCausalLM"]}
+    return UnheardConfig.from_dict(plain)
+
+
+def save(folder) -> None:
+    """A tiny checkpoint with a tokenizer."""
+    torch.manual_seed(0)
+    UnheardForCausalLM(config()).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def family() -> Family:
+    """What a plugin would hand over."""
+    return Family(
+        "unheard",
+        "unheard_moe",
+        "Unheard",
+        score="sigmoid",
+        attention_targets=ATTENTION,
+        shared_targets=SHARED_EXPERTS,
+        disk=DiskLayout(
+            router_bias="gate.e_score_correction_bias",
+            gate_up="experts.gate_up_proj",
+            down="experts.down_proj",
+        ),
+        num_experts=lambda config: config.n_routed_experts,
+        scaling=lambda config: config.routed_scaling_factor,
+        groups=expert_groups,
+        moe_layers=layers_with_experts,
+        bias_export="tensor",
+    )
+
+
+def families() -> list[Family]:
+    """As a callable that registers its class, too."""
+    register()
+    return [family()]
+
+
+def broken() -> None:
+    """A plugin whose code fails."""
+    raise RuntimeError("no such thing")
