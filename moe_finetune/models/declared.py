@@ -16,8 +16,8 @@ from typing import Any
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.structure import layers_with_experts
-from moe_finetune.recipe import load_recipe
 from moe_finetune.recipe.family import DECLARED, FamilySection
+from moe_finetune.recipe.schema import load_recipe
 
 GROUP = "moe_finetune.models"
 _stands_for: dict[str, Family] = {}

@@ -12,9 +12,8 @@ from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.models import FAMILIES, declared, family_of, find_family
 from moe_finetune.models.declared import declare_family_of, family_from
 from moe_finetune.models.suggestion import suggestion
-from moe_finetune.recipe import load_recipe
 from moe_finetune.recipe.family import DECLARED, FamilySection
-from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.schema import load_recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from tests import tiny_families, unheard
 
