@@ -25,6 +25,7 @@ from moe_finetune.errors import (
     UnsupportedModelError,
 )
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
+from moe_finetune.io.folder import is_taken
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe
@@ -146,7 +147,7 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
                 f"--resume: the recipe differs from {saved}, with which this run was started; "
                 "resume with that file, or choose another --output"
             )
-    elif output.exists() and (not output.is_dir() or contents(output)):
+    elif is_taken(output):
         what = "another run" if saved.exists() else "other files"
         raise OutputExistsError(
             f"{output} holds {what}; choose another --output"

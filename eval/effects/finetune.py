@@ -19,7 +19,7 @@ from moe_finetune.data.examples import prepare
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.io import output_folder, output_lock, write_atomic
-from moe_finetune.io.json_file import parse_json
+from moe_finetune.io.rows import read_log
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
 from moe_finetune.models.loading import load_config, load_model, load_tokenizer, local_folder
@@ -182,11 +182,8 @@ def run_finetune(
 
 
 def _log(path: Path) -> list[dict[str, float]]:
-    rows = [
-        parse_json(line, finite=False) for line in path.read_text(encoding="utf-8").splitlines()
-    ]
     return [
         {key: value for key, value in row.items() if isinstance(value, int | float)}
-        for row in rows
+        for row in read_log(path)
         if row["kind"] == "train"
     ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eval.effects.probe import IGNORED, padded_batches
 from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
-from moe_finetune.io.json_file import parse_json
+from moe_finetune.io.rows import read_log
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.perturbation import Perturbation
 
@@ -104,4 +104,4 @@ def _row(tokenizer: Any, prompt: str, answer: str, *end: int) -> Row:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_log(path)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from eval.effects.settings import Miniature
 from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError
-from moe_finetune.io import contents, write_atomic
+from moe_finetune.io import write_atomic
+from moe_finetune.io.folder import is_taken
 from moe_finetune.io.json_file import read_json, read_object
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
                 f"{output}: holds runs of this study with other settings under "
                 f"{', '.join(different)}; choose another --output"
             )
-    elif output.exists() and (not output.is_dir() or contents(output)):
+    elif is_taken(output):
         raise OutputExistsError(f"{output} holds other files; choose another --output")
     write_atomic(place, json.dumps(settings, indent=2) + "\n")
 

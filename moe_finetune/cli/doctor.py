@@ -36,7 +36,7 @@ class Check:
 
 def examine(fix: bool = False) -> list[Check]:
     """Look at this machine; with ``fix`` mend vLLM's CPU build and install a sandbox first."""
-    from moe_finetune.evaluation.sandbox_install import repair_sandbox
+    from moe_finetune.evaluation.sandbox.install import repair_sandbox
     from moe_finetune.vllm.install import repair_vllm_cpu
 
     done = [*repair_vllm_cpu(), *repair_sandbox()] if fix else []
@@ -148,7 +148,7 @@ def _vllm() -> Check:
 
 
 def _sandbox() -> Check:
-    from moe_finetune.evaluation.sandbox_install import install_command, missing, sandbox_state
+    from moe_finetune.evaluation.sandbox.install import install_command, missing, sandbox_state
 
     kind, trouble = sandbox_state()
     if kind is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import DataError, DiskSpaceError, OutputError
 from moe_finetune.io import output_folder, output_lock, sync
 from moe_finetune.io.cache_folder import cache_folder
+from moe_finetune.io.json_file import read_object
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,7 +71,7 @@ def prepared_once(
             f"data: {folder.parent} cannot hold the prepared data ({said}); "
             "make room there, or name another folder in MOE_FINETUNE_CACHE"
         ) from error
-    counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+    counts = read_object(folder / _COUNTS, DataError, "remove the folder")
     dataset: Any = load_from_disk(str(folder / "rows"))
     return dataset, counts, found
 

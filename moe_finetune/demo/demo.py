@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, OutputExistsError
-from moe_finetune.io import contents, one_writer, write_atomic
+from moe_finetune.io import one_writer, write_atomic
+from moe_finetune.io.folder import is_taken
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe, load_recipe
 
@@ -41,7 +42,7 @@ def run_demo(
     from moe_finetune.run import run_recipe
 
     output = Path(output)
-    if output.exists() and (not output.is_dir() or contents(output)) and not resume:
+    if is_taken(output) and not resume:
         raise OutputExistsError(
             f"{output} is not empty; choose another --output, or add --resume to go on with it"
         )

@@ -1,190 +1,79 @@
-"""Rules, a judge model and people over finished results: who says what, and do they agree?"""
+"""Do the rules, a judge model and people agree? Their verdicts, and Cohen's kappa of each pair."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from moe_finetune.errors import DataError, EvaluationError, OutputExistsError, did_you_mean
+from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation import human
-from moe_finetune.evaluation.comparison import result_names
-from moe_finetune.evaluation.judge import (
-    DEFAULT_MODEL,
-    DEFAULT_PRICES,
-    DEFAULT_URL,
-    INSTRUCTION,
-    Judge,
-    judge_samples,
-)
-from moe_finetune.evaluation.results import (
-    TaskResult,
-    load_results,
-    load_samples,
-    samples_file,
-)
-from moe_finetune.io.hashes import sha256_json
+from moe_finetune.evaluation.items import ITEM_FIELDS, one_row_per_item, read_items
+from moe_finetune.evaluation.validations import JudgedTask
+from moe_finetune.io.rows import read_rows
 from moe_finetune.io.tables import aligned
+from moe_finetune.metrics.statistics import cohens_kappa
 
 Verdicts = dict[tuple[str, str, int], bool]
 
 
-@dataclass(frozen=True)
-class JudgedTask:
-    """A generation task in one folder of results.
-
-    Attributes:
-        method: short name of the folder, as in comparisons.
-        folder: the folder of results.
-        label: the task's label in results.json.
-        result: its entry there.
-        metrics: metrics of its items.
-        filters: answer extractions that its items were scored with.
-    """
-
-    method: str
-    folder: Path
-    label: str
-    result: TaskResult
-    metrics: tuple[str, ...]
-    filters: tuple[str, ...]
-
-    @property
-    def samples(self) -> Path:
-        """The file of its items."""
-        return samples_file(self.folder, self.result)
-
-    @property
-    def judged(self) -> Path:
-        """The file with a judge's verdicts beside it; there once a judge was asked."""
-        return self.samples.with_name(f"{self.samples.stem}.judged.jsonl")
-
-    def rules(self) -> Verdicts:
-        """Verdicts of the rules that score the task; none where it is not scored yet."""
-        metric, filter = self.result["metric"], self.result["filter"]
-        if metric not in self.metrics:
-            return {}
-        if filter not in self.filters:
-            # Programs are scored after generation, whichever extraction the reply came by.
-            (filter,) = self.filters
-        return human.rule_verdicts(self.method, self.samples, metric, filter)
-
-
-def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[JudgedTask]:
-    """Return the tasks whose answers are text, for every folder of results.
+def agreement(
+    validations: Mapping[str, Mapping[Any, bool]],
+) -> dict[str, dict[str, float | int]]:
+    """Return kappa and raw agreement of every pair of validations over the items both judged.
 
     Args:
-        folders: folders of finished results.
-        only: labels to take; all unless given.
+        validations: name ("rules", "judge", "people") -> item -> correct.
 
     Raises:
-        EvaluationError: an unknown label, or no task of this kind.
+        EvaluationError: a pair without an item in common.
     """
-    tasks = []
-    labels: set[str] = set()
-    for method, folder in zip(result_names(folders), folders, strict=True):
-        for label, result in load_results(folder)["tasks"].items():
-            labels.add(label)
-            if only and label not in only:
-                continue
-            rows = load_samples(folder, result)
-            try:
-                written = isinstance(rows[0]["replies"][0][0], str)
-                filters = tuple(sorted({row["filter"] for row in rows}))
-                metrics = tuple(rows[0]["metrics"])
-            except (KeyError, IndexError, TypeError):
-                raise DataError(
-                    f"{samples_file(folder, result)}: not the samples of an evaluation; each row "
-                    "has replies, metrics and a filter"
-                ) from None
-            if written:
-                tasks.append(JudgedTask(method, folder, label, result, metrics, filters))
-    for label in only:
-        if label not in labels:
-            raise EvaluationError(
-                f"the results have no task '{label}'{did_you_mean(label, labels)}"
-            )
-    if not tasks:
-        raise EvaluationError(
-            "no task with written answers to judge; log-likelihood tasks choose among given ones"
-        )
-    return tasks
+    result: dict[str, dict[str, float | int]] = {}
+    for (first, a), (second, b) in itertools.combinations(validations.items(), 2):
+        common = [item for item in a if item in b]
+        if not common:
+            raise EvaluationError(f"{first} and {second} judged no item in common")
+        left, right = [a[i] for i in common], [b[i] for i in common]
+        result[f"{first} ~ {second}"] = {
+            "kappa": cohens_kappa(left, right),
+            "agreement": sum(x == y for x, y in zip(left, right, strict=True)) / len(common),
+            "n": len(common),
+        }
+    return result
 
 
-def judge_tasks(
-    tasks: Sequence[JudgedTask],
-    model: str,
-    url: str | None = None,
-    prices: str | None = None,
-    limit: int | None = None,
-) -> Iterator[str]:
-    """Ask the judge about every task and yield a line about each, with its cost.
-
-    Args:
-        tasks: see :func:`generation_tasks`.
-        model: the judge's name.
-        url: its endpoint; OpenAI's unless given.
-        prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
-        limit: first items of each task only.
-    """
-    known = _prices(prices)
-    url = url or DEFAULT_URL
-    if known is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
-        known = DEFAULT_PRICES
-    name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.sqlite"
-    for task in tasks:
-        cache = task.folder / "cache" / name
-        with Judge(model, url, cache=cache, prices=known or (0.0, 0.0)) as judge:
-            found = judge_samples(task.samples, judge, limit=limit)
-        cost = f"${found['cost']:.4f}" if known else "price unknown (--judge-prices IN,OUT)"
-        yield (
-            f"{task.method} {task.label}: judge {model} accepts {found['accuracy']:.4f} of "
-            f"{found['n']}; {found['requests']} requests, {found['prompt_tokens']:,} tokens in, "
-            f"{found['completion_tokens']:,} out, {cost}"
-        )
-
-
-def _prices(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        into, out = map(float, text.split(","))
-        if not (0 <= into < math.inf and 0 <= out < math.inf):
-            raise ValueError
-    except ValueError:
-        raise EvaluationError(
-            f"--judge-prices {text}: wanted dollars per million tokens in and out, such as 2.5,10"
-        ) from None
-    return into, out
-
-
-def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[human.Sheets]:
-    """Write blinded sheets, one for each task that all methods answered.
-
-    Args:
-        tasks: see :func:`generation_tasks`.
-        folder: gets a folder for each task.
-        n: items of each task.
-
-    Raises:
-        OutputExistsError: sheets are there; they may hold somebody's work.
-    """
-    labels = list(dict.fromkeys(task.label for task in tasks))
-    for label in labels:
-        if (folder / label).exists():
-            raise OutputExistsError(
-                f"{folder / label} exists and may hold annotations; remove it or choose another "
-                "--output"
-            )
-    return [
-        human.export_sheets(
-            {task.method: task.samples for task in tasks if task.label == label},
-            folder / label,
-            n,
-        )
-        for label in labels
+def rule_verdicts(
+    method: str, samples: str | Path, metric: str, filter: str
+) -> dict[tuple[str, str, int], bool]:
+    """Return the rule-based verdicts of a samples file, keyed as annotations are."""
+    rows = [
+        r for r in read_rows(samples, (*ITEM_FIELDS, "filter", "metrics")) if r["filter"] == filter
     ]
+    for row in one_row_per_item(rows):
+        if not isinstance(row["metrics"], dict) or metric not in row["metrics"]:
+            raise DataError(f"{samples}: item {row['doc_id']} has no metric '{metric}'")
+    return {(method, row["task"], row["doc_id"]): row["metrics"][metric] == 1 for row in rows}
+
+
+def rules(task: JudgedTask) -> Verdicts:
+    """Verdicts of the rules that score the task; none where it is not scored yet."""
+    metric, filter = task.result["metric"], task.result["filter"]
+    if metric not in task.metrics:
+        return {}
+    if filter not in task.filters:
+        # Programs are scored after generation, whichever extraction the reply came by.
+        (filter,) = task.filters
+    return rule_verdicts(task.method, task.samples, metric, filter)
+
+
+def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int], bool]:
+    """Return the judge's verdicts of a ``.judged.jsonl`` file, keyed as annotations are."""
+    rows = read_items(judged, "judge")
+    for row in rows:
+        if not isinstance(row["judge"], dict) or type(row["judge"].get("correct")) is not bool:
+            raise DataError(f"{judged}: item {row['doc_id']} has no verdict; judge again")
+    return {(method, row["task"], row["doc_id"]): row["judge"]["correct"] for row in rows}
 
 
 def agreement_table(
@@ -203,9 +92,9 @@ def agreement_table(
     """
     validations: dict[str, Verdicts] = {"rules": {}, "judge": {}}
     for task in tasks:
-        validations["rules"] |= task.rules()
+        validations["rules"] |= rules(task)
         if task.judged.is_file():
-            validations["judge"] |= human.judge_verdicts(task.method, task.judged)
+            validations["judge"] |= judge_verdicts(task.method, task.judged)
     for file in annotations:
         assert key is not None
         name = "people" if len(annotations) == 1 else file.stem
@@ -222,7 +111,7 @@ def agreement_table(
     if len(validations) < 2:
         return aligned(rows, "left")
     pairs = [["agreement", "kappa", "equal", "items"]]
-    for pair, found in human.agreement(validations).items():
+    for pair, found in agreement(validations).items():
         pairs.append([pair, f"{found['kappa']:.3f}", f"{found['agreement']:.3f}", f"{found['n']}"])
     return "\n\n".join(aligned(table, "left") for table in (rows, pairs))
 

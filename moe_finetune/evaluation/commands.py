@@ -187,18 +187,19 @@ def _evaluate(request: Request, output: Path) -> None:
 
 
 def _validate(request: Request, folders: list[Path]) -> None:
-    from moe_finetune.evaluation import agreement as validation
+    from moe_finetune.evaluation.agreement import agreement_table
+    from moe_finetune.evaluation.validations import generation_tasks, judge_tasks, write_sheets
 
-    tasks = validation.generation_tasks(folders, request.only)
+    tasks = generation_tasks(folders, request.only)
     if request.judge:
-        for line in validation.judge_tasks(
+        for line in judge_tasks(
             tasks, request.judge, request.judge_url, request.judge_prices, request.limit
         ):
             print(line)
     if request.sheets is not None:
         target = request.output or folders[0]
-        for sheets in validation.write_sheets(tasks, target / "sheets", request.sheets):
+        for sheets in write_sheets(tasks, target / "sheets", request.sheets):
             print(f"sheets: {sheets.csv} and {sheets.html.name}, {sheets.n} answers")
             print(f"key, not for annotators: {sheets.key}")
     if request.judge or request.annotations:
-        print(validation.agreement_table(tasks, request.annotations, request.key))
+        print(agreement_table(tasks, request.annotations, request.key))

@@ -15,17 +15,16 @@ from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsE
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.catalog import Catalog, Leaf, prepare
-from moe_finetune.evaluation.results import SCHEMA, Metric, Results, TaskResult
-from moe_finetune.evaluation.sandbox_install import no_sandbox
+from moe_finetune.evaluation.collect import sample_rows, task_result
+from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
+from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select
 from moe_finetune.io import clear_beside, clear_leftovers, one_writer, write_atomic
 from moe_finetune.io.environment import describe_environment
-from moe_finetune.io.hashes import sha256_json, sha256_text, to_json
+from moe_finetune.io.hashes import sha256_json, to_json
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.io.terminal import terminal
-
-_RESULT_KEYS = ("alias", "name", "sample_len", "sample_count", " ", "samples")
 
 
 @one_writer
@@ -198,9 +197,9 @@ class _Run:
             return cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
         started = time.perf_counter()
         raw, usage = self._ask(entry, limit)
-        samples = _samples(raw["samples"])
+        samples = sample_rows(raw["samples"])
         write_jsonl(file.parent / "samples.jsonl", samples)
-        result = _collect(entry, leaves, raw)
+        result = task_result(entry, leaves, raw)
         result |= {
             "key": key,
             "config_sha256": sha256_json(definition["leaves"]),
@@ -272,75 +271,3 @@ class _Run:
         }
         write_atomic(self.output / "results.json", to_json(results, 1, sort=False) + "\n")
         return results
-
-
-def _metrics(row: dict[str, Any]) -> dict[str, Metric]:
-    metrics: dict[str, Metric] = {}
-    for key, value in row.items():
-        name, _, extraction = key.partition(",")
-        if not extraction or name.endswith("_stderr") or isinstance(value, str):
-            continue
-        stderr = row.get(f"{name}_stderr,{extraction}")
-        known = float(stderr) if isinstance(stderr, (int, float)) else None
-        metrics[key] = {"value": float(value), "stderr": known}
-    return metrics
-
-
-def _collect(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> TaskResult:
-    rows = raw["results"]
-    names = [leaf.name for leaf in leaves]
-    whole = raw.get("groups", {}).get(entry.task) or rows.get(entry.task)
-    metrics = _metrics(whole) if whole else {}
-    headline = f"{entry.metric},{entry.filter}"
-    if entry.aggregate == "glue":
-        from moe_finetune.evaluation.glue import glue_mean
-
-        metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
-    notes = []
-    if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
-        notes.append("examples are other rows of the tested split; the task has no split for them")
-    if headline not in metrics and not entry.code:
-        notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
-    top = metrics.get(headline, {"value": None, "stderr": None})
-    several = len(names) > 1
-    return {
-        "task": entry.task,
-        "version": raw["versions"].get(entry.task, entry.version),
-        "shots": entry.shots,
-        "metric": entry.metric,
-        "filter": entry.filter,
-        "value": top["value"],
-        "stderr": top["stderr"],
-        "chance": entry.chance,
-        "n": sum(raw["n-samples"][name]["effective"] for name in names),
-        "metrics": metrics,
-        "subtasks": {
-            name: {"metrics": _metrics(rows[name]), "n": raw["n-samples"][name]["effective"]}
-            for name in (names if several else [])
-        },
-        "notes": notes,
-    }
-
-
-def _samples(by_task: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row per task, item and filter, with hashes that let two runs be joined."""
-    rows = []
-    for name, samples in sorted(by_task.items()):
-        for sample in sorted(samples, key=lambda s: (s["doc_id"], s["filter"])):
-            arguments = [list(args) for args in sample["arguments"]]
-            rows.append(
-                {
-                    "task": name,
-                    "doc_id": sample["doc_id"],
-                    "item": sample["doc_hash"],
-                    "prompt_sha256": sha256_text(to_json(arguments)),
-                    "filter": sample["filter"],
-                    "doc": sample["doc"],
-                    "prompts": arguments,
-                    "target": sample["target"],
-                    "replies": sample["resps"],
-                    "extracted": sample["filtered_resps"],
-                    "metrics": {name: sample[name] for name in sample["metrics"]},
-                }
-            )
-    return rows

@@ -35,18 +35,36 @@ class ServerError(EvaluationError):
         super().__init__(message)
         self.passing, self.wait = passing, wait
 
-    def pause(self, attempt: int, left: float) -> float:
-        """Return the seconds before try ``attempt + 1``.
+
+class Tries:
+    """The tries of one request, and when they and the waits between them must have ended.
+
+    Args:
+        most: how many there may be.
+        deadline: by ``time.monotonic()``.
+    """
+
+    def __init__(self, most: int, deadline: float):
+        self.left, self.deadline = most, deadline
+        self._backoff = 0.5
+
+    def seconds(self, most: float) -> float:
+        """Return the seconds that the next try may take, at most ``most``."""
+        return min(most, max(self.deadline - time.monotonic(), 0.1))
+
+    def pause(self, error: ServerError) -> float:
+        """Return the seconds to wait after a try that failed with ``error``.
 
         Raises:
-            ServerError: this one, when there is no use in another try within ``left`` seconds.
+            ServerError: another try has no use, or there are no tries or no time left.
         """
-        backoff = random.uniform(0.5, 1) * 0.5 * 2**attempt
-        seconds = backoff if self.wait is None else self.wait
-        if not self.passing:
-            raise self
-        if seconds >= left:
-            raise ServerError(f"{self}; no time is left for another try") from None
+        self.left -= 1
+        if not error.passing or not self.left:
+            raise error
+        seconds = random.uniform(0.5, 1) * self._backoff if error.wait is None else error.wait
+        self._backoff *= 2
+        if seconds >= self.deadline - time.monotonic():
+            raise ServerError(f"{error}; no time is left for another try") from None
         return seconds
 
 

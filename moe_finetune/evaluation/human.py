@@ -1,4 +1,4 @@
-"""People as judges: blinded sheets out, annotations in, agreement between all validations."""
+"""People as judges: blinded sheets out, annotations in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
-from moe_finetune.evaluation.judge import ITEM_FIELDS, item_texts, one_row_per_item
+from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import sha256_text, to_json
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import read_rows
-from moe_finetune.metrics.statistics import cohens_kappa
 
 COLUMNS = ("id", "question", "reference", "answer", "verdict", "comment")
 _YES = {"correct", "yes", "y", "1", "true", "right"}
@@ -60,7 +59,7 @@ def export_sheets(
     folder = Path(folder)
     by_method = {
         method: {(r["task"], r["doc_id"], r["item"]): r
-                 for r in one_row_per_item(read_rows(path, ITEM_FIELDS))}
+                 for r in read_items(path)}
         for method, path in samples.items()
     }  # fmt: skip
     common = sorted(set.intersection(*(set(rows) for rows in by_method.values())))
@@ -158,50 +157,3 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
             raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")
         found[where] = verdict in _YES
     return found
-
-
-def agreement(
-    validations: Mapping[str, Mapping[Any, bool]],
-) -> dict[str, dict[str, float | int]]:
-    """Return kappa and raw agreement of every pair of validations over the items both judged.
-
-    Args:
-        validations: name ("rules", "judge", "people") -> item -> correct.
-
-    Raises:
-        EvaluationError: a pair without an item in common.
-    """
-    result: dict[str, dict[str, float | int]] = {}
-    for (first, a), (second, b) in itertools.combinations(validations.items(), 2):
-        common = [item for item in a if item in b]
-        if not common:
-            raise EvaluationError(f"{first} and {second} judged no item in common")
-        left, right = [a[i] for i in common], [b[i] for i in common]
-        result[f"{first} ~ {second}"] = {
-            "kappa": cohens_kappa(left, right),
-            "agreement": sum(x == y for x, y in zip(left, right, strict=True)) / len(common),
-            "n": len(common),
-        }
-    return result
-
-
-def rule_verdicts(
-    method: str, samples: str | Path, metric: str, filter: str
-) -> dict[tuple[str, str, int], bool]:
-    """Return the rule-based verdicts of a samples file, keyed as annotations are."""
-    rows = [
-        r for r in read_rows(samples, (*ITEM_FIELDS, "filter", "metrics")) if r["filter"] == filter
-    ]
-    for row in one_row_per_item(rows):
-        if not isinstance(row["metrics"], dict) or metric not in row["metrics"]:
-            raise DataError(f"{samples}: item {row['doc_id']} has no metric '{metric}'")
-    return {(method, row["task"], row["doc_id"]): row["metrics"][metric] == 1 for row in rows}
-
-
-def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int], bool]:
-    """Return the judge's verdicts of a ``.judged.jsonl`` file, keyed as annotations are."""
-    rows = one_row_per_item(read_rows(judged, (*ITEM_FIELDS, "judge")))
-    for row in rows:
-        if not isinstance(row["judge"], dict) or type(row["judge"].get("correct")) is not bool:
-            raise DataError(f"{judged}: item {row['doc_id']} has no verdict; judge again")
-    return {(method, row["task"], row["doc_id"]): row["judge"]["correct"] for row in rows}

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.exchange import ServerError, ask
+from moe_finetune.evaluation.exchange import ServerError, Tries, ask
+from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import JsonError, parse_json
-from moe_finetune.io.rows import read_rows, write_jsonl
+from moe_finetune.io.rows import write_jsonl
 
 DEFAULT_MODEL = "gpt-4o"
 DEFAULT_URL = "https://api.openai.com/v1"
@@ -52,10 +53,6 @@ _SCHEMA = {
         },
     },
 }
-
-
-# What a row of samples holds, of all that judges and people need.
-ITEM_FIELDS = ("task", "doc_id", "item", "doc", "target", "replies")
 
 
 @dataclass(frozen=True)
@@ -188,20 +185,17 @@ class Judge:
         }
         if self._structured:
             body["response_format"] = _SCHEMA
-        for attempt in range(self._retries + 1):
-            deadline += self._pace()  # our own pace is not the judge's delay
-            seconds = min(self._timeout, max(deadline - time.monotonic(), 0.1))
-            try:
-                return ask(f"{self.base_url}/chat/completions", body, self._key, seconds)
-            except ServerError as error:
+        tries = Tries(self._retries + 1, deadline)
+        try:
+            while True:
+                tries.deadline += self._pace()  # our own pace is not the judge's delay
+                seconds = tries.seconds(self._timeout)
                 try:
-                    if attempt == self._retries:
-                        raise
-                    pause = error.pause(attempt, deadline - time.monotonic())
-                except ServerError as last:
-                    raise EvaluationError(f"{self._name} failed: {last}") from None
-            time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
+                    return ask(f"{self.base_url}/chat/completions", body, self._key, seconds)
+                except ServerError as error:
+                    time.sleep(tries.pause(error))
+        except ServerError as last:
+            raise EvaluationError(f"{self._name} failed: {last}") from None
 
     def _pace(self) -> float:
         """Wait for the next request's turn; return the seconds that took."""
@@ -269,7 +263,7 @@ def judge_samples(
     """
     fields = fields or {}
     path = Path(samples)
-    rows = one_row_per_item(read_rows(path, ITEM_FIELDS))[:limit]
+    rows = read_items(path)[:limit]
     verdicts = judge.judge_all([item_texts(row, fields) for row in rows])
     judged = [
         {**row, "judge": {"model": judge.model, "correct": v.correct, "reason": v.reason}}
@@ -286,42 +280,3 @@ def judge_samples(
         "cost": judge.cost,
         "samples": str(target),
     }
-
-
-def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keep one row per task and item (samples have one per answer extraction too)."""
-    last: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in rows:
-        name = (row["task"], row["doc_id"])
-        if [type(part) for part in (*name, row["item"])] != [str, int, str]:
-            raise DataError(
-                f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60}, item {row['item']!r:.60} "
-                "do not name an item"
-            )
-        last.setdefault(name, row)
-    return list(last.values())
-
-
-def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return question, reference and answer of a sample."""
-    doc, replies = row["doc"], row["replies"]
-    try:
-        answer = replies[0][0]
-    except (IndexError, KeyError, TypeError):
-        answer = None
-    if not isinstance(doc, dict) or not isinstance(answer, str):
-        raise DataError(
-            f"item {row.get('doc_id')} of task {row.get('task')}: doc is not an object, or replies "
-            "hold no text"
-        )
-    names = [fields.get("question"), "question", "problem", "prompt"]
-    question = next((str(doc[n]) for n in names if n and n in doc), None)
-    if question is None:
-        raise EvaluationError(
-            f"the item has no field '{fields.get('question') or 'question'}'; it has "
-            f"{', '.join(sorted(doc))}"
-        )
-    named = fields.get("reference")
-    if named and named not in doc:
-        raise EvaluationError(f"the item has no field '{named}'; it has {', '.join(sorted(doc))}")
-    return question, str(doc[named] if named else row["target"]), answer

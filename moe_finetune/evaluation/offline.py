@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError, MoeFinetuneError
 from moe_finetune.evaluation.catalog import Catalog
-from moe_finetune.evaluation.sandbox_install import no_sandbox
+from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, load_suite
 
 _SAMPLED = 50

@@ -82,18 +82,15 @@ class CheckedCompletions(LocalCompletionsAPI):
         return [task.result() for task in tasks]
 
     async def _insist(self, client: Any, payload: dict[str, Any]) -> Any:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        for attempt in range(_TRIES):
-            left = deadline - time.monotonic()
+        tries = exchange.Tries(_TRIES, time.monotonic() + PATIENCE_SECONDS)
+        while True:
+            seconds = tries.seconds(REQUEST_SECONDS)
             try:
                 return await exchange.exchange(
-                    client, self.base_url, payload, self.api_key, min(REQUEST_SECONDS, left)
+                    client, self.base_url, payload, self.api_key, seconds
                 )
             except ServerError as error:
-                if attempt + 1 == _TRIES:
-                    raise
-                await asyncio.sleep(error.pause(attempt, deadline - time.monotonic()))
-        raise AssertionError("the last try returns or raises")
+                await asyncio.sleep(tries.pause(error))
 
 
 def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_finetune.errors import EvaluationError, did_you_mean
 from moe_finetune.io.yaml_file import read_yaml
+from moe_finetune.recipe.validation import describe
 
 _NAME, _LONGEST = re.compile(r"\w[\w .+-]*"), 120
 
@@ -130,7 +131,9 @@ def load_suite(suite: str | Path | Suite) -> Suite:
     try:
         loaded = Suite.model_validate(content)
     except ValidationError as error:
-        raise EvaluationError(_explain(path, error)) from None
+        raise EvaluationError(
+            "\n".join(f"{path}: {line.removeprefix(': ')}" for line in describe(Suite, error))
+        ) from None
     labels = [task.label for task in loaded.tasks]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"{path}: label '{twice[0]}' occurs twice; give the entries a label")
@@ -148,13 +151,3 @@ def select(suite: Suite, labels: Iterable[str]) -> Suite:
                 f"suite {suite.name} has no task '{label}'{did_you_mean(label, known)}"
             )
     return suite.model_copy(update={"tasks": [t for t in suite.tasks if t.label in wanted]})
-
-
-def _explain(path: Path, error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"])) or "the file"
-    hint = ""
-    if first["type"] == "extra_forbidden":
-        model = SuiteTask if len(first["loc"]) > 1 else Suite
-        hint = did_you_mean(str(first["loc"][-1]), model.model_fields)
-    return f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}{hint}"

@@ -13,7 +13,8 @@ from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.experiments import folder as disk
-from moe_finetune.io.json_file import parse_json, read_object
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.rows import read_log
 from moe_finetune.metrics import rmse
 
 RMSE = "_rmse"
@@ -65,8 +66,7 @@ class RunResult:
     def rows(self) -> list[dict[str, Any]]:
         """Rows of ``metrics.jsonl``; StudyError where it is damaged."""
         try:
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            return [parse_json(line, finite=False) for line in lines]
+            return read_log(self.metrics_file)
         except (OSError, ValueError) as error:
             raise StudyError(f"{self.metrics_file}: cannot be read ({error})") from None
 

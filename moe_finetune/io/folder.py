@@ -18,11 +18,16 @@ from moe_finetune.io.leftovers import claim, clear_beside, contents
 _OVERHEAD = 4 << 20
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether something is at ``folder`` that is not an empty folder."""
+    return folder.exists() and (not folder.is_dir() or bool(contents(folder)))
+
+
 def check_output(target: Path, overwrite: bool = False) -> None:
     """Raise OutputExistsError unless ``target`` is free (or empty, or may be replaced)."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise OutputExistsError(f"{target}: is a file or link; choose another --output")
-    if target.is_dir() and contents(target) and not overwrite:
+    if is_taken(target) and not overwrite:
         raise OutputExistsError(f"{target}: is not empty; choose another --output")
 
 

@@ -89,6 +89,17 @@ def _numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} is damaged: {error}") from None
 
 
+def read_log(path: Path) -> list[Any]:
+    """Values of a file of JSON lines that this package wrote; NaN is read, as a log has it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: not UTF-8, or a line is not JSON.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [parse_json(line, finite=False) for line in lines]
+
+
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(to_json(row) + "\n" for row in rows))

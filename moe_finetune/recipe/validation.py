@@ -56,7 +56,7 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
         elif cause is not None:
             lines.append(f"{key}: {cause}")
         else:
-            start = f"{key}: {item['input']!r} is not right; wanted "
+            start = f"{key}: {item['input']!r:.200} is not right; wanted "
             wanted.setdefault((key, start), []).append(in_words(item["msg"]))
     keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in wanted]
     return lines + [

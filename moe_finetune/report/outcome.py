@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.json_file import read_object
+from moe_finetune.io.rows import read_log
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import finite, terminal
 
@@ -63,8 +64,7 @@ def _changes(run: Path) -> dict[str, dict[str, float]]:
 def _logged(path: Path, key: str) -> list[float]:
     if not path.is_file():
         return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row[key] for row in rows if isinstance(row.get(key), int | float)]
+    return [row[key] for row in read_log(path) if isinstance(row.get(key), int | float)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,19 +12,14 @@ import pytest
 
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation.agreement import (
-    agreement_table,
-    generation_tasks,
-    judge_tasks,
-    write_sheets,
-)
-from moe_finetune.evaluation.human import (
     agreement,
-    export_sheets,
-    import_annotations,
+    agreement_table,
     judge_verdicts,
     rule_verdicts,
 )
+from moe_finetune.evaluation.human import export_sheets, import_annotations
 from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
+from moe_finetune.evaluation.validations import generation_tasks, judge_tasks, write_sheets
 
 
 class Server(ThreadingHTTPServer):

@@ -10,7 +10,7 @@ import pytest
 
 from moe_finetune.cli import doctor
 from moe_finetune.evaluation.offline import check_suite, render_checks
-from moe_finetune.evaluation.sandbox_install import install_command, repair_sandbox, sandbox_state
+from moe_finetune.evaluation.sandbox.install import install_command, repair_sandbox, sandbox_state
 from moe_finetune.evaluation.suites import Suite
 from tests.conftest import pytest_terminal_summary
 

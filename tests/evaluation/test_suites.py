@@ -174,8 +174,14 @@ def test_suite_files_are_checked(tmp_path):
         ("name: [", "not YAML"),
         ("name: x\ntasks: []", "tasks: "),
         ("name: x\ntasks: [{task: a, metric: m}, {task: a, metric: m}]", "'a' occurs twice"),
-        ("name: x\nlimit: 3\ntasks: [{task: a, metric: m}]", "limit"),
-        ("name: x\ntasks: [{task: a}]", "tasks.0.metric"),
+        ("name: x\nlimit: 3\ntasks: [{task: a, metric: m}]", "limit: unknown key"),
+        ("name: x\ntasks: [{task: a}]", r"tasks\.0\.metric: required, but missing"),
+        ("name: x\ntasks: [{task: a, metric: m, shot: 3}]", "unknown key; did you mean"),
+        (
+            "name: x\ntasks: [{task: a, metric: m, shots: few}]",
+            "wanted a whole number",
+        ),
+        ("- 3", r"s\.yaml: \[3\] is not right; wanted a mapping"),
         (
             "name: x\ntasks: [{task: ../a, metric: m}]",
             r"s\.yaml: tasks\.0: task '\.\./a' cannot name",

@@ -1,0 +1,82 @@
+"""What lm-evaluation-harness returns, in the form of results.json and of the samples beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_finetune.evaluation.catalog import Leaf
+from moe_finetune.evaluation.glue import glue_mean
+from moe_finetune.evaluation.results import Metric, TaskResult
+from moe_finetune.evaluation.suites import SuiteTask
+from moe_finetune.io.hashes import sha256_text, to_json
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for key, value in row.items():
+        name, _, extraction = key.partition(",")
+        if not extraction or name.endswith("_stderr") or isinstance(value, str):
+            continue
+        stderr = row.get(f"{name}_stderr,{extraction}")
+        known = float(stderr) if isinstance(stderr, (int, float)) else None
+        metrics[key] = {"value": float(value), "stderr": known}
+    return metrics
+
+
+def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> TaskResult:
+    """Return a suite line's result from what ``lm_eval.simple_evaluate`` returned."""
+    rows = raw["results"]
+    names = [leaf.name for leaf in leaves]
+    whole = raw.get("groups", {}).get(entry.task) or rows.get(entry.task)
+    metrics = _metrics(whole) if whole else {}
+    headline = f"{entry.metric},{entry.filter}"
+    if entry.aggregate == "glue":
+        metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
+    notes = []
+    if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
+        notes.append("examples are other rows of the tested split; the task has no split for them")
+    if headline not in metrics and not entry.code:
+        notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
+    top = metrics.get(headline, {"value": None, "stderr": None})
+    several = len(names) > 1
+    return {
+        "task": entry.task,
+        "version": raw["versions"].get(entry.task, entry.version),
+        "shots": entry.shots,
+        "metric": entry.metric,
+        "filter": entry.filter,
+        "value": top["value"],
+        "stderr": top["stderr"],
+        "chance": entry.chance,
+        "n": sum(raw["n-samples"][name]["effective"] for name in names),
+        "metrics": metrics,
+        "subtasks": {
+            name: {"metrics": _metrics(rows[name]), "n": raw["n-samples"][name]["effective"]}
+            for name in (names if several else [])
+        },
+        "notes": notes,
+    }
+
+
+def sample_rows(by_task: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row per task, item and filter, with hashes that let two runs be joined."""
+    rows = []
+    for name, samples in sorted(by_task.items()):
+        for sample in sorted(samples, key=lambda s: (s["doc_id"], s["filter"])):
+            arguments = [list(args) for args in sample["arguments"]]
+            rows.append(
+                {
+                    "task": name,
+                    "doc_id": sample["doc_id"],
+                    "item": sample["doc_hash"],
+                    "prompt_sha256": sha256_text(to_json(arguments)),
+                    "filter": sample["filter"],
+                    "doc": sample["doc"],
+                    "prompts": arguments,
+                    "target": sample["target"],
+                    "replies": sample["resps"],
+                    "extracted": sample["filtered_resps"],
+                    "metrics": {name: sample[name] for name in sample["metrics"]},
+                }
+            )
+    return rows

@@ -1,0 +1,65 @@
+"""Items of a samples file, as judges and people get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.io.rows import read_rows
+
+# What a row of samples holds, of all that judges and people need.
+ITEM_FIELDS = ("task", "doc_id", "item", "doc", "target", "replies")
+
+
+def read_items(samples: str | Path, *more: str) -> list[dict[str, Any]]:
+    """Read one row per task and item; a file has one per answer extraction too.
+
+    Args:
+        samples: the file.
+        more: fields that the rows need beside :data:`ITEM_FIELDS`.
+
+    Raises:
+        DataError: a row without a field, or that does not name an item.
+    """
+    return one_row_per_item(read_rows(samples, (*ITEM_FIELDS, *more)))
+
+
+def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep one row per task and item (samples have one per answer extraction too)."""
+    last: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        name = (row["task"], row["doc_id"])
+        if [type(part) for part in (*name, row["item"])] != [str, int, str]:
+            raise DataError(
+                f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60}, item {row['item']!r:.60} "
+                "do not name an item"
+            )
+        last.setdefault(name, row)
+    return list(last.values())
+
+
+def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return question, reference and answer of a sample."""
+    doc, replies = row["doc"], row["replies"]
+    try:
+        answer = replies[0][0]
+    except (IndexError, KeyError, TypeError):
+        answer = None
+    if not isinstance(doc, dict) or not isinstance(answer, str):
+        raise DataError(
+            f"item {row.get('doc_id')} of task {row.get('task')}: doc is not an object, or replies "
+            "hold no text"
+        )
+    names = [fields.get("question"), "question", "problem", "prompt"]
+    question = next((str(doc[n]) for n in names if n and n in doc), None)
+    if question is None:
+        raise EvaluationError(
+            f"the item has no field '{fields.get('question') or 'question'}'; it has "
+            f"{', '.join(sorted(doc))}"
+        )
+    named = fields.get("reference")
+    if named and named not in doc:
+        raise EvaluationError(f"the item has no field '{named}'; it has {', '.join(sorted(doc))}")
+    return question, str(doc[named] if named else row["target"]), answer

@@ -1,0 +1,169 @@
+"""A judge model and people over finished results: which tasks, what is asked, where it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_finetune.errors import DataError, EvaluationError, OutputExistsError, did_you_mean
+from moe_finetune.evaluation.comparison import result_names
+from moe_finetune.evaluation.human import Sheets, export_sheets
+from moe_finetune.evaluation.judge import (
+    DEFAULT_MODEL,
+    DEFAULT_PRICES,
+    DEFAULT_URL,
+    INSTRUCTION,
+    Judge,
+    judge_samples,
+)
+from moe_finetune.evaluation.results import TaskResult, load_results, load_samples, samples_file
+from moe_finetune.io.hashes import sha256_json
+
+
+@dataclass(frozen=True)
+class JudgedTask:
+    """A generation task in one folder of results.
+
+    Attributes:
+        method: short name of the folder, as in comparisons.
+        folder: the folder of results.
+        label: the task's label in results.json.
+        result: its entry there.
+        metrics: metrics of its items.
+        filters: answer extractions that its items were scored with.
+    """
+
+    method: str
+    folder: Path
+    label: str
+    result: TaskResult
+    metrics: tuple[str, ...]
+    filters: tuple[str, ...]
+
+    @property
+    def samples(self) -> Path:
+        """The file of its items."""
+        return samples_file(self.folder, self.result)
+
+    @property
+    def judged(self) -> Path:
+        """The file with a judge's verdicts beside it; there once a judge was asked."""
+        return self.samples.with_name(f"{self.samples.stem}.judged.jsonl")
+
+
+def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[JudgedTask]:
+    """Return the tasks whose answers are text, for every folder of results.
+
+    Args:
+        folders: folders of finished results.
+        only: labels to take; all unless given.
+
+    Raises:
+        EvaluationError: an unknown label, or no task of this kind.
+    """
+    tasks = []
+    labels: set[str] = set()
+    for method, folder in zip(result_names(folders), folders, strict=True):
+        for label, result in load_results(folder)["tasks"].items():
+            labels.add(label)
+            if only and label not in only:
+                continue
+            rows = load_samples(folder, result)
+            try:
+                written = isinstance(rows[0]["replies"][0][0], str)
+                filters = tuple(sorted({row["filter"] for row in rows}))
+                metrics = tuple(rows[0]["metrics"])
+            except (KeyError, IndexError, TypeError):
+                raise DataError(
+                    f"{samples_file(folder, result)}: not the samples of an evaluation; each row "
+                    "has replies, metrics and a filter"
+                ) from None
+            if written:
+                tasks.append(JudgedTask(method, folder, label, result, metrics, filters))
+    for label in only:
+        if label not in labels:
+            raise EvaluationError(
+                f"the results have no task '{label}'{did_you_mean(label, labels)}"
+            )
+    if not tasks:
+        raise EvaluationError(
+            "no task with written answers to judge; log-likelihood tasks choose among given ones"
+        )
+    return tasks
+
+
+def judge_tasks(
+    tasks: Sequence[JudgedTask],
+    model: str,
+    url: str | None = None,
+    prices: str | None = None,
+    limit: int | None = None,
+) -> Iterator[str]:
+    """Ask the judge about every task and yield a line about each, with its cost.
+
+    Args:
+        tasks: see :func:`generation_tasks`.
+        model: the judge's name.
+        url: its endpoint; OpenAI's unless given.
+        prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
+        limit: first items of each task only.
+    """
+    known = _prices(prices)
+    url = url or DEFAULT_URL
+    if known is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
+        known = DEFAULT_PRICES
+    name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.sqlite"
+    for task in tasks:
+        cache = task.folder / "cache" / name
+        with Judge(model, url, cache=cache, prices=known or (0.0, 0.0)) as judge:
+            found = judge_samples(task.samples, judge, limit=limit)
+        cost = f"${found['cost']:.4f}" if known else "price unknown (--judge-prices IN,OUT)"
+        yield (
+            f"{task.method} {task.label}: judge {model} accepts {found['accuracy']:.4f} of "
+            f"{found['n']}; {found['requests']} requests, {found['prompt_tokens']:,} tokens in, "
+            f"{found['completion_tokens']:,} out, {cost}"
+        )
+
+
+def _prices(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        into, out = map(float, text.split(","))
+        if not (0 <= into < math.inf and 0 <= out < math.inf):
+            raise ValueError
+    except ValueError:
+        raise EvaluationError(
+            f"--judge-prices {text}: wanted dollars per million tokens in and out, such as 2.5,10"
+        ) from None
+    return into, out
+
+
+def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[Sheets]:
+    """Write blinded sheets, one for each task that all methods answered.
+
+    Args:
+        tasks: see :func:`generation_tasks`.
+        folder: gets a folder for each task.
+        n: items of each task.
+
+    Raises:
+        OutputExistsError: sheets are there; they may hold somebody's work.
+    """
+    labels = list(dict.fromkeys(task.label for task in tasks))
+    for label in labels:
+        if (folder / label).exists():
+            raise OutputExistsError(
+                f"{folder / label} exists and may hold annotations; remove it or choose another "
+                "--output"
+            )
+    return [
+        export_sheets(
+            {task.method: task.samples for task in tasks if task.label == label},
+            folder / label,
+            n,
+        )
+        for label in labels
+    ]
