@@ -38,7 +38,7 @@ class ReplyStore:
         identity: what all replies depend on (checkpoint hash, settings).
 
     Raises:
-        EvaluationError: the file holds replies for another identity, or is no such file.
+        EvaluationError: the file holds replies for another identity, or is not such a file.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]):

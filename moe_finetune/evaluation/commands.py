@@ -79,7 +79,9 @@ def run(request: Request) -> int:
             _validate(request, folders)
         return 0
     if len(request.sources) > 1:
-        raise EvaluationError(f"{request.sources[1]} holds no results.json; evaluate one at a time")
+        raise EvaluationError(
+            f"{request.sources[1]} has no results.json; evaluate one checkpoint at a time"
+        )
     if request.suite is None:
         raise EvaluationError("no suite; name one with --suite")
     request = replace(request, sources=[str(checkpoint_in(request.sources[0]))])

@@ -72,7 +72,7 @@ class _Comparer:
         self._lock = threading.Lock()
 
     def same(self, answer: str, reference: str) -> bool:
-        """Ask the process; an answer that it cannot deal with in time is no answer."""
+        """Ask the process; an answer that it cannot deal with in time counts as wrong."""
         with self._lock:
             if self._process is None:
                 self._start()

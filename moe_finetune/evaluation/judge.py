@@ -76,7 +76,7 @@ class Judge:
         cache: file for verdicts; nothing is stored without it.
         requests_per_minute: pace of new requests, over all threads.
         concurrency: requests under way at a time.
-        retries: further tries after overload, time-outs and answers that are no verdict.
+        retries: further tries after overload, time-outs and replies without a verdict.
         timeout: seconds for one request, from the connection to the last byte.
         patience: seconds for one verdict: all its requests and the waits that the judge asks for.
         prices: dollars per million prompt and completion tokens.
@@ -100,7 +100,7 @@ class Judge:
         max_tokens: int = 200,
     ):
         if not base_url.startswith(("http://", "https://")):
-            raise EvaluationError(f"judge: base_url '{base_url}' is no http address")
+            raise EvaluationError(f"judge: base_url '{base_url}' is not an http address")
         self.model, self.base_url = model, base_url.rstrip("/")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._interval = 60 / requests_per_minute
@@ -123,7 +123,7 @@ class Judge:
         """Judge one answer.
 
         Raises:
-            EvaluationError: the judge cannot be reached, refuses, or answers no verdict.
+            EvaluationError: the judge cannot be reached, refuses, or gives no verdict.
         """
         text = f"Question:\n{question}\n\nReference:\n{reference}\n\nAnswer:\n{answer}"
         key = sha256_json([text])
@@ -172,7 +172,7 @@ class Judge:
             if attempt == min(2, self._retries):
                 break  # a judge that was asked three times will not learn to
         raise EvaluationError(
-            f"{self._name} answered no verdict but {content[:200]!r}; "
+            f"{self._name} gave no verdict but {content[:200]!r}; "
             "use a stronger judge, or a server that supports response_format json_schema"
         )
 
@@ -224,7 +224,7 @@ def _reply(reply: Any, name: str) -> tuple[str, int, int]:
 
 
 def parse_verdict(content: str) -> tuple[bool, str] | None:
-    """Return (correct, reason) of a judge's reply, or None when it is no verdict.
+    """Return (correct, reason) of a judge's reply, or None where it holds no verdict.
 
     A code fence around the object is allowed; prose that merely contains a verdict is not.
     """

@@ -76,7 +76,7 @@ def load_results(path: str | Path) -> Results:
         raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first")
     content = read_object(path, EvaluationError, "evaluate again", finite=False)
     if content.get("schema") != SCHEMA:
-        raise EvaluationError(f"{path} is no results file of schema {SCHEMA}")
+        raise EvaluationError(f"{path}: not a results file of schema {SCHEMA}; evaluate again")
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not all(isinstance(t, dict) for t in tasks.values()):
         raise EvaluationError(f"{path}: 'tasks' is not an object of results; evaluate again")

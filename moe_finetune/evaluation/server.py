@@ -101,7 +101,7 @@ def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
     """
     url = base_url.rstrip("/") + "/models"
     if not url.startswith(("http://", "https://")):
-        raise EvaluationError(f"base_url '{base_url}' is no http address")
+        raise EvaluationError(f"base_url '{base_url}' is not an http address")
     try:
         reply = exchange.ask(url, seconds=timeout)
     except ServerError as error:
@@ -167,7 +167,7 @@ def open_server(
             f"the server at {base_url} serves {served} as '{model}', which is another checkpoint "
             f"than {folder}"
         )
-    # Where the server does not tell its folder, nobody can know that its weights are these.
+    # A server that does not tell its folder may hold other weights.
     identity = sha256_json(["server", base_url, model, content])
     return (
         lm,
@@ -249,5 +249,5 @@ def _log_probability(value: Any, place: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadReply(f"log-probability {place} is {value!r:.40}")
     if not -_LOWEST <= value <= _ROUNDING:  # not so with NaN either
-        raise BadReply(f"log-probability {place} is {value}, which is no logarithm of a share")
+        raise BadReply(f"log-probability {place} is {value}, not the logarithm of a probability")
     return float(value)

@@ -55,7 +55,7 @@ def open_transformers(
     lm = SpecialsKeptHFLM(
         pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
     )
-    # A checkpoint's generation defaults (repetition penalty, temperature) are no part of a task.
+    # A checkpoint's generation defaults (repetition penalty, temperature) do not belong to a task.
     model.generation_config = GenerationConfig(
         eos_token_id=model.generation_config.eos_token_id,
         bos_token_id=model.generation_config.bos_token_id,

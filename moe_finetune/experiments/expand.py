@@ -181,7 +181,7 @@ def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Ite
     if parts[0] not in Recipe.model_fields:
         near = did_you_mean(parts[0], Recipe.model_fields)
         raise StudyError(
-            f"{place}: axes.{axis}: is no key of a recipe{near}"
+            f"{place}: axes.{axis}: not a key of a recipe{near}"
             " (an axis of another name maps the names of its arms to recipe keys)"
         )
     if axis == NOT_VARIED:

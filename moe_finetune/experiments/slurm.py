@@ -66,14 +66,14 @@ def shard_command(study: StudyRecipe, output: Path) -> list[str]:
 
 
 def check_options(options: dict[str, str | int]) -> None:
-    """Refuse what is no long option of sbatch, or would end its line."""
+    """Refuse what is not a long option of sbatch, or would end its line."""
     for name, value in options.items():
         if name == "time":
             raise StudyError("launch.options.time: set launch.hours")
         if not _OPTION.fullmatch(name) or "\n" in str(value):
             raise StudyError(
-                f"launch.options.{name}: {value!r} is no option of sbatch; write its long name, "
-                "such as cpus-per-task: 8"
+                f"launch.options.{name}: {value!r} is not an option of sbatch; write its long "
+                "name, such as cpus-per-task: 8"
             )
 
 

@@ -89,12 +89,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = read_object(file, CheckpointError, COPY_AGAIN)
     listed, metadata = index.get("weight_map"), index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
-        raise CheckpointError(f"{file}: metadata is no object; {COPY_AGAIN}")
+        raise CheckpointError(f"{file}: metadata is not an object; {COPY_AGAIN}")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{file}: has no weight_map; {COPY_AGAIN}")
     for name in listed.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{file}: names '{name}', which is no file of its folder")
+            raise CheckpointError(f"{file}: names '{name}', which is not a file of its folder")
     return listed
 
 

@@ -36,8 +36,8 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
     ``quantized`` lets a quantised checkpoint pass, whose format its reader checks.
 
     Raises:
-        CheckpointError: a size that is no whole number in bounds, an unknown dtype, or a kernel of
-            the hub; the key is named.
+        CheckpointError: a size that is not a whole number in bounds, an unknown dtype, or a kernel
+            of the hub; the key is named.
         UnsupportedModelError: a quantised checkpoint.
     """
     for key, most in _LARGEST.items():

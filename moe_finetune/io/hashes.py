@@ -59,7 +59,7 @@ def checkpoint_hash(folder: str | Path) -> str:
     trained again in place has another.
 
     Raises:
-        CheckpointError: ``folder`` is no folder, or holds neither a config nor an adapter.
+        CheckpointError: ``folder`` is not a folder, or holds neither a config nor an adapter.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -95,7 +95,7 @@ def _entry(file: Path, name: str, entry: Mapping, start: int) -> TensorInfo:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if not all(type(number) is int for number in (*shape, begin, end)):
-        raise ValueError(f"'{name}' has a shape or an offset that is no whole number")
+        raise ValueError(f"'{name}' has a shape or an offset that is not a whole number")
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']}")
     wanted = math.prod(shape) * ITEM_BYTES[entry["dtype"]]

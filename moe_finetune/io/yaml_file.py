@@ -137,6 +137,6 @@ def _count(node: yaml.Node, sizes: dict[int, int], path: tuple[str, ...] = ()) -
 
 def _check_scalar(node: yaml.ScalarNode, line: int) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in node.value):
-        raise YamlError("holds half of a surrogate pair, which is no character", line)
+        raise YamlError("holds half of a surrogate pair, which is not a character", line)
     if node.tag.endswith(":int") and len(node.value) > 3 * MAX_DIGITS:
         raise YamlError(f"a whole number of {len(node.value)} digits", line)

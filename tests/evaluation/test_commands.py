@@ -129,7 +129,7 @@ def test_programs_run_without_a_sandbox_only_when_told(run, checkpoint, tmp_path
         (["-s", "SUITE", "-o", "o", "--check", "--judge", "m"], "choose one"),
         (["-s", "SUITE", "-o", "o", "--parity", "hf"], "parity needs two different backends"),
         (["-s", "SUITE", "-o", "o", "--parity", "hff"], "hff"),
-        (["other", "-s", "SUITE", "-o", "o"], "other holds no results.json"),
+        (["other", "-s", "SUITE", "-o", "o"], "other has no results.json"),
     ],
 )
 def test_wrong_input_is_exit_code_2(run, checkpoint, suite, tmp_path, monkeypatch, arguments, said):

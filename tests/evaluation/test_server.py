@@ -188,7 +188,7 @@ def test_a_reply_has_one_choice(reply):
     ("change", "task", "said"),
     [
         (_set("text", None), "sums", "text is None"),
-        (_set("logprobs", "token_logprobs", -2, 0.7), "colours", "which is no logarithm"),
+        (_set("logprobs", "token_logprobs", -2, 0.7), "colours", "not the logarithm"),
     ],
 )
 def test_a_reply_that_cannot_be_scored_names_task_and_item(

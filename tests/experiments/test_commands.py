@@ -20,7 +20,7 @@ STUDY = {"base": BASE, "axes": {"method": ["none", "erc"]}, "seeds": [1], "basel
     ("changes", "arguments", "message"),
     [
         ({"baseline": "nome"}, [], "baseline: no axis has a value 'nome'; did you mean 'none'?"),
-        ({"axes": {"metod": ["erc"]}}, [], "axes.metod: is no key of a recipe; did you mean"),
+        ({"axes": {"metod": ["erc"]}}, [], "axes.metod: not a key of a recipe; did you mean"),
         ({"axes": {"method": ["erc", "erc"]}}, [], "axes.method: two values are called 'erc'"),
         ({"seeds": []}, [], "seeds: "),
         ({}, ["seeds=[1,1]"], "seeds: 1 is listed twice"),

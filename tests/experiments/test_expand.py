@@ -111,7 +111,7 @@ AXES = {"method": ["none", "erc"], "arm": {"a": {}, "b": {"lora": {"rank": 4}}}}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"axes": {"metod": ["erc"]}}, r"study.yaml:\d+: axes.metod: is no key.*'method'"),
+        ({"axes": {"metod": ["erc"]}}, r"study.yaml:\d+: axes.metod: not a key.*'method'"),
         ({"axes": {"method": ["erk"]}}, r"arm erk: .*study.yaml:\d+: .*unknown preset 'erk'"),
         ({"axes": {"arm": {"a": {"lora": {"rnak": 1}}}}}, r"arm a: .*yaml:\d+: lora.rnak: unknown"),
         ({"axes": {"method": ["erc", "erc"]}}, r"axes.method: two values are called 'erc'"),

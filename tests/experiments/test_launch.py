@@ -195,7 +195,7 @@ def test_options_that_would_break_the_script_are_refused(options, write_study, t
             }
         )
     )
-    with pytest.raises(StudyError, match="is no option of sbatch"):
+    with pytest.raises(StudyError, match="is not an option of sbatch"):
         submit(study, expand(study), tmp_path)
 
 

@@ -165,7 +165,7 @@ def _root_filesystem() -> list[str]:
     else:
         mount(prefix)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(prefix)}))
-    if packages.is_dir():  # other people's code is no part of the language
+    if packages.is_dir():  # other people's code, not the language
         arguments.extend(["--tmpfs", str(packages), "--remount-ro", str(packages)])
     for path in mounted:
         for program in _set_user_id(path, packages):
