@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_finetune.evaluation.catalog import Leaf
 from moe_finetune.evaluation.glue import glue_mean
+from moe_finetune.evaluation.leaf import Leaf
 from moe_finetune.evaluation.results import Metric, TaskResult
 from moe_finetune.evaluation.suites import SuiteTask
 from moe_finetune.io.hashes import sha256_text, to_json

@@ -14,8 +14,9 @@ from unittest import mock
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.catalog import Catalog, Leaf, prepare
+from moe_finetune.evaluation.catalog import Catalog, prepare
 from moe_finetune.evaluation.collect import sample_rows, task_result
+from moe_finetune.evaluation.leaf import Leaf
 from moe_finetune.evaluation.results import SCHEMA, Results, TaskResult
 from moe_finetune.evaluation.sandbox.install import no_sandbox
 from moe_finetune.evaluation.suites import Suite, SuiteTask, load_suite, select

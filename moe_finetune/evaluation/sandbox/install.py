@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from moe_finetune.errors import DependencyError
+from moe_finetune.evaluation.sandbox import Sandbox
 
 _INSTALLERS = {
     "apt-get": "apt-get update && apt-get install -y bubblewrap",
@@ -24,8 +25,6 @@ def sandbox_state() -> tuple[str | None, str]:
 
     Programs are run in it to find out, which takes a second.
     """
-    from moe_finetune.evaluation.sandbox import Sandbox
-
     try:
         with Sandbox() as sandbox:
             return sandbox.kind, ""
