@@ -77,3 +77,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("not tested here")
         for reason, count in sorted(reasons.items()):
             terminalreporter.line(f"{count:4}  {reason}")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A tiny Qwen3-MoE with random weights, shared by all tests that only read it."""
+    from tests import tiny
+
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(checkpoint):
+    """One vLLM engine for the whole session."""
+    from moe_finetune.errors import DependencyError
+    from moe_finetune.evaluation.backends import open_backend
+
+    try:
+        backend = open_backend(checkpoint, "vllm", vllm={"max_num_seqs": 64})
+    except DependencyError as error:
+        pytest.skip(str(error))
+    with backend:
+        yield backend
