@@ -82,6 +82,24 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
     "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
     "deepseek_v32": _MLA | _INDEXER,
+    "deepseek_v4": {
+        "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 5},
+        "intermediate_size": WIDTH,
+        "num_key_value_heads": 1,
+        "q_lora_rank": 28,
+        "o_groups": 3,
+        "o_lora_rank": 22,
+        "hc_mult": 3,
+        "swiglu_limit": 0.3,
+    }
+    | _INDEXER,
     "ernie4_5_moe": {
         "moe_num_experts": EXPERTS,
         "moe_k": TOP_K,
@@ -91,6 +109,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"num_experts": EXPERTS, "num_shared_experts": 2},
     "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
+    "gemma4": {
+        "num_experts": EXPERTS,
+        "top_k_experts": TOP_K,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 24,
+        "sliding_window": 20,
+    },
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA | _INDEXER,
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
@@ -110,7 +137,18 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "router_scaling_factor": 1.7,
         "enable_moe_fp32_combine": False,
     },
-    "hy_v4": _MLA | _INDEXER,
+    "hy_v4": _MLA | _INDEXER | {"swiglu_limit": 0.3},
+    "inkling": {
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 32,
+        "d_rel": 7,
+        "rel_extent": 30,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "sliding_window_size": 20,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "route_scale": 1.7,
+    },
     "jamba": {
         "num_experts": EXPERTS,
         "intermediate_size": WIDTH,
@@ -192,7 +230,7 @@ def config(family: str, **changes: Any) -> Any:
     sizes = _SIZES | {"num_experts_per_tok": TOP_K}
     if not {"num_experts", "num_local_experts", "moe_num_experts"} & own.keys():
         sizes["n_routed_experts"] = EXPERTS
-    if {"moe_k", "moe_topk"} & own.keys():
+    if {"moe_k", "moe_topk", "top_k_experts"} & own.keys():
         del sizes["num_experts_per_tok"]
     return kind(**(sizes | own | changes))
 
@@ -211,4 +249,6 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, tensor in [*built.named_buffers(), *built.named_parameters()]:
             if name.endswith(BIASES):
                 tensor.normal_(0, 0.1)
+            elif name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), EXPERTS).argsort(1)[:, : tensor.shape[1]])
     return built.eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metad
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.safetensors_header import FLOATS, TensorInfo, read_header
+from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo, read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -37,12 +37,14 @@ class Adapter:
         config: ``adapter_config.json`` as a mapping.
         tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
         metadata: contents of ``moe_finetune.json``.
+        tables: tensors of whole numbers, which a saved module holds and no training changes.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     metadata: AdapterMetadata
+    tables: dict[str, TensorInfo] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -82,16 +84,18 @@ def open_adapter(path: str | Path) -> Adapter:
         raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")
     config = _read_config(folder / CONFIG)
     header = read_header(folder / WEIGHTS, AdapterError)
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
+    tables: dict[str, TensorInfo] = {}
     for name, info in header.tensors.items():
         if not name.startswith(PREFIX):
             raise AdapterError(f"{info.file}: key '{name}' does not start with '{PREFIX}'")
-        if info.dtype not in FLOATS:
+        held = tables if info.dtype in INTEGERS and ".lora_" not in name else tensors
+        if held is tensors and info.dtype not in FLOATS:
             raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
-        tensors[name.removeprefix(PREFIX)] = info
+        held[name.removeprefix(PREFIX)] = info
     if not tensors:
         raise AdapterError(f"{folder / WEIGHTS}: holds no tensors")
-    return Adapter(folder, config, tensors, read_metadata(folder))
+    return Adapter(folder, config, tensors, read_metadata(folder), tables)
 
 
 def check_finite(adapter: Adapter) -> None:

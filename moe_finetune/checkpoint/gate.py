@@ -17,9 +17,11 @@ from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter, check_finit
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import resolve
 from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
+from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
@@ -53,6 +55,7 @@ def check_adapter(
     adapter = open_adapter(path)
     resolve(adapter, base)
     _check_names(adapter, base)
+    _check_tables(adapter, base)
     plan_bias(base, read_bias(adapter.folder), "drop")
     _check_base(adapter, base)
     if values:
@@ -87,6 +90,18 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
         )
 
 
+def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
+    """Whole numbers that a saved module holds must be the base's: a merge leaves those there."""
+    for key, info in adapter.tables.items():
+        name = key if key in base.tensors else name_on_disk(base.config, key)
+        own = base.tensors.get(name)
+        if own is None or own.shape != info.shape or (read_tensor(own) != read_tensor(info)).any():
+            raise AdapterError(
+                f"{adapter.folder}: adapter tensor '{key}' differs from the base's '{name}'; the "
+                "adapter was trained on another base"
+            )
+
+
 def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     """Compare the keys with those that PEFT would save for this config and model."""
     family, chosen = base.family, adapter.metadata.experts
@@ -100,7 +115,7 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
             if stack in key and int(key.partition(stack)[0].rpartition(".")[2]) not in chosen
         }
         wanted -= left_out
-    held = set(adapter.tensors)
+    held = set(adapter.tensors) | set(adapter.tables)
     if old := {key for key in held if _OLD_EXPERT.search(key)}:
         # Before experts were fused, PEFT wrapped each one's matrices.
         stack = f".{family.experts_path}."

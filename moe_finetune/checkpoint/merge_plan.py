@@ -24,11 +24,12 @@ from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.io.tables import aligned
+from moe_finetune.models.base import CORRECTION_BIASES
 
 # Names of the --dtype option as stored in safetensors.
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Selection is decided by differences smaller than half precision resolves; it stays in float32.
-_KEPT_FLOAT32 = "e_score_correction_bias"
+_KEPT_FLOAT32 = (*CORRECTION_BIASES, ".gate.bias")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,83 @@
 
 from __future__ import annotations
 
-from moe_finetune.models.base import QKVO, DiskLayout, under
-from moe_finetune.models.standard import W1_W3_W2, key, softmax
+from dataclasses import replace
+from typing import Any
+
+from moe_finetune.models.base import GATED_MLP, QKVO, DiskLayout, require, under
+from moe_finetune.models.standard import (
+    STACKS,
+    W1_W3_W2,
+    key,
+    scaled,
+    sigmoid,
+    softmax,
+    ungrouped,
+    yes,
+)
+
+
+def _check_deepseek_v4(config: Any) -> None:
+    require(config, scoring_func=("sqrtsoftplus",))
+
+
+def _hash_layers(config: Any) -> list[int]:
+    return [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "hash_moe"]
+
 
 FAMILIES = (
+    sigmoid(
+        "deepseek_v4",
+        "DeepSeek-V4",
+        score="sqrtsoftplus",
+        # Not o_a_proj, which multiplies groups of heads each with a matrix of their own.
+        attention_targets=under("self_attn", "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"),
+        disk=replace(
+            W1_W3_W2,
+            block="model.layers.{layer}.ffn",
+            router_bias="gate.bias",
+            expert_ids="gate.tid2eid",
+        ),
+        renormalize=yes,
+        groups=ungrouped,
+        fixed_layers=_hash_layers,
+        check=_check_deepseek_v4,
+    ),
+    softmax(
+        "gemma4_text",
+        "Gemma 4 (text)",
+        name="gemma4",
+        shared_targets=under("mlp", *GATED_MLP),
+        disk=DiskLayout(
+            block="model.layers.{layer}",
+            router="router.proj.weight",
+            gate_up="experts.gate_up_proj",
+            down="experts.down_proj",
+            per_expert=("router.per_expert_scale",),
+        ),
+        block_path="",
+        router_name="router",
+        router_weight="proj.weight",
+        router_returns=("probabilities", "weights", "index"),
+        router_logits="proj",
+        top_k=key("top_k_experts"),
+        renormalize=yes,
+        own_weights="each expert's weight is scaled by a learned factor",
+    ),
+    sigmoid(
+        "inkling_text",
+        "Inkling (text)",
+        name="inkling",
+        attention_targets=(*QKVO, "self_attn.r_proj"),
+        shared_targets=(),  # stacks, as the routed experts are
+        disk=STACKS,
+        router_returns=("logits", "weights", "index", "shared weights"),
+        renormalize=yes,
+        scaling=scaled("route_scale"),
+        own_weights="they are normalised together with the shared experts' weights",
+        groups=ungrouped,
+        bias_export="none",
+    ),
     softmax(
         "jamba",
         "Jamba (Mamba hybrid)",
