@@ -109,7 +109,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"num_experts": EXPERTS, "num_shared_experts": 2},
     "flex_olmo": {"intermediate_size": WIDTH, "num_experts": EXPERTS},
-    "gemma4": {
+    "gemma4_text": {
         "num_experts": EXPERTS,
         "top_k_experts": TOP_K,
         "enable_moe_block": True,
@@ -138,7 +138,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "enable_moe_fp32_combine": False,
     },
     "hy_v4": _MLA | _INDEXER | {"swiglu_limit": 0.3},
-    "inkling": {
+    "inkling_text": {
         "swa_num_attention_heads": 6,
         "swa_num_key_value_heads": 3,
         "swa_head_dim": 32,
@@ -209,7 +209,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
     "qwen3_next": _LINEAR | {"num_experts": EXPERTS},
-    "qwen4_exp": _LINEAR
+    "qwen4_exp_text": _LINEAR
     | {
         "num_experts": EXPERTS,
         "hc_count": 3,

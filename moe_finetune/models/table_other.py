@@ -47,7 +47,6 @@ FAMILIES = (
     softmax(
         "gemma4_text",
         "Gemma 4 (text)",
-        name="gemma4",
         shared_targets=under("mlp", *GATED_MLP),
         disk=DiskLayout(
             block="model.layers.{layer}",
@@ -68,7 +67,6 @@ FAMILIES = (
     sigmoid(
         "inkling_text",
         "Inkling (text)",
-        name="inkling",
         attention_targets=(*QKVO, "self_attn.r_proj"),
         shared_targets=(),  # stacks, as the routed experts are
         disk=STACKS,

@@ -155,7 +155,6 @@ FAMILIES = (
     softmax(
         "qwen4_exp_text",
         "Qwen4-Exp",
-        name="qwen4_exp",
         attention_targets=(*QKVO, *LINEAR_ATTENTION),
         shared_targets=SHARED_EXPERT,
     ),

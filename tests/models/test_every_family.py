@@ -231,7 +231,7 @@ def test_every_preset_reaches(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["afmoe", "deepseek_v4", "gemma4", "gpt_oss", "inkling", "jamba"]
+    "family", ["afmoe", "deepseek_v4", "gemma4_text", "gpt_oss", "inkling_text", "jamba"]
 )
 def test_a_router_in_full_is_merged(family, tmp_path):
     """With whatever else its module holds: biases, scales, a table of experts."""
