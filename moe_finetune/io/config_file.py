@@ -6,6 +6,7 @@ from the hub and run it, and builds lists as long as ``num_hidden_layers`` says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ _LARGEST = {
     "qk_nope_head_dim": 1 << 16, "qk_rope_head_dim": 1 << 16, "v_head_dim": 1 << 16,
     "max_position_embeddings": 1 << 30,
 }  # fmt: skip
+_UNLIMITED = "time_step_limit"
+"""Mamba's time steps, which are published without an upper limit."""
 _MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
 
 
@@ -46,6 +49,9 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
             raise CheckpointError(
                 f"{place}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
             )
+    for key, value in config.items():
+        if key != _UNLIMITED and not _finite(value):
+            raise CheckpointError(f"{place}: {key} holds NaN or infinity; copy the file again")
     for key in ("dtype", "torch_dtype"):
         if config.get(key) is not None and config[key] not in DTYPES:
             raise CheckpointError(
@@ -57,6 +63,14 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
         )
     for key, name in _kernels(config):
         check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def check_kernel(

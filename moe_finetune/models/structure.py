@@ -8,17 +8,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moe_finetune.errors import UnsupportedModelError
+
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
 
 def layers_with_experts(config: Any) -> list[int]:
-    """Decoder layers of ``config`` that hold routed experts, in order; takes no memory."""
+    """Decoder layers of ``config`` that hold routed experts, in order; takes no memory.
+
+    Raises:
+        UnsupportedModelError: none does.
+    """
     model = _on_meta(config.model_type, _text(config.to_dict()))
     found = {
         int(match[1])
         for name, module in model.named_modules()
         if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
     }
+    if not found:
+        raise UnsupportedModelError(f"this {config.model_type} config has no layer with experts")
     return sorted(found)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import ModelFacts, Schedule, TermOptions, expand_layers
+from moe_finetune.losses.objective import Objective
 
 NAMES = [
     "load_balance",
@@ -115,3 +117,24 @@ def test_a_share_takes_the_weights_place_and_weight_zero_still_removes():
     assert TermOptions(weight=1e-3, share=0.1).weight is None
     assert not TermOptions(share=0.1).removed
     assert TermOptions(weight=0.0, share=0.1).removed
+
+
+@pytest.mark.parametrize("name", ["load_balance", "coupling"])
+def test_terms_on_the_selection_leave_out_layers_that_look_experts_up(name):
+    facts = replace(FACTS, fixed_layers=(1, 3))
+    assert facts.selecting_layers == (2, 4)
+    objective = Objective.from_options({name: {"weight": 1.0}, "z_loss": {"weight": 1.0}}, facts)
+    by_name = {term.name: term for term in objective.terms}
+    assert [by_name[name].applies(layer) for layer in (1, 2, 3, 4)] == [False, True, False, True]
+    assert by_name["z_loss"].applies(3)
+    for options, wrong in (
+        ({"layers": [2, 3]}, facts),
+        ({}, replace(FACTS, fixed_layers=FACTS.moe_layers)),
+    ):
+        with pytest.raises(ObjectiveError, match=f"terms.{name} is about which .* layers .*3"):
+            Objective.from_options({name: {"weight": 1.0, **options}}, wrong)
+
+
+def test_erc_needs_router_and_experts_in_one_space():
+    with pytest.raises(ObjectiveError, match="router and experts read different vectors"):
+        Objective.from_options({"erc": {"weight": 1.0}}, replace(FACTS, one_space=False))

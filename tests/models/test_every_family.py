@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.permute import permute_experts
-from moe_finetune.errors import CaptureError, ObjectiveError, UnsupportedModelError
+from moe_finetune.checkpoint.permute import check_permutation, permute_experts
+from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
@@ -162,20 +162,36 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     assert float((wanted - untouched).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if FAMILIES[name].disk.fused])
-def test_permuted_stacks_compute_the_same(family, tmp_path):
+@pytest.mark.parametrize(
+    "family",
+    [name for name in NAMES if FAMILIES[name].disk.fused]
+    + ["deepseek_v4", "jamba", "lfm2_moe", "nemotron_h"],
+)
+def test_permuted_experts_compute_the_same(family, tmp_path):
     stock = tiny.model(family)
     stock.save_pretrained(tmp_path / "base")
     # Every tiny config.json has n_group 2, whose groups stay together.
     order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
-    layer = FAMILIES[family].moe_layers(stock.config)[1]
-    permute_experts(tmp_path / "base", {layer: order}, tmp_path / "moved")
+    layers = FAMILIES[family].moe_layers(stock.config)[:2]  # the first may look experts up
+    permute_experts(tmp_path / "base", dict.fromkeys(layers, order), tmp_path / "moved")
     moved = AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval()
     with torch.no_grad():
         wanted, found = stock(**batch()).logits, moved(**batch()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     before, after = (moe_layers(model)[1].experts.down_proj for model in (stock, moved))
     assert torch.equal(before[order], after)
+
+
+def test_groups_of_experts_are_the_family_s(tmp_path):
+    """n_group of a config counts where the router has groups."""
+    order = [8, 0, *range(1, 8), 9]
+    for family in ("laguna", "dots1"):
+        tiny.model(family).save_pretrained(tmp_path / family)
+        opened = open_checkpoint(tmp_path / family)
+        assert opened.config["n_group"] == 2
+        refused = pytest.raises(CheckpointError, match="mixes the 2 routing groups")
+        with refused if family == "dots1" else nullcontext():
+            check_permutation(opened, {1: order})
 
 
 def test_a_router_that_samples_draws_the_same():
