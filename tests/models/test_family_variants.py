@@ -44,7 +44,8 @@ def test_recorded_and_saved_in_other_shapes(family, changes, tmp_path):
     assert list(opened.experts) == list(model_facts(model).moe_layers)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert torch.equal(again(**batch()).logits, wanted)
+        found = again(**batch()).logits
+    assert torch.allclose(found, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(
