@@ -1,6 +1,6 @@
 """Families that are not in the package: a recipe's ``model.family``, and plugins.
 
-A plugin is an entry point of the group ``moe_finetune.models``: a :class:`Family`, several, or a
+A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, several, or a
 callable that returns them. It is loaded when a ``model_type`` is met that the package lacks.
 """
 
@@ -19,7 +19,7 @@ from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.recipe.family import DECLARED, FamilySection
 from moe_finetune.recipe.schema import load_recipe
 
-GROUP = "moe_finetune.models"
+GROUP = f"{__name__.partition('.')[0]}.families"
 _stands_for: dict[str, Family] = {}
 
 

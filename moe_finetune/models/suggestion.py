@@ -34,6 +34,11 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return None
+    if "text_config" in config:
+        return (
+            f"a '{model_type}' is a composite of several models, whose parts are not trained here; "
+            "give a checkpoint of its language model alone"
+        )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))
         found = sites(meta_model(parsed))

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.models import FAMILIES, declared, family_of, find_family
@@ -158,6 +159,12 @@ def test_a_type_that_transformers_lacks_has_none():
     assert "did you mean 'qwen3_moe'" in str(raised.value)
     assert "--prove" not in str(raised.value)
     assert suggestion({"model_type": "llama"}) is None  # no experts
+
+
+def test_a_composite_is_refused_as_one():
+    composite = CONFIG_MAPPING["qwen3_vl_moe"]().to_dict()
+    with pytest.raises(UnsupportedModelError, match="give a checkpoint of its language model"):
+        family_of(composite)
 
 
 @pytest.mark.parametrize("name", ["minimax_m2", "granitemoeshared", "afmoe", "hunyuan_v1_moe"])
