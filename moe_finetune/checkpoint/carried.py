@@ -88,7 +88,9 @@ def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
 
 
 def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
-    mapping = read_object(folder / name, CheckpointError, COPY_AGAIN)
+    # A config's values are checked where it is opened; one of them may be infinite.
+    checked = name == "config.json"
+    mapping = read_object(folder / name, CheckpointError, COPY_AGAIN, finite=not checked)
     wanted = mapping | dict(changes)
     for key in (_CODE, *(key for key, value in changes.items() if value is None)):
         wanted.pop(key, None)
