@@ -1,7 +1,8 @@
 """What measuring strength costs, once, in training steps a loss term.
 
 A step is forward, backward and the optimizer's update, as in ``step.py``; measured is what comes
-on top in the step that is measured. Both alternate in one process, for each set of terms.
+on top in the step that is measured. Both alternate in one process, for each set of terms. Seconds
+are the processor's, so that other work on the machine does not count.
 
     python eval/bench/strength.py --geometry small-cpu --rounds 9
     python eval/bench/strength.py --gradient-checkpointing
@@ -20,6 +21,7 @@ from saved import add_save, finish
 from variants import ALL_TERMS, build
 
 from moe_finetune.losses.presets import PRESETS
+from moe_finetune.moe.layers import backbone_of
 from moe_finetune.training.specialization import Specialization
 
 PRESETS_TIMED = ("aux_loss", "orthogonal_variance", "specialization_coupling", "erc")
@@ -83,7 +85,8 @@ def main() -> None:
     model = build(arguments, experts=True)
     generator = torch.Generator().manual_seed(1)
     rows = max(arguments.tokens // arguments.length, 1)
-    ids = torch.randint(0, 4096, (rows, arguments.length), generator=generator)
+    vocabulary = backbone_of(model).config.vocab_size
+    ids = torch.randint(0, vocabulary, (rows, arguments.length), generator=generator)
     ids = ids.to(arguments.device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     figures = {name: timed(model, SETS[name], batch, arguments.rounds) for name in arguments.only}
