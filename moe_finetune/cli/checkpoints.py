@@ -42,6 +42,12 @@ def inspect(
             "--prove", help="Compare the declared family with transformers' class; 1 if it differs."
         ),
     ] = False,
+    quantization: Annotated[
+        bool,
+        typer.Option(
+            "--quantization", help="Measure what int8 and nf4 cost the base on the recipe's rows."
+        ),
+    ] = False,
     format: Annotated[
         Format, typer.Option("--format", help="How to print; json as --json.")
     ] = Format.text,
@@ -73,6 +79,17 @@ def inspect(
             raise RecipeError("--strength: measures a recipe's losses; name one with --recipe")
         rows = strength_of(checkpoint, load_recipe(recipe))
         print(dumps(rows, indent=2, allow_nan=False) if json else strength_table(rows))
+        return
+    if quantization:
+        from dataclasses import asdict
+
+        from moe_finetune.errors import RecipeError
+        from moe_finetune.training.quantization_cost import cost_table, quantization_cost
+
+        if not recipe:
+            raise RecipeError("--quantization: needs rows to measure on; name a --recipe with data")
+        costs = quantization_cost(checkpoint, load_recipe(recipe))
+        print(dumps([asdict(cost) for cost in costs], indent=2) if json else cost_table(costs))
         return
     inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())

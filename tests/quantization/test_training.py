@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -185,6 +186,32 @@ def test_a_run_merges_into_the_unquantised_base_and_resumes_exactly(recipe_file,
     assert main(["merge", str(straight), "--output", str(tmp_path / "merged"), "--verify"]) == 0
     said = capsys.readouterr().out
     assert "verified" in said and "nf4" in said
+
+
+def test_inspect_says_what_quantising_costs(base, recipe_file, capsys):
+    command = ["inspect", str(base), "--recipe", str(recipe_file), "--quantization", "--json"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["held"] for row in rows] == ["float32", "int8", "nf4"]
+    text = [json.loads(line)["text"] for line in recipe_data(recipe_file)]
+    model = load_model(base, "float32", quantization="nf4")
+    # Bytes are this tokenizer's tokens; each row ends with one more and is cut to the length.
+    ids = [torch.tensor([*tiny.tokenizer()(t)["input_ids"], 0])[:32] for t in text]
+    with torch.no_grad():
+        losses = [
+            float(model(input_ids=row[None], labels=row[None]).loss) * (len(row) - 1) for row in ids
+        ]
+    tokens = sum(len(row) - 1 for row in ids)
+    assert {row["tokens"] for row in rows} == {tokens}
+    assert rows[2]["loss"] == pytest.approx(sum(losses) / tokens, rel=1e-5)
+    assert rows[0]["increase"] == 0 and abs(rows[1]["increase"]) < abs(rows[2]["increase"])
+    assert rows[0]["weights"] > rows[1]["weights"] > rows[2]["weights"]
+    assert main(["inspect", str(base), "--quantization"]) == 2
+    assert "name a --recipe" in capsys.readouterr().err
+
+
+def recipe_data(recipe_file):
+    return (recipe_file.parent / "data.jsonl").read_text().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""What quantising a base costs before any training: its loss on a recipe's rows, by format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moe_finetune.models.loading import load_model
+from moe_finetune.quantization.codec import Kind, bitsandbytes
+from moe_finetune.quantization.load import resident_bytes
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.run import base_folder, check_inputs
+from moe_finetune.training.snapshot import sample_examples
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One format's.
+
+    Attributes:
+        held: the number format, or the dtype of the unquantised weights.
+        loss: nats a token, of every token but a row's first.
+        increase: of the loss over the unquantised base's, as a share of it.
+        weights: bytes of the model's weights in memory.
+        tokens: how many the loss is a mean of.
+    """
+
+    held: str
+    loss: float
+    increase: float
+    weights: int
+    tokens: int
+
+
+def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
+    """Loss of the base of ``checkpoint`` unquantised, in int8 and in nf4, on the recipe's rows.
+
+    The rows are the validation set's, or the training set's where there is none, 8,192 tokens in
+    all, equal parts of each source. One model is in memory at a time.
+
+    Raises:
+        RecipeError: the recipe does not fit the checkpoint.
+        DependencyError: bitsandbytes cannot be used here.
+    """
+    bitsandbytes()
+    section = recipe.model.model_copy(update={"path": checkpoint, "quantization": "none"})
+    recipe = recipe.model_copy(update={"model": section, "evaluation": None})
+    inputs = check_inputs(recipe)
+    rows = [
+        torch.tensor(row["input_ids"])
+        for row in sample_examples(inputs.sources, recipe.data.max_length)
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    costs: list[Cost] = []
+    for kind in (None, *reversed(get_args(Kind))):
+        model = load_model(
+            base_folder(recipe),
+            dtype=recipe.model.dtype,
+            device_map=device,
+            quantization=kind,
+            attn_implementation=recipe.model.attn_implementation,
+        )
+        loss, tokens = mean_loss(model, rows)
+        plain = costs[0].loss if costs else loss
+        held = kind or recipe.model.dtype
+        costs.append(Cost(held, loss, loss / plain - 1, resident_bytes(model), tokens))
+        del model
+    return costs
+
+
+@torch.no_grad()
+def mean_loss(model: Any, rows: Sequence[Tensor]) -> tuple[float, int]:
+    """Mean cross-entropy of the next token over all rows, in nats, and the number of tokens."""
+    total, tokens = 0.0, 0
+    for row in rows:
+        if len(row) < 2:
+            continue
+        ids = row.to(model.device)
+        logits = model(input_ids=ids[None, :-1]).logits[0].float()
+        total += float(cross_entropy(logits, ids[1:], reduction="sum"))
+        tokens += len(ids) - 1
+    return total / tokens, tokens
+
+
+def cost_table(costs: Sequence[Cost]) -> str:
+    """The costs for a reader."""
+    lines = [f"{'weights':<10} {'GB':>8} {'loss':>9} {'increase':>9}"]
+    for cost in costs:
+        lines.append(
+            f"{cost.held:<10} {cost.weights / 1e9:8.3f} {cost.loss:9.4f} {cost.increase:+9.2%}"
+        )
+    return "\n".join([*lines, f"loss in nats a token, over {costs[0].tokens:,} tokens"])
