@@ -217,10 +217,11 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
     from moe_finetune.models.loading import load_config, load_tokenizer
     from moe_finetune.moe.layers import config_facts
-    from moe_finetune.training.preconditions import check_quantization
+    from moe_finetune.training.preconditions import check_accelerator, check_quantization
     from moe_finetune.training.rehearsal import check_arguments, rehearse
 
     check_quantization(recipe.model.quantization)
+    check_accelerator(recipe.trainer)
     check_arguments(recipe)
     base = base_folder(recipe)
     if recipe.model.init == "random":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,3 +66,17 @@ def _placed(parameter: Tensor, value: Tensor) -> Tensor:
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {p: plain_name(name) for name, p in model.named_parameters()}
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors``, each in memory of its own, as a file wants them.
+
+    8-bit optimizers have one table for all parameters.
+    """
+    seen: set[int] = set()
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return own

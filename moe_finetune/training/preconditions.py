@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ def check_quantization(kind: str) -> None:
                 "quantised weights; start it without that config (each process then holds the "
                 "quantised model), or set model.quantization: none"
             )
+
+
+def check_accelerator(trainer: Mapping[str, Any]) -> None:
+    """Refuse a recipe's ``trainer:`` keys that need an accelerator where there is none.
+
+    Raises:
+        RecipeError: names the key.
+    """
+    if trainer.get("activation_offloading") and not torch.accelerator.is_available():
+        raise RecipeError(
+            "trainer.activation_offloading: moves activations from a GPU to the CPU's memory, and "
+            "there is no GPU here; leave it out"
+        )
 
 
 def check_arguments(args: Any, method: Method, config: Any) -> None:

@@ -31,7 +31,11 @@ from moe_finetune.training.checkpoint import (
     write_bytes,
     write_checkpoint,
 )
-from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
+from moe_finetune.training.optimizer_state import (
+    load_optimizer_state,
+    optimizer_state,
+    unshared,
+)
 from moe_finetune.training.ordinary import StoredWeights, write_model
 from moe_finetune.training.plain_state import pack, unpack
 from moe_finetune.training.random_state import random_state, set_random_state
@@ -91,7 +95,7 @@ class ResumableTrainer(_Trainer):
 
         def write_optimizer(folder: Path) -> None:
             meta = {"state": json.dumps(packed), "resumable": str(not self.is_deepspeed_enabled)}
-            save_file(tensors, folder / OPTIMIZER_FILE, metadata=meta)
+            save_file(unshared(tensors), folder / OPTIMIZER_FILE, metadata=meta)
 
         def write_ranks(folder: Path) -> None:
             for number, blob in enumerate(blobs):

@@ -214,6 +214,18 @@ def recipe_data(recipe_file):
     return (recipe_file.parent / "data.jsonl").read_text().splitlines()
 
 
+def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
+    """Its parameters have one table in common, which the checkpoint's file holds for each."""
+    recipe = load_recipe(recipe_file, ["export.merge=false", "trainer.optim=adamw_8bit"])
+    run = run_recipe(recipe, tmp_path / "run")
+    adapter = run / "adapter" / "adapter_model.safetensors"
+    straight = adapter.read_bytes()
+    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+    run_recipe(recipe, run, resume=True)
+    assert adapter.read_bytes() == straight
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -227,6 +239,14 @@ def test_what_cannot_run_ends_with_2(changes, words, recipe_file, tmp_path, caps
     assert code == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has one")
+    recipe = load_recipe(recipe_file, ["trainer.activation_offloading=true"])
+    with pytest.raises(RecipeError, match=r"trainer.activation_offloading: .*no GPU here"):
+        run_recipe(recipe, tmp_path / "run")
 
 
 def test_fsdp_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path):
