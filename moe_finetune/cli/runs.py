@@ -216,6 +216,10 @@ def upcycle(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on in OUTPUT; finished steps are kept.")
     ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Delete what was trained with other settings; redo it."),
+    ] = False,
 ) -> None:
     """Make a MoE of a dense model: cluster texts, train experts, merge, teach routers, compare.
 
@@ -224,4 +228,4 @@ def upcycle(
     from moe_finetune.upcycle.command import upcycle_files
 
     files, overrides = split_items(items)
-    print(f"upcycle: {upcycle_files(files, overrides, output, stage, expert, resume)}")
+    print(f"upcycle: {upcycle_files(files, overrides, output, stage, expert, resume, replace)}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io.atomic import write_atomic
 
 _WEIGHTS = (".safetensors", ".bin")
 _IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
@@ -52,11 +54,47 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def checkpoint_hash(folder: str | Path) -> str:
+class KnownDigests:
+    """:func:`sha256_file` that remembers: a file of equal place, size and time is not read again.
+
+    What it returns follows from the content alone; the rest only says when to read.
+
+    Args:
+        memo: where digests are kept between processes; it need not exist.
+    """
+
+    def __init__(self, memo: Path):
+        self.memo = memo
+        try:
+            held = json.loads(memo.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # nothing is lost with it but time
+            held = {}
+        self._known: dict[str, list[Any]] = held if isinstance(held, dict) else {}
+
+    def __call__(self, path: Path) -> str:
+        """SHA-256 of the file's bytes."""
+        stat, place = path.stat(), str(path.resolve())
+        match self._known.get(place):
+            case [size, time, str(digest)] if (size, time) == (stat.st_size, stat.st_mtime_ns):
+                return digest
+        digest = sha256_file(path)
+        self._known[place] = [stat.st_size, stat.st_mtime_ns, digest]
+        return digest
+
+    def save(self) -> None:
+        """Keep what is known."""
+        write_atomic(self.memo, json.dumps(self._known) + "\n")
+
+
+def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_file) -> str:
     """Return one SHA-256 over the weights, config and tokenizer files of a checkpoint folder.
 
     The name and place of the folder do not count, so a copy has the same hash, and a checkpoint
     trained again in place has another.
+
+    Args:
+        folder: of the checkpoint.
+        digest: hashes one file.
 
     Raises:
         CheckpointError: ``folder`` is not a folder, or holds neither a config nor an adapter.
@@ -75,5 +113,5 @@ def checkpoint_hash(folder: str | Path) -> str:
         if f.is_file() and f.name.endswith(_IDENTITY_SUFFIXES) and f.name not in _NOT_IDENTITY
     )
     with ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(sha256_file, files))
+        digests = list(pool.map(digest, files))
     return sha256_json([[f.name, digest] for f, digest in zip(files, digests, strict=True)])

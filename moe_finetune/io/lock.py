@@ -107,6 +107,22 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
             lock.release()
 
 
+def helpers_only(target: Path) -> bool:
+    """Whether processes that share ``target`` are at work there, and none that has it alone."""
+    target = Path(os.path.realpath(target))
+    file = target.with_name(f".{target.name}.lock")
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _take(descriptor, fcntl.LOCK_EX, False) and _take(
+            descriptor, fcntl.LOCK_SH, False
+        )
+    finally:
+        os.close(descriptor)
+
+
 def one_writer(function: Callable[P, R]) -> Callable[P, R]:
     """Let ``function`` hold the lock of its argument ``output``, unless its ``dry_run`` is true."""
     signature = inspect.signature(function)

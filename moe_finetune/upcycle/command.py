@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError, did_you_mean
+from moe_finetune.errors import OutputExistsError, RecipeError, did_you_mean
 from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
+from moe_finetune.io.children import run_children
+from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.lock import OutputLock
+from moe_finetune.io.ledger import Ledger, StepFailedError
+from moe_finetune.io.lock import OutputLock, helpers_only
+from moe_finetune.upcycle.checks import check
 from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, REMEDY, RESULTS_FILE, TABLES_FILE
-from moe_finetune.upcycle.ledger import Ledger
 from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
-from moe_finetune.upcycle.stages import STAGES, Upcycle
+from moe_finetune.upcycle.stages import STAGES, Plan
+from moe_finetune.upcycle.texts import remark_on_repetitions
+from moe_finetune.upcycle.workspace import Upcycle
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ def run_upcycle(
     stage: str | None = None,
     expert: int | None = None,
     resume: bool = False,
+    replace: bool = False,
 ) -> Path:
     """Carry out the recipe in ``output``; what is done already and still holds is kept.
 
@@ -39,6 +43,7 @@ def run_upcycle(
         stage: one of :data:`~moe_finetune.upcycle.stages.STAGES` alone; None does all.
         expert: with the stage ``experts``: this expert alone, for a process or machine each.
         resume: go on in a folder that holds an upcycle.
+        replace: delete what was trained from other inputs, and train it again.
 
     Returns:
         The folder, or the report's page after the stage ``evaluate``.
@@ -55,8 +60,12 @@ def run_upcycle(
         raise RecipeError(
             f"--expert {expert}: wanted 0 to {recipe.clusters.count - 1}, with --stage experts"
         )
-    with output_lock(output, shared=expert is not None) as lock:
-        return carry_out(recipe, output, stage, expert, resume, lock)
+    # Experts that a killed command left at work save their own results: wait for them.
+    wait = resume and expert is None and helpers_only(output)
+    if wait:
+        log.warning("%s: experts of an earlier command are at work; waiting for them", output)
+    with output_lock(output, shared=expert is not None, wait=wait) as lock:
+        return carry_out(recipe, output, stage, expert, resume, replace, lock)
 
 
 def carry_out(
@@ -65,6 +74,7 @@ def carry_out(
     stage: str | None,
     expert: int | None,
     resume: bool,
+    replace: bool,
     lock: OutputLock,
 ) -> Path:
     """What :func:`run_upcycle` does while it holds the folder's lock."""
@@ -72,13 +82,19 @@ def carry_out(
     if expert is None:
         clear_leftovers(output)
     upcycle = Upcycle(recipe, output)
-    upcycle.check()
-    ledger = Ledger(output, upcycle.steps())
+    check(upcycle)
+    digest = KnownDigests(output / "steps" / "digests.json")
+    ledger = Ledger(output, Plan(upcycle, digest).steps(), replace=replace)
+    wanted_steps = [n for each in STAGES if stage in (None, each) for n in ledger.of_stage(each)]
+    ledger.check_nothing_lost(wanted_steps)
     if expert is None:  # else another process may be writing the same
+        if remark := remark_on_repetitions(upcycle.read):
+            log.warning("%s", remark)
+        digest.save()
         write_atomic(output / RECIPE_FILE, recipe.to_yaml())
     started = time.perf_counter()
     for wanted in STAGES if stage is None else (stage,):
-        names = [name for name, step in ledger.steps.items() if step.stage == wanted]
+        names = ledger.of_stage(wanted)
         if expert is not None:
             names = [name for name in names if name.endswith(f"/experts/{expert}")]
         if wanted == "experts" and expert is None and recipe.experts.processes > 1:
@@ -109,38 +125,21 @@ def check_folder(output: Path, resume: bool) -> None:
 
 
 def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
-    """Train the experts that are not done in processes of their own, some at once."""
+    """Train the experts that are not done in processes of their own, some at once.
+
+    Raises:
+        StepFailedError: one failed; the others have saved what they had.
+        KeyboardInterrupt: a signal came; all have saved and ended.
+    """
     numbers = sorted({int(name.rpartition("/")[2]) for name in names if not ledger.done(name)})
-    waiting, running = list(numbers), dict[int, subprocess.Popen[bytes]]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                number = waiting.pop(0)
-                command = [sys.executable, "-m", "moe_finetune.cli", "upcycle"]
-                command += [str(output / RECIPE_FILE), "--output", str(output), "--resume"]
-                command += ["--stage", "experts", "--expert", str(number)]
-                running[number] = subprocess.Popen(command, env=dict(os.environ))
-            for number, process in list(running.items()):
-                if (code := process.poll()) is None:
-                    continue
-                del running[number]
-                if code == 130:
-                    raise KeyboardInterrupt
-                if code:
-                    raise ExpertFailedError(
-                        f"expert {number}: its process ended with code {code}; see its message "
-                        "above, mend it and repeat the command with --resume"
-                    )
-            time.sleep(0.2)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-
-
-class ExpertFailedError(MoeFinetuneError, RuntimeError):
-    """A process that trained an expert failed."""
+    command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(output / RECIPE_FILE)]
+    command += ["--output", str(output), "--resume", "--stage", "experts", "--expert"]
+    if ledger.replace:
+        command.insert(-1, "--replace")
+    commands = {f"expert-{number}": [*command, str(number)] for number in numbers}
+    why = run_children(commands, output / "logs", processes)
+    if why is not None:
+        raise StepFailedError(f"{why}; mend it and repeat the command with --resume")
 
 
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
@@ -174,7 +173,8 @@ def upcycle_files(
     stage: str | None,
     expert: int | None,
     resume: bool,
+    replace: bool = False,
 ) -> Path:
     """What the command line calls: read the recipe, then :func:`run_upcycle`."""
     recipe = load_upcycle_recipe(files, overrides)
-    return run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume)
+    return run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume, replace=replace)

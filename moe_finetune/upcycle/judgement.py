@@ -91,22 +91,32 @@ def questions(
     return solved, asked
 
 
-def _of_file(tokenizer: Any, section: JudgementSection) -> tuple[list[Question], list[Question]]:
+def check_file(section: JudgementSection) -> list[dict[str, Any]]:
+    """Rows of the recipe's file of questions.
+
+    Raises:
+        DataError: no such file, other fields, or too few rows.
+    """
     from moe_finetune.io.rows import read_rows
 
     rows = read_rows(str(section.file), required=("question", "answer"))
-    found = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row["answer"], bool):
             raise DataError(
                 f"{section.file}: row {number}: 'answer' is {row['answer']!r}, wanted true or false"
             )
+    if len(rows) <= section.shots:
+        raise DataError(
+            f"{section.file}: {len(rows)} rows, wanted more than the {section.shots} shots"
+        )
+    return rows
+
+
+def _of_file(tokenizer: Any, section: JudgementSection) -> tuple[list[Question], list[Question]]:
+    found = []
+    for row in check_file(section):
         text = f"Question: {row['question']}\nAnswer:"
         found.append(Question(tokenizer.encode(text, add_special_tokens=False), row["answer"]))
-    if len(found) <= section.shots:
-        raise DataError(
-            f"{section.file}: {len(found)} rows, wanted more than the {section.shots} shots"
-        )
     return found[: section.shots], found[section.shots :][: section.items]
 
 

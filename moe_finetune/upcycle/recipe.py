@@ -176,6 +176,10 @@ class UpcycleRecipe(Section):
         """Whether categories are clustered here: experts or table are still to be made."""
         return self.clusters.table is None or self.experts.checkpoints is None
 
+    def trainer_of(self, arm: ArmSection) -> dict[str, Any]:
+        """TRL's arguments of an arm's fine-tuning."""
+        return {**self.finetune.trainer, **arm.trainer}
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain values of every key, defaults included."""
         return self.model_dump(mode="json")

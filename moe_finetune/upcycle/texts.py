@@ -27,8 +27,24 @@ LEAST_TEXTS = 3
 TOKENS_FILE, INDEX_FILE = "tokens.safetensors", "texts.json"
 
 
-def read_categories(section: TextSection) -> dict[str, list[str]]:
-    """Texts of every category, in their sources' order; equal texts of a category count once.
+@dataclass(frozen=True)
+class Read:
+    """A category's different texts, in their sources' order, and what was left out of them.
+
+    ``rows`` counts the sources' rows, ``repeated`` those that repeat an earlier one.
+    """
+
+    texts: list[str]
+    rows: int
+
+    @property
+    def repeated(self) -> int:
+        """Rows that repeat an earlier one of the category."""
+        return self.rows - len(self.texts)
+
+
+def read_categories(section: TextSection) -> dict[str, Read]:
+    """Texts of every category; equal texts of a category count once, and are counted.
 
     Raises:
         DataError: a source that cannot be read, or a category with fewer than three texts.
@@ -41,14 +57,28 @@ def read_categories(section: TextSection) -> dict[str, list[str]]:
         found = {name: _read(name, paths) for name, paths in (section.categories or {}).items()}
     categories = {}
     for name, texts in found.items():
-        kept = list(dict.fromkeys(texts))[: section.limit]
-        if len(kept) < LEAST_TEXTS:
+        different = list(dict.fromkeys(texts))
+        if len(different) < LEAST_TEXTS:
+            repeated = len(texts) - len(different)
             raise DataError(
-                f"texts.categories.{name}: {len(kept)} different texts, wanted at least "
-                f"{LEAST_TEXTS} (train, validation and test); add texts or leave the category out"
+                f"texts.categories.{name}: {len(different)} different texts"
+                + (f" ({repeated} of {len(texts)} rows repeat others)" if repeated else "")
+                + f", wanted at least {LEAST_TEXTS} (train, validation and test); add texts or "
+                "leave the category out"
             )
-        categories[name] = kept
+        kept = different[: section.limit]
+        categories[name] = Read(kept, len(texts) - (len(different) - len(kept)))
     return categories
+
+
+def remark_on_repetitions(found: Mapping[str, Read]) -> str | None:
+    """What to say of texts that occur more than once, or None without any."""
+    lines = [
+        f"{name} {each.repeated} of {each.rows}" for name, each in found.items() if each.repeated
+    ]
+    if not lines:
+        return None
+    return f"rows that repeat another of their category are left out: {', '.join(lines)}"
 
 
 def _read(category: str, paths: str | list[str]) -> list[str]:
@@ -119,17 +149,22 @@ class Texts:
             DataError: together they are shorter than one row.
         """
         chosen = list(categories)
+        self.check_rows(chosen, length)
         documents = [ids for category in chosen for ids in self.documents("train", category)]
         order = np.random.default_rng(seed).permutation(len(documents))
         stream = np.concatenate([np.zeros(0, np.int32), *(documents[i] for i in order)])
         rows = len(stream) // length
-        if not rows:
-            names = ", ".join(self.categories[c] for c in chosen) or "no category"
+        return stream[: rows * length].reshape(rows, length)
+
+    def check_rows(self, categories: Sequence[int], length: int) -> None:
+        """Raise DataError where the categories' training texts are shorter than one row."""
+        tokens = sum(self.arrays[f"train.{c}.ids"].size for c in categories)
+        if tokens < length:
+            names = ", ".join(self.categories[c] for c in categories) or "no category"
             raise DataError(
-                f"texts: {names}: {len(stream)} training tokens are less than one row of "
+                f"texts: {names}: {tokens} training tokens are less than one row of "
                 f"texts.max_length {length}; add texts or lower it"
             )
-        return stream[: rows * length].reshape(rows, length)
 
     def counts(self, vocabulary: int) -> np.ndarray:
         """Occurrences of every token id in each category's training texts: ``(C, V)`` int64."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moe_finetune.io import write_atomic
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, LoraSection, ModelSection
@@ -61,14 +62,22 @@ class Job:
         )
 
 
-def run_job(job: Job, work: Path, output: Path) -> None:
-    """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``."""
+def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> None:
+    """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``.
+
+    Args:
+        job: what to train.
+        work: folder for checkpoints and log, as long as it runs.
+        output: the checkpoint's folder.
+        curve: file that the log is copied to before ``output`` appears.
+    """
     from transformers import set_seed
 
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_model, load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
+    from moe_finetune.training.sft import METRICS_FILE
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.signals import StopUpcycle
 
@@ -99,6 +108,8 @@ def run_job(job: Job, work: Path, output: Path) -> None:
     if job.method is None and job.lora is not None:
         model = model.merge_and_unload()
     saved = save_trained(model, tokenizer, recipe, work)
+    if curve is not None and (work / METRICS_FILE).is_file():
+        write_atomic(curve, (work / METRICS_FILE).read_bytes())
     output.parent.mkdir(parents=True, exist_ok=True)
     if saved.name == "adapter":
         from moe_finetune.checkpoint import merge_adapter

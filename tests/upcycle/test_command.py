@@ -69,7 +69,8 @@ def copied(finished, tmp_path):
 
 def made_at(output: Path) -> dict[str, int]:
     """When each step's mark was written."""
-    return {path.stem: path.stat().st_mtime_ns for path in (output / "steps").glob("*.json")}
+    marks = (output / "steps").glob("*.json")
+    return {path.stem: path.stat().st_mtime_ns for path in marks if path.stem != "digests"}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -122,11 +123,17 @@ def dense_of(recipe: Path) -> Path:
 def test_what_is_done_is_kept_and_what_changed_is_done_again(copied, capsys):
     recipe, output = copied
     before = made_at(output)
-    assert run(capsys, "upcycle", recipe, "--output", output, "--resume")[0] == 0
+    copy = output.parent / "dense copied"  # other times and another place, the same content
+    shutil.copytree(dense_of(recipe), copy, copy_function=shutil.copyfile)
+    moved = f"dense.path={copy}"
+    assert run(capsys, "upcycle", recipe, moved, "--output", output, "--resume")[0] == 0
     assert made_at(output) == before
-    code, _ = run(
-        capsys, "upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"
-    )
+    assert (output / "curves/seed-0.expert-2.jsonl").read_text().count('"kind": "train"') == 1
+    other = ["upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"]
+    code, said = run(capsys, *other)
+    assert code == 2 and "seed-0/router: made with other values of trainer" in said
+    assert made_at(output) == before and "Nothing was deleted" in said
+    code, _ = run(capsys, *other, "--replace")
     changed = {name for name, when in made_at(output).items() if before[name] != when}
     assert code == 0
     assert changed == {"seed-0.router", "seed-0.arms.svmoe", "seed-0.measured.svmoe"}
@@ -315,6 +322,34 @@ def test_a_wrong_recipe_ends_with_2(tmp_path, monkeypatch, capsys, overrides, sa
     code, err = run(capsys, "upcycle", recipe, *overrides, "--output", tmp_path / "run")
     assert code == 2 and said in err, err
     assert "Traceback" not in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias is true, and a Mixtral has no biases"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' cannot become a MoE here"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot become a MoE here"),
+    ],
+)
+def test_a_dense_model_without_a_moe_ends_with_2(tmp_path, capsys, changes, said):
+    recipe = write_recipe(tmp_path)
+    config = tmp_path / "dense" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and said in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_questions_and_several_ranks_end_with_2(tmp_path, capsys, monkeypatch):
+    recipe = write_recipe(tmp_path)
+    ask = f"evaluation.judgement.file={tmp_path / 'gone.jsonl'}"
+    code, err = run(capsys, "upcycle", recipe, ask, "--output", tmp_path / "run")
+    assert code == 2 and "gone.jsonl" in err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "Start it without a launcher" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_too_many_pins_end_with_2(tmp_path, capsys):

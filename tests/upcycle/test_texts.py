@@ -9,7 +9,13 @@ import pytest
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.upcycle.corpus import PIECE, SOURCES, read_corpus
 from moe_finetune.upcycle.recipe import TextSection
-from moe_finetune.upcycle.texts import SPLITS, Texts, read_categories, split_texts
+from moe_finetune.upcycle.texts import (
+    SPLITS,
+    Texts,
+    read_categories,
+    remark_on_repetitions,
+    split_texts,
+)
 from tests import tiny
 from tests.upcycle import dense
 
@@ -100,11 +106,18 @@ def test_saved_is_loaded(texts, tmp_path):
 def test_categories_are_read_from_files(tmp_path):
     files = dense.write_categories(tmp_path, 3)
     found = read_categories(TextSection(categories=files, limit=12))
-    assert list(found) == ["kind0", "kind1", "kind2"] and len(found["kind1"]) == 12
+    assert list(found) == ["kind0", "kind1", "kind2"] and len(found["kind1"].texts) == 12
+    assert remark_on_repetitions(found) is None
     line = Path(files["kind1"]).read_text().splitlines()[0]
     Path(files["kind1"]).write_text(f"{line}\n" * 5)
-    with pytest.raises(DataError, match=r"texts\.categories\.kind1: 1 different texts"):
+    said = r"texts\.categories\.kind1: 1 different texts \(4 of 5 rows repeat others\)"
+    with pytest.raises(DataError, match=said):
         read_categories(TextSection(categories=files))
+    rows = [*Path(files["kind0"]).read_text().splitlines()[:4], line, line]
+    Path(files["kind1"]).write_text("\n".join(rows))
+    found = read_categories(TextSection(categories=files))
+    assert len(found["kind1"].texts) == 5
+    assert "kind1 1 of 6" in (remark_on_repetitions(found) or "")
     Path(files["kind1"]).write_text(json.dumps({"txt": "no"}) + "\n")
     with pytest.raises(DataError, match=r"kind1\.jsonl:1: no field 'text'"):
         read_categories(TextSection(categories=files))

@@ -1,0 +1,149 @@
+"""Processes that this one starts: signals reach them, and what they print is kept."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+
+
+class Children:
+    """Processes at work; each has a session of its own, so that Ctrl-C reaches it once, through us.
+
+    Attributes:
+        running: processes by name.
+        asked: signals that came, in order.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.asked: list[int] = []
+
+    def start(self, name: str, command: Sequence[str], log: Path, lock: int | None = None) -> int:
+        """Start a process that appends what it prints to ``log``; return the log's size before.
+
+        Args:
+            name: to find it under.
+            command: program and arguments.
+            log: the file; its folder is made.
+            lock: descriptor of a lock that the process holds as well as we do, so that it stays
+                held when we are killed and the process goes on by itself.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            before = stream.tell()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=() if lock is None else (lock,),
+                start_new_session=True,
+            )
+        self.running[name] = process
+        for number in self.asked:  # it came while the process was being made
+            process.send_signal(number)
+        return before
+
+    def ended(self) -> Iterator[tuple[str, int]]:
+        """Names and exit codes of those that have ended since; they are forgotten."""
+        for name, process in list(self.running.items()):
+            if (code := process.poll()) is not None:
+                del self.running[name]
+                yield name, code
+
+    def send(self, number: int) -> None:
+        """Send a signal to all that are running."""
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal of our own: pass it on."""
+        self.asked.append(number)
+        self.send(number)
+
+
+@contextmanager
+def children() -> Iterator[Children]:
+    """Start processes inside; SIGINT and SIGTERM are passed on to them.
+
+    At the end all that still run are told to stop and waited for; where a signal came,
+    KeyboardInterrupt is raised then.
+    """
+    own = Children()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {n: signal.signal(n, own.note) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield own
+    finally:
+        if not own.asked:
+            own.send(signal.SIGTERM)
+        for process in own.running.values():
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if own.asked:
+        raise KeyboardInterrupt
+
+
+def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> str | None:
+    """Run one process to its end; return why it failed, or None.
+
+    Raises:
+        KeyboardInterrupt: a signal came; the process got it too, and has ended.
+    """
+    with children() as own:
+        before = own.start("child", command, log, lock)
+        code = own.running["child"].wait()
+    return None if code == 0 else failure(log, before, code)
+
+
+def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> str | None:
+    """Run processes, ``at_once`` at a time; return why the first that failed did, or None.
+
+    After a failure no more are started, and those at work are told to save and stop.
+
+    Args:
+        commands: by name; what NAME prints is appended to ``logs/NAME.log``.
+        logs: a folder.
+        at_once: most processes at a time.
+
+    Raises:
+        KeyboardInterrupt: a signal came, to us or to one of them.
+    """
+    waiting, begun = list(commands), dict[str, int]()
+    with children() as own:
+        while (waiting or own.running) and not own.asked:
+            while waiting and len(own.running) < at_once:
+                name = waiting.pop(0)
+                begun[name] = own.start(name, commands[name], logs / f"{name}.log")
+            for name, code in own.ended():
+                if code == INTERRUPTED:
+                    own.note(signal.SIGTERM)
+                elif code:
+                    return f"{name}: {failure(logs / f'{name}.log', begun[name], code)}"
+            time.sleep(0.1)
+    return None
+
+
+def failure(log: Path, start: int, code: int) -> str:
+    """Why a process failed: its ``error:`` message, else its last line, and the exit code."""
+    with log.open("rb") as stream:
+        stream.seek(start)
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+    ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    said = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    if said:
+        return "\n".join(lines[said[-1] :]).removeprefix("error: ").strip()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return f"{ended}: {last} (log: {log})"

@@ -1,0 +1,298 @@
+"""Steps that are done once, in one folder: kept when done, resumed, never done twice at once.
+
+A step is known by the hash of what it follows from: its inputs, which are plain values (files among
+them by their content, never by their place or time), and the steps that it builds on. Its product
+is ``FOLDER/NAME``, which appears whole; ``steps/NAME.json`` then notes the hash. ``work/NAME`` is
+what must survive an interruption. While it is made, ``locks/NAME`` is locked; a process that the
+step starts may hold that lock as well, and whoever comes later waits for one that has outlived its
+parent. A step that failed leaves ``logs/NAME.failed.json`` with the reason, and its log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import MoeFinetuneError, OutputBusyError, OutputExistsError, RecipeError
+from moe_finetune.io.atomic import write_atomic
+from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.lock import output_lock
+
+log = logging.getLogger(__name__)
+FORMAT = 2
+INPUTS_FILE = "inputs.json"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a step.
+
+    Attributes:
+        target: the product; it must appear whole, by a rename.
+        work: folder for what must survive an interruption; it exists.
+        log: where processes that the step starts print.
+        lock: descriptor of the step's lock, for such processes.
+    """
+
+    target: Path
+    work: Path
+    log: Path
+    lock: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that is done once.
+
+    Attributes:
+        name: its product's path below the ledger's folder, such as ``seed-0/experts/3``.
+        make: does it.
+        inputs: plain values that it follows from.
+        after: names of the steps that it reads.
+        stage: the stage that it belongs to.
+        costly: its product, and what it has at work, are deleted only when the user says so.
+        done: whether it is done, for a step whose product says so itself; such a step is not
+            noted, and its own ``make`` begins anew or goes on.
+        finish: called with the seconds that it took, before it counts as done.
+    """
+
+    name: str
+    make: Callable[[Attempt], object] = field(repr=False)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    stage: str = ""
+    costly: bool = False
+    done: Callable[[], bool] | None = field(default=None, repr=False)
+    finish: Callable[[float], object] | None = field(default=None, repr=False)
+
+
+class Ledger:
+    """The steps of one folder, in an order in which they can be done.
+
+    Args:
+        folder: what they are done in; the caller keeps others out of it, or lets them share it.
+        steps: each after those that it builds on.
+        replace: delete costly products that were made from other inputs.
+        keep_failures: note in ``logs/`` why a step failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: Sequence[Step],
+        *,
+        replace: bool = False,
+        keep_failures: bool = True,
+    ):
+        self.folder, self.replace, self.keep_failures = folder, replace, keep_failures
+        self.steps = {step.name: step for step in steps}
+        self._keys: dict[str, str] = {}
+        for step in steps:
+            before = [self._keys[name] for name in step.after]
+            self._keys[step.name] = sha256_json([FORMAT, step.name, dict(step.inputs), before])
+
+    # -- what is there ------------------------------------------------------------------------
+
+    def key(self, name: str) -> str:
+        """Hash of everything that a step follows from."""
+        return self._keys[name]
+
+    def done(self, name: str) -> bool:
+        """Whether a step's product is there, and was made from these inputs."""
+        own = self.steps[name].done
+        if own is not None:
+            return own()
+        return (self.folder / name).is_dir() and self._noted(name).get("inputs") == self._keys[name]
+
+    def of_stage(self, stage: str) -> list[str]:
+        """Names of a stage's steps."""
+        return [name for name, step in self.steps.items() if step.stage == stage]
+
+    def seconds(self) -> dict[str, float]:
+        """How long each finished step took, where it was noted."""
+        noted = {name: self._noted(name).get("seconds") for name in self.steps}
+        return {name: float(took) for name, took in noted.items() if took is not None}
+
+    def failed_file(self, name: str) -> Path:
+        """Why a step failed, when it did."""
+        return self.folder / "logs" / f"{name}.failed.json"
+
+    def log_file(self, name: str) -> Path:
+        """What a step's processes printed, or where it failed."""
+        return self.folder / "logs" / f"{name}.log"
+
+    def check_nothing_lost(self, names: Iterable[str]) -> None:
+        """Refuse to do steps again whose costly products were made from other inputs.
+
+        Raises:
+            OutputExistsError: there are some, and ``replace`` was not given.
+        """
+        lost = [] if self.replace else [line for name in names for line in self._lost(name)]
+        if lost:
+            shown = "\n".join(f"  {line}" for line in lost[:8])
+            more = f"\n  and {len(lost) - 8} more" if len(lost) > 8 else ""
+            raise OutputExistsError(
+                f"{self.folder}: holds what was trained from other inputs than those given now:\n"
+                f"{shown}{more}\nNothing was deleted. Go on with the settings that it was made "
+                "with, choose another --output, or add --replace to delete it and train it again"
+            )
+
+    # -- doing it -----------------------------------------------------------------------------
+
+    def run(self, name: str) -> None:
+        """Do a step unless it is done; wait for a process that is at it.
+
+        Raises:
+            RecipeError: a step that it builds on is missing or out of date.
+            OutputExistsError: its costly product was made from other inputs.
+            Exception: what the step raised; the reason is noted.
+        """
+        if self.done(name):
+            log.info("%s: done already", name)
+            return
+        self._check_before(name)
+        with self._alone(name) as lock:
+            if self.done(name):  # by whom we waited for
+                log.info("%s: done already", name)
+            else:
+                self._do(self.steps[name], lock)
+
+    def attempt(self, name: str) -> str | None:
+        """Do a step unless it is done; return why it failed, or None."""
+        try:
+            self.run(name)
+        except MoeFinetuneError as error:
+            return str(error)
+        except Exception as error:  # one step's failure must not end the others
+            return _reason(error, self.log_file(name))
+        return None
+
+    def _do(self, step: Step, lock: int) -> None:
+        name = step.name
+        target, work = self.folder / name, self.folder / "work" / name
+        self.failed_file(name).unlink(missing_ok=True)
+        started = time.perf_counter()
+        if step.done is None and self._appeared(name):
+            log.info("%s: had appeared whole before it was noted", name)
+        else:
+            if step.done is None:
+                self._make_room(name)
+            log.info("%s: begins", name)
+            try:
+                step.make(Attempt(target, work, self.log_file(name), lock))
+            except Exception as error:
+                self._note_failure(name, error)
+                raise
+        seconds = round(time.perf_counter() - started, 1)
+        if step.finish is not None:
+            step.finish(seconds)
+        if step.done is None:
+            note = {"inputs": self._keys[name], "seconds": seconds, "from": dict(step.inputs)}
+            write_atomic(self._mark(name), json.dumps(note, default=str) + "\n")
+            shutil.rmtree(work)
+        log.info("%s: %.1f s", name, seconds)
+
+    def _check_before(self, name: str) -> None:
+        step = self.steps[name]
+        for before in step.after:
+            if self.done(before):
+                continue
+            stage = self.steps[before].stage
+            what = "is out of date" if (self.folder / before).exists() else "is missing"
+            raise RecipeError(
+                f"--stage {step.stage}: {self.folder / before} {what}; run --stage {stage} first, "
+                "or leave --stage out"
+            )
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[int]:
+        """Hold the step's lock; wait for a process that holds it, and say so."""
+        place = self.folder / "locks" / name
+        with ExitStack() as held:
+            try:
+                lock = held.enter_context(output_lock(place))
+            except OutputBusyError:
+                log.warning("%s: another process is at it; waiting for it to end", name)
+                lock = held.enter_context(output_lock(place, wait=True))
+            yield lock.descriptor
+
+    def _appeared(self, name: str) -> bool:
+        """Whether a process was killed between the product's appearance and its note."""
+        held = self.folder / "work" / name / INPUTS_FILE
+        return (self.folder / name).is_dir() and _text(held) == self._keys[name]
+
+    def _make_room(self, name: str) -> None:
+        """Remove what was made from other inputs; keep what an interrupted attempt goes on from."""
+        self.check_nothing_lost([name])
+        target, work = self.folder / name, self.folder / "work" / name
+        self._mark(name).unlink(missing_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        if work.exists() and _text(work / INPUTS_FILE) != self._keys[name]:
+            shutil.rmtree(work)
+        if not work.exists():
+            work.mkdir(parents=True)
+            write_atomic(work / INPUTS_FILE, self._keys[name])
+
+    def _lost(self, name: str) -> Iterator[str]:
+        step, work = self.steps[name], self.folder / "work" / name
+        if not step.costly or step.done is not None or self.done(name) or self._appeared(name):
+            return
+        if (self.folder / name).exists():
+            yield f"{name}: {self._difference(name)}"
+        elif (work / "checkpoints").exists() and _text(work / INPUTS_FILE) != self._keys[name]:
+            yield f"work/{name}: checkpoints of a training that was interrupted, with other inputs"
+
+    def _difference(self, name: str) -> str:
+        noted, step = self._noted(name), self.steps[name]
+        held = noted.get("from")
+        if held is None:
+            return "made by an earlier version of this package" if noted else "never noted as done"
+        now = json.loads(json.dumps(dict(step.inputs), default=str))
+        changed = sorted(key for key in {*held, *now} if held.get(key) != now.get(key))
+        if changed:
+            return f"made with other values of {', '.join(changed)}"
+        return f"made from another {' or '.join(step.after)}"
+
+    # -- notes --------------------------------------------------------------------------------
+
+    def _mark(self, name: str) -> Path:
+        return self.folder / "steps" / f"{name.replace('/', '.')}.json"
+
+    def _noted(self, name: str) -> dict[str, Any]:
+        if not self._mark(name).is_file():
+            return {}
+        return read_object(self._mark(name), RecipeError, "delete it to do the step again")
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        if not self.keep_failures:
+            return
+        said = str(error)
+        if not isinstance(error, MoeFinetuneError):
+            file = self.log_file(name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write("".join(traceback.format_exception(error)))
+            said = _reason(error, file)
+        write_atomic(self.failed_file(name), json.dumps({"reason": said}, indent=1) + "\n")
+
+
+class StepFailedError(MoeFinetuneError, RuntimeError):
+    """A process that did a step failed; the message is its own."""
+
+
+def _reason(error: Exception, file: Path) -> str:
+    return f"{type(error).__name__}: {error} (traceback in {file})"
+
+
+def _text(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None

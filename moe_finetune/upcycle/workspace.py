@@ -1,0 +1,73 @@
+"""An upcycle at work in a folder: what its steps read of the recipe and of earlier steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.io.json_file import read_object
+from moe_finetune.models.loading import local_folder
+from moe_finetune.upcycle.dense import load_dense_config
+from moe_finetune.upcycle.files import CLUSTERS_FILE, REMEDY, TABLE_FILE
+from moe_finetune.upcycle.frequencies import FrequencyTable, tokenizer_hash
+from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.texts import Read, Texts, read_categories
+
+
+@dataclass(frozen=True)
+class Upcycle:
+    """The recipe at work in a folder: what every step needs of it."""
+
+    recipe: UpcycleRecipe
+    output: Path
+
+    @cached_property
+    def read(self) -> dict[str, Read]:
+        """Raw texts by category, and how many repetitions were left out."""
+        return read_categories(self.recipe.texts)
+
+    @property
+    def categories(self) -> dict[str, list[str]]:
+        """Raw texts by category."""
+        return {name: found.texts for name, found in self.read.items()}
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Tokenized texts; the step ``texts`` is done."""
+        return Texts.load(self.output / "texts")
+
+    @cached_property
+    def given_dense(self) -> Path | None:
+        """Folder of the recipe's dense checkpoint, if there is one."""
+        section = self.recipe.dense
+        return None if section.path is None else local_folder(section.path, True, section.revision)
+
+    @property
+    def dense(self) -> Path:
+        """The dense checkpoint that everything starts from."""
+        return self.given_dense or self.output / "dense"
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return self.recipe.clusters.count
+
+    @cached_property
+    def clusters_C(self) -> np.ndarray:
+        """Cluster of each category; the step ``clusters`` is done."""
+        held = read_object(self.output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
+        return np.array([held["cluster"][name] for name in self.texts.categories], np.int64)
+
+    @cached_property
+    def table(self) -> FrequencyTable:
+        """Token frequencies; the step ``clusters`` is done."""
+        return self.load_table(self.output / "clusters" / TABLE_FILE, self.output / "texts")
+
+    def load_table(self, path: Path, tokenizer: Path) -> FrequencyTable:
+        """Read a table for this tokenizer and the dense model's vocabulary."""
+        vocabulary = int(load_dense_config(self.dense).vocab_size)
+        return FrequencyTable.load(path, tokenizer_hash(tokenizer), vocabulary, self.experts)
