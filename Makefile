@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test lint format format-check types bench clean
+.PHONY: help demo test lint format format-check types bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -49,6 +49,9 @@ types: $(STAMP)  ## mypy on the package
 bench: $(STAMP)  ## Speed and memory that need no data (half an hour, 30 GB of disk); writes eval/bench/results
 	for name in step losses metrics traces merge merge_kill upcycle; do \
 	  $(BIN)/python eval/bench/$$name.py --save || exit 1; done
+
+gpu-check: $(STAMP)  ## Everything that a GPU decides; writes runs/gpu-check.md to send in
+	$(BIN)/python eval/bench/gpu_check.py $(GPU_CHECK)
 
 clean:  ## Remove caches and the environment; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info

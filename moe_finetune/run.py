@@ -129,7 +129,7 @@ def plan_run(
         MoeFinetuneError: what would end the start, with the key and what to do.
     """
     check_output(recipe, Path(output), resume)
-    return check_inputs(recipe, ignore_memory).plan
+    return check_inputs(recipe, ignore_memory, activations=True).plan
 
 
 def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
@@ -204,7 +204,7 @@ class Inputs:
     plan: Plan
 
 
-def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
+def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.checkpoint.bias import bias_config
     from moe_finetune.checkpoint.opened import open_checkpoint
@@ -217,10 +217,13 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     from moe_finetune.models.fresh import check_vocabulary, fresh_config
     from moe_finetune.models.loading import load_config, load_tokenizer
     from moe_finetune.moe.layers import config_facts
+    from moe_finetune.moe.offload import check_offload
     from moe_finetune.training.preconditions import check_accelerator, check_quantization
     from moe_finetune.training.rehearsal import check_arguments, rehearse
 
     check_quantization(recipe.model.quantization)
+    if recipe.model.offload == "experts":
+        check_offload()
     check_accelerator(recipe.trainer)
     check_arguments(recipe)
     base = base_folder(recipe)
@@ -256,7 +259,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False) -> Inputs:
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     found = load_for_stage(recipe, tokenizer)
     examples = found.train, found.validation
-    plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory)
+    plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory, activations)
     for remark in plan.remarks:
         log.warning("%s", remark)
     return Inputs(tokenizer, *examples, found.sources, plan)
@@ -300,6 +303,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import adapts, add_lora
+    from moe_finetune.moe.offload import offload_experts
     from moe_finetune.training import ranks
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
@@ -313,6 +317,8 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     model: Any = start_model(recipe)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
+    if recipe.model.offload == "experts":
+        offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
     trainer, callback = build_trainer(
         recipe,

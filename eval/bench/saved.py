@@ -18,13 +18,14 @@ def add_save(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--save", nargs="?", const=name, metavar="NAME", help=f"write results/NAME.json ({name})"
     )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the same to FILE")
 
 
 def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = True) -> None:
     """Print ``figures`` as JSON, and write them with how and on what they were measured."""
     if show:
         print(json.dumps(figures, indent=2))
-    if arguments.save:
+    if arguments.save or arguments.write:
         # Paths say nothing about a figure.
         given = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
         how = {
@@ -33,4 +34,9 @@ def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = 
             "load": round(os.getloadavg()[0], 1),
         }
         text = json.dumps({**how, **figures}, indent=2)
-        (RESULTS / f"{arguments.save}.json").write_text(text + "\n", encoding="utf-8")
+        for place in [
+            RESULTS / f"{arguments.save}.json" if arguments.save else None,
+            arguments.write,
+        ]:
+            if place is not None:
+                place.write_text(text + "\n", encoding="utf-8")

@@ -48,16 +48,26 @@ def inspect(
             "--quantization", help="Measure what int8 and nf4 cost the base on the recipe's rows."
         ),
     ] = False,
+    gpu: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu",
+            metavar="GIB",
+            help="Say whether the recipe fits a GPU of so many GiB, and what to change; "
+            "exit code 1 where it does not. Nothing is loaded.",
+        ),
+    ] = None,
     format: Annotated[
         Format, typer.Option("--format", help="How to print; json as --json.")
     ] = Format.text,
 ) -> None:
     """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
 
-    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --strength
+    Example: moe-finetune inspect ./Qwen3-30B-A3B --recipe my.yaml --gpu 24
     """
     from json import dumps
 
+    from moe_finetune.errors import RecipeError
     from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.training.inspection import inspect_checkpoint
 
@@ -71,7 +81,6 @@ def inspect(
             raise typer.Exit(1)
         return
     if strength:
-        from moe_finetune.errors import RecipeError
         from moe_finetune.training.first_window import strength_of
         from moe_finetune.training.strength import strength_table
 
@@ -83,7 +92,6 @@ def inspect(
     if quantization:
         from dataclasses import asdict
 
-        from moe_finetune.errors import RecipeError
         from moe_finetune.training.quantization_cost import cost_table, quantization_cost
 
         if not recipe:
@@ -91,8 +99,14 @@ def inspect(
         costs = quantization_cost(checkpoint, load_recipe(recipe))
         print(dumps([asdict(cost) for cost in costs], indent=2) if json else cost_table(costs))
         return
-    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None)
+    if gpu is not None and not recipe:
+        raise RecipeError("--gpu: tells whether a recipe fits; name one with --recipe")
+    if gpu is not None and not 0 < gpu < 1e6:
+        raise RecipeError(f"--gpu: {gpu:g} is not right; wanted the GiB of one GPU, such as 24")
+    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
+    if inspection.verdict is not None and not inspection.verdict.fits:
+        raise typer.Exit(1)
 
 
 def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:

@@ -1,7 +1,7 @@
 """What a run would take: memory of one device, training tokens, FLOPs, hours.
 
 Parameters are counted on the meta device from the config; no weight is read. Estimates, made to
-plan with: activations are rough, padding is ignored, evaluation is not counted.
+plan with: losses' own memory and padding are ignored, evaluation is not counted.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.experiments.recipe import PlanSection
 from moe_finetune.lora.coverage import Coverage, lora_coverage
+from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.inspection import GIB, Memory, estimate_memory, meta_model
+from moe_finetune.training.inspection import meta_model
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
 
 BYTES_PER_TOKEN = 4.0  # of English text, in the vocabularies of these models
 
@@ -39,7 +41,7 @@ class Size:
     trained: int
     trained_active: int
     attention: int
-    memory: Memory
+    memory: MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Estimator:
         size = self._size(recipe)
         if isinstance(size, MoeFinetuneError):
             return Cost(None, tokens, source, None, None, None, None, str(size).splitlines()[0])
-        held = size.memory.weights + size.memory.adapter + size.memory.optimizer
+        held = size.memory.fixed
         room = self.assumed.memory_gib * GIB - size.memory.activations
         least = math.ceil(held / room) if room > 0 else None
         memory = held / self.assumed.devices + size.memory.activations
@@ -98,6 +100,8 @@ class Estimator:
                 recipe.data.max_length,
                 recipe.trainer.get("per_device_train_batch_size"),
                 recipe.trainer.get("gradient_checkpointing"),
+                recipe.trainer.get("gradient_accumulation_steps"),
+                recipe.trainer.get("optim"),
             ],
             sort_keys=True,
         )
@@ -124,10 +128,10 @@ def model_size(recipe: Recipe) -> Size:
     family = family_of(config)
     model = meta_model(config)
     with torch.device("meta"):
-        coverage = lora_coverage(add_lora(model, recipe.lora, recipe.router.train))
-    memory = estimate_memory(config, family, coverage, recipe)
-    if fresh:  # trained in float32, computed under autocast
-        memory = replace(memory, weights=coverage.total.parameters * 4)
+        adapted = add_lora(model, recipe.lora, recipe.router.train)
+    coverage = lora_coverage(adapted)
+    # Losses are left out: methods then share one plan.
+    memory = plan_memory(adapted, recipe.model_copy(update={"method": Method(preset="none")}))
     share = family.top_k(config) / family.num_experts(config)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     parameters = coverage.total.parameters

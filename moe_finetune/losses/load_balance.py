@@ -16,6 +16,7 @@ from moe_finetune.losses.tensors import (
     check_choice,
     check_shapes,
     full_precision,
+    on_host,
 )
 
 Variant = Literal["switch", "deepseek", "gshard"]
@@ -145,7 +146,7 @@ def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
             f"{sequence_lengths.dtype}, wanted (sequences,) integers"
         )
     # On an accelerator this check would wait for the device, so there it is left to the caller.
-    if sequence_lengths.device.type == "cpu" and int(sequence_lengths.sum()) != tokens:
+    if on_host(sequence_lengths) and int(sequence_lengths.sum()) != tokens:
         raise ValueError(
             f"sequence_lengths sum to {int(sequence_lengths.sum())}, wanted T={tokens}"
         )

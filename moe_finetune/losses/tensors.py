@@ -13,6 +13,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 Reduction = Literal["mean", "sum"]
 Inputs = ParamSpec("Inputs")
@@ -74,6 +75,11 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading the tensor's values waits for nothing: on a CPU, and not a fake tensor."""
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:

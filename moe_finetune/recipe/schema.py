@@ -151,6 +151,20 @@ def _unquantizable(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _unoffloadable(recipe: Recipe) -> Iterator[str]:
+    """Why the experts of this run cannot wait in the host's memory."""
+    if recipe.lora is None:
+        yield (
+            "model.offload: 'experts' needs an adapter: stacks that train must stay on the GPU; "
+            "give a `lora:` section with a rank, or set model.offload: none"
+        )
+    if recipe.model.quantization != "none":
+        yield (
+            "model.offload: 'experts' does not go with model.quantization "
+            f"'{recipe.model.quantization}', which it would undo; set one of them to none"
+        )
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
@@ -163,6 +177,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "model.config: changes a model that is made anew; set model.init: random"
     if recipe.model.quantization != "none":
         yield from _unquantizable(recipe)
+    if recipe.model.offload != "none":
+        yield from _unoffloadable(recipe)
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"

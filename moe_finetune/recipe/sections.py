@@ -38,6 +38,10 @@ class ModelSection(Section):
     experts_kernel: Literal["auto", "grouped", "loop"] = Field(
         default="auto", description="one product for all experts, as on GPUs, or one for each"
     )
+    offload: Literal["none", "experts"] = Field(
+        default="none",
+        description="experts: frozen stacks wait in the host's memory, two layers on the GPU",
+    )
     init: Literal["checkpoint", "random"] = "checkpoint"
     config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
     family: FamilySection | None = Field(

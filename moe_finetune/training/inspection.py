@@ -5,47 +5,20 @@ Everything is computed on the meta device and from file headers; no weight is re
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
-from moe_finetune.models import Family, family_of
+from moe_finetune.models import family_of
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
+from moe_finetune.training.memory.verdict import Verdict, judge, memory_lines
 
 if TYPE_CHECKING:
     from torch import nn
 
     from moe_finetune.recipe.schema import Recipe
-
-GIB = 2**30
-ADAM_BYTES = 12  # float32 gradient and two moments, per trained parameter
-
-
-@dataclass
-class Memory:
-    """Bytes that training holds on one device, without sharding; activations are an estimate.
-
-    Attributes:
-        weights: the model in its training dtype.
-        adapter: what training adds: LoRA factors and copies of full routers, float32.
-        optimizer: gradients and AdamW's moments of what is trained, float32.
-        activations: of one micro-batch at the recipe's batch size and length.
-        tokens: tokens of that micro-batch.
-        device: bytes of the first GPU, or None.
-    """
-
-    weights: int
-    adapter: int
-    optimizer: int
-    activations: int
-    tokens: int
-    device: int | None = None
-
-    @property
-    def total(self) -> int:
-        """Sum of the four parts."""
-        return self.weights + self.adapter + self.optimizer + self.activations
 
 
 @dataclass
@@ -73,13 +46,18 @@ class Inspection:
     stored_tensors: int | None
     stored_dtypes: list[str]
     coverage: Coverage = field(default_factory=Coverage)
-    memory: Memory | None = None
+    memory: MemoryPlan | None = None
+    verdict: Verdict | None = None
+    memory_unknown: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = asdict(self) | {"coverage": self.coverage.to_mapping()}
+        plain = asdict(replace(self, verdict=None))
+        plain |= {"coverage": self.coverage.to_mapping(), "verdict": None}
         if self.memory is not None:
-            plain["memory"] = asdict(self.memory) | {"total": self.memory.total}
+            plain["memory"] = self.memory.to_mapping()
+        if self.verdict is not None:
+            plain["verdict"] = self.verdict.to_mapping()
         return plain
 
     def text(self) -> str:
@@ -102,13 +80,24 @@ class Inspection:
                 f" ({', '.join(self.stored_dtypes)})"
             )
         lines += ["", self.coverage.table()]
-        if self.memory is not None:
+        if self.verdict is not None:
+            lines += ["", self.verdict.text()]
+        elif self.memory is not None:
             lines += ["", *memory_lines(self.memory)]
+        elif self.memory_unknown is not None:
+            lines += ["", self.memory_unknown]
         return "\n".join(lines)
 
 
-def inspect_checkpoint(path: str, recipe: Recipe | None = None) -> Inspection:
+def inspect_checkpoint(
+    path: str, recipe: Recipe | None = None, gpu: float | None = None
+) -> Inspection:
     """Describe a checkpoint folder or hub id, and what ``recipe`` would do with it.
+
+    Args:
+        path: the checkpoint.
+        recipe: what would be trained.
+        gpu: GiB of one, to say whether the recipe fits.
 
     Raises:
         CheckpointError: a folder that is incomplete or damaged, by its headers.
@@ -128,13 +117,21 @@ def inspect_checkpoint(path: str, recipe: Recipe | None = None) -> Inspection:
     moe_layers = family.moe_layers(config)
     experts, top_k = family.num_experts(config), family.top_k(config)
     routed = plain.groups["routed experts"].parameters
-    coverage, memory = plain, None
+    coverage, memory, verdict, unknown = plain, None, None, None
     if recipe is not None:
         from moe_finetune.lora.targets import add_lora
 
         with torch.device("meta"):
-            coverage = lora_coverage(add_lora(model, recipe.lora, recipe.router.train))
-        memory = estimate_memory(config, family, coverage, recipe)
+            adapted = add_lora(model, recipe.lora, recipe.router.train)
+        coverage = lora_coverage(adapted)
+        if gpu is not None:
+            verdict = judge(config, recipe, gpu)
+            memory = verdict.plan
+        else:
+            try:
+                memory = plan_memory(adapted, recipe)
+            except UnsupportedModelError as error:
+                unknown = str(error)
     else:
         for group in coverage.groups.values():
             group.reached_tensors = group.reached_parameters = 0
@@ -161,6 +158,8 @@ def inspect_checkpoint(path: str, recipe: Recipe | None = None) -> Inspection:
         active_parameters=parameters - routed + routed * top_k // experts,
         coverage=coverage,
         memory=memory,
+        verdict=verdict,
+        memory_unknown=unknown,
         **stored,
     )
 
@@ -174,40 +173,6 @@ def meta_model(config: Any, attn_implementation: str | None = None) -> nn.Module
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=attn_implementation
         )
-
-
-def estimate_memory(config: Any, family: Family, coverage: Coverage, recipe: Recipe) -> Memory:
-    """Training memory on one device.
-
-    Activations: with gradient checkpointing (TRL's default) each layer keeps its input, and one
-    layer at a time is recomputed; without it every layer keeps what one layer needs. A layer needs
-    about ten hidden-sized tensors a token, and per selected expert one input and output (H) and
-    three expert-sized tensors (D).
-    """
-    import torch
-
-    item = 2 if recipe.model.dtype == "bfloat16" else 4
-    total = coverage.total
-    added = 0 if recipe.lora is None else total.trained_parameters
-    tokens = int(recipe.trainer.get("per_device_train_batch_size", 8)) * recipe.data.max_length
-    hidden, width, top_k = config.hidden_size, family.expert_width(config), family.top_k(config)
-    one_layer = tokens * (10 * hidden + top_k * (2 * hidden + 3 * width)) * item
-    if recipe.trainer.get("gradient_checkpointing", True):
-        activations = tokens * hidden * item * config.num_hidden_layers + one_layer
-    else:
-        activations = one_layer * config.num_hidden_layers
-    device = None
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0).total_memory
-    return Memory(
-        # A model that trains as a whole is float32, see ``start_model``.
-        weights=total.parameters * (4 if recipe.lora is None else item),
-        adapter=added * 4,
-        optimizer=total.trained_parameters * ADAM_BYTES,
-        activations=activations,
-        tokens=tokens,
-        device=device,
-    )
 
 
 def _stored(path: str) -> dict[str, Any]:
@@ -236,16 +201,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def memory_lines(memory: Memory) -> list[str]:
-    """The plan as a table for a reader."""
-    lines = [f"memory for training on one device, micro-batch of {memory.tokens:,} tokens:"]
-    for name in ("weights", "adapter", "optimizer", "activations"):
-        rough = " (rough)" if name == "activations" else ""
-        lines.append(f"  {name:<12} {getattr(memory, name) / GIB:8.2f} GiB{rough}")
-    lines.append(f"  {'total':<12} {memory.total / GIB:8.2f} GiB")
-    if memory.device is not None:
-        fits = "fits" if memory.total < memory.device else "does not fit: shard it or shrink it"
-        lines.append(f"  {'this GPU':<12} {memory.device / GIB:8.2f} GiB, {fits}")
-    return lines

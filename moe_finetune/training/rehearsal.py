@@ -21,7 +21,10 @@ from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.inspection import GIB, Memory, estimate_memory, memory_lines, meta_model
+from moe_finetune.training.inspection import meta_model
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, fixed_bytes, plan_memory
+from moe_finetune.training.memory.profile import Device
+from moe_finetune.training.memory.verdict import memory_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,7 +46,8 @@ class Plan:
         stage: of the training.
         method: the preset's name, or "no preset"; terms: its losses.
         coverage: what LoRA reaches and what trains.
-        memory: one device's share without sharding.
+        fixed: bytes that no batch size changes: weights, adapter, gradients and moments.
+        memory: of one device without sharding, where it was asked for.
         machine: bytes that this run's devices have together.
         rows, tokens: of the training data, tokens where they are known; validation: its rows, or
             None.
@@ -57,7 +61,8 @@ class Plan:
     method: str
     terms: list[str]
     coverage: Coverage
-    memory: Memory
+    fixed: int
+    memory: MemoryPlan | None
     machine: int
     rows: int
     tokens: int | None
@@ -66,11 +71,6 @@ class Plan:
     steps: int
     packed: bool
     remarks: list[str]
-
-    @property
-    def needed(self) -> int:
-        """Bytes that no batch size changes: weights, adapter, gradients and moments."""
-        return self.memory.weights + self.memory.adapter + self.memory.optimizer
 
     def text(self) -> str:
         """The plan for a reader."""
@@ -81,7 +81,7 @@ class Plan:
             [
                 self.coverage.table(),
                 "",
-                *memory_lines(self.memory),
+                *(memory_lines(self.memory) if self.memory is not None else []),
                 f"  {'machine':<12} {self.machine / GIB:8.2f} GiB",
                 "",
                 f"stage          {self.stage}",
@@ -103,6 +103,7 @@ def rehearse(
     train: Dataset,
     validation: Dataset | None,
     ignore_memory: bool = False,
+    activations: bool = False,
 ) -> Plan:
     """Build what the run will build, but for weights.
 
@@ -113,6 +114,7 @@ def rehearse(
         train: examples with ``input_ids``.
         validation: such examples or None.
         ignore_memory: allow a run that cannot fit into this machine, however small its batches.
+        activations: tell what a step needs, too, which takes a few seconds.
 
     Raises:
         RecipeError: a setting that this machine, the model or the trainer refuses, by its key.
@@ -121,7 +123,6 @@ def rehearse(
 
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models import family_of
 
     attention = recipe.model.attn_implementation
     try:
@@ -134,13 +135,9 @@ def rehearse(
     with torch.device("meta"):
         model = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(model)
-    plan = _plan(
-        recipe,
-        coverage,
-        estimate_memory(config, family_of(config), coverage, recipe),
-        train,
-        validation,
-    )
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = plan_memory(model, recipe, device) if activations else None
+    plan = _plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
     if not ignore_memory:
         _check_memory(plan)
     _check_second(recipe, config, train)
@@ -179,13 +176,12 @@ def check_arguments(recipe: Recipe) -> None:
 
 
 def _check_memory(plan: Plan) -> None:
-    if plan.needed > plan.machine:
+    if plan.fixed > plan.machine:
         raise RecipeError(
             "\n".join(
                 [
-                    f"the run needs {plan.needed / GIB:.1f} GiB for weights, adapter and optimizer "
-                    f"alone, and this machine has {plan.machine / GIB:.1f} GiB:",
-                    *memory_lines(plan.memory),
+                    f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer "
+                    f"alone, and this machine has {plan.machine / GIB:.1f} GiB;",
                     "lower lora.rank, choose fewer lora.targets, or take more devices; where "
                     "weights are offloaded, --ignore-memory starts it all the same",
                 ]
@@ -255,7 +251,8 @@ def _quiet() -> Iterator[None]:
 def _plan(
     recipe: Recipe,
     coverage: Coverage,
-    memory: Memory,
+    fixed: int,
+    memory: MemoryPlan | None,
     train: Dataset,
     validation: Dataset | None,
 ) -> Plan:
@@ -275,8 +272,9 @@ def _plan(
         method=recipe.method.preset or "no preset",
         terms=list(recipe.method.terms),
         coverage=coverage,
+        fixed=fixed,
         memory=memory,
-        machine=_machine(memory),
+        machine=_machine(),
         rows=len(train),
         tokens=tokens,
         validation=None if validation is None else len(validation),
@@ -300,13 +298,14 @@ def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple
     return device_batch * accumulation, steps
 
 
-def _machine(memory: Memory) -> int:
+def _machine() -> int:
     """Bytes of all devices of this run together, or of this machine where it has no GPU."""
     import psutil
+    import torch
 
-    if memory.device is None:
+    if not torch.cuda.is_available():
         return int(psutil.virtual_memory().total)
-    return memory.device * ranks.world_size()
+    return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
 
 
 def _remarks(arguments: Any, steps: int, validated: bool) -> Iterator[str]:

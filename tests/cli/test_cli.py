@@ -223,12 +223,14 @@ def test_inspect_with_a_recipe_shows_coverage_and_memory(capsys, tiny_checkpoint
     assert code == 0 and total["trained_tensors"] == 2 * (12 + 6)
     assert memory["weights"] == 4 * facts["parameters"]
     assert memory["adapter"] == 4 * total["trained_parameters"]
-    assert memory["optimizer"] == 12 * total["trained_parameters"]
+    assert memory["optimizer"] == 2 * memory["all_gradients"] == 8 * total["trained_parameters"]
     assert memory["tokens"] == 300
-    # One layer: ten hidden-sized tensors a token, and 2 H + 3 D for each of 3 experts.
-    assert memory["activations"] == 3 * 300 * (10 * 192 + 3 * (2 * 192 + 3 * 48)) * 4
+    # Each of three layers keeps at least gate, up and output rows of 3 experts a token.
+    assert memory["kept"] > 3 * 300 * 3 * (2 * 48 + 192) * 4
+    parts = ("weights", "adapter", "optimizer", "gradients", "kept", "needed")
+    assert memory["total"] == sum(memory[part] for part in parts)
     code, out, _ = run(capsys, "inspect", folder, "--recipe", recipe)
-    assert "routed experts" in out and "memory for training" in out and "300 tokens" in out
+    assert "routed experts" in out and "memory on one device" in out and "300 tokens" in out
 
 
 def test_inspect_refuses_damaged_and_unsupported_checkpoints(capsys, tmp_path):

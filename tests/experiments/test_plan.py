@@ -93,7 +93,8 @@ def test_a_random_model_is_counted_as_it_is_built(tiny_checkpoint):
     size = model_size(scratch)
     assert size.parameters == size.trained == parameters
     assert size.memory.weights == 4 * parameters, "float32, whatever it computes in"
-    assert size.memory.optimizer == 12 * parameters and size.memory.adapter == 0
+    assert size.memory.optimizer == 8 * parameters and size.memory.adapter == 0
+    assert size.memory.all_gradients == 4 * parameters
 
 
 def test_tokens_by_steps_by_assumption_by_files_or_unknown(qwen, tmp_path):

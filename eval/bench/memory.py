@@ -1,0 +1,218 @@
+"""The memory plan against the truth: six settings, each trained for two steps in a process.
+
+On a CPU the truth is the peak of resident memory beyond what the process had before the model; on a
+GPU the allocator's peak. Widths are small enough for minutes on one core, and large enough that
+hundreds of megabytes are compared.
+
+    python eval/bench/memory.py
+    python eval/bench/memory.py --headers      # inspect of a 60 GB checkpoint, by its headers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from geometries import GEOMETRIES
+from saved import add_save, finish
+from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
+
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.memory.measured import measured_peak
+from moe_finetune.training.memory.verdict import plan_recipe
+
+_COMMON = {
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_experts_per_tok": 4,
+    "vocab_size": 3000,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+_DEEPSEEK = {
+    "n_routed_experts": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def qwen3(layers):
+    return Qwen3MoeConfig(
+        **_COMMON,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=24,
+        norm_topk_prob=True,
+    )
+
+
+def deepseek_v2(layers):
+    return DeepseekV2Config(
+        **_COMMON, **_DEEPSEEK, num_hidden_layers=layers, topk_method="greedy",
+        routed_scaling_factor=1.0,
+    )  # fmt: skip
+
+
+def deepseek_v3(layers):
+    return DeepseekV3Config(
+        **_COMMON, **_DEEPSEEK, num_hidden_layers=layers, routed_scaling_factor=2.4
+    )
+
+
+EVERYTHING = ["attention", "shared_experts", "experts"]
+SETTINGS = {
+    # name: config, checkpointing, batch, preset, LoRA targets, further keys of the trainer
+    "qwen3, whole": (qwen3(7), False, 2, "none", EVERYTHING, {}),
+    "qwen3, checkpointing": (qwen3(7), True, 4, "orthogonal_variance", EVERYTHING, {}),
+    "qwen3, attention": (qwen3(7), False, 1, "aux_loss", ["attention"], {"optim": "sgd"}),
+    "deepseek_v2, whole": (deepseek_v2(6), False, 2, "dpp", EVERYTHING, {}),
+    "deepseek_v3, checkpointing": (
+        deepseek_v3(6), True, 3, "erc", EVERYTHING, {"gradient_accumulation_steps": 2},
+    ),
+    "deepseek_v3, experts": (deepseek_v3(6), False, 2, "specialization_coupling", ["experts"], {}),
+}  # fmt: skip
+
+
+def recipe_of(checkpointing, batch, preset, targets, trainer, dtype="float32"):
+    return Recipe.model_validate(
+        {
+            "model": {"path": "random", "dtype": dtype, "experts_kernel": "grouped"},
+            "method": {"preset": preset},
+            "lora": {"rank": 16, "targets": targets},
+            "data": {"train": "random", "max_length": 384},
+            "trainer": {
+                "per_device_train_batch_size": batch,
+                "gradient_checkpointing": checkpointing,
+                **trainer,
+            },
+        }
+    )
+
+
+def compare(name, dtype="float32", device="cpu"):
+    """Bytes told and bytes measured of one setting."""
+    config, *how = SETTINGS[name]
+    recipe = recipe_of(*how, dtype=dtype)
+    started = time.perf_counter()
+    plan = plan_recipe(config, recipe, device)
+    seconds = time.perf_counter() - started
+    measured = measured_peak(config, recipe)
+    return {
+        "told": plan.total,
+        "measured": measured,
+        "told / measured": round(plan.total / measured, 3),
+        "moment": plan.moment,
+        "seconds to tell": round(seconds, 1),
+    }
+
+
+def headers() -> dict[str, float]:
+    """Seconds that the headers of Qwen3-30B-A3B take, from files of its size without data."""
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.models.loading import load_config, meta_model
+
+    config = GEOMETRIES["qwen3_30b_a3b"][0]()
+    config.num_hidden_layers = 48
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(place)
+        size = write_empty(place, disk_names(config))
+        started = time.perf_counter()
+        found = open_checkpoint(place)
+        opened = time.perf_counter() - started
+        meta_model(load_config(place))
+        built = time.perf_counter() - started - opened
+    return {
+        "GB": size / 1e9,
+        "tensors": len(found.tensors),
+        "seconds, headers": opened,
+        "seconds, meta model": built,
+    }
+
+
+def disk_names(config):
+    """Names and shapes as published: one matrix an expert and projection."""
+    from moe_finetune.models.loading import meta_model
+
+    for name, parameter in meta_model(config).named_parameters():
+        if parameter.dim() < 3:
+            yield name, tuple(parameter.shape)
+            continue
+        block, _, part = name.rpartition(".")
+        experts, rows, columns = parameter.shape
+        for expert in range(experts):
+            if part == "down_proj":
+                yield f"{block}.{expert}.down_proj.weight", (rows, columns)
+            else:
+                yield f"{block}.{expert}.gate_proj.weight", (rows // 2, columns)
+                yield f"{block}.{expert}.up_proj.weight", (rows // 2, columns)
+
+
+def write_empty(folder, tensors, shard_bytes=4_000_000_000) -> int:
+    """Safetensors files of these tensors whose data are holes; returns their bytes."""
+    shards, held = [[]], 0
+    for name, shape in tensors:
+        size = 2 * torch.Size(shape).numel()
+        if held + size > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append((name, shape, held, held + size))
+        held += size
+    total, places = 0, {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = {
+            name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+            for name, shape, begin, end in shard
+        }
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + shard[-1][3])
+        places |= dict.fromkeys(header, file)
+        total += shard[-1][3]
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--settings", nargs="*", choices=sorted(SETTINGS), metavar="NAME")
+    parser.add_argument("--headers", action="store_true", help="time the headers of 60 GB instead")
+    add_save(parser, "memory")
+    arguments = parser.parse_args()
+    if arguments.headers:
+        finish(arguments, headers())
+        return
+    rows = {}
+    for name in arguments.settings or SETTINGS:
+        rows[name] = row = compare(name, arguments.dtype, arguments.device)
+        told, measured = row["told"] / 1e6, row["measured"] / 1e6
+        said = f"{name:28s} told {told:8.0f} MB  measured {measured:8.0f} MB"
+        print(f"{said}  {row['told / measured']:.3f}", flush=True)
+    finish(arguments, {"rows": rows}, show=False)
+
+
+if __name__ == "__main__":
+    main()

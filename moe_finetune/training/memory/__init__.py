@@ -1,0 +1,1 @@
+"""Whether a run fits, told before anything is loaded."""

@@ -1,0 +1,160 @@
+"""The truth that the plan is compared with: a run's first steps, measured.
+
+    python -m moe_finetune.training.memory.measured SETTING.json
+
+builds a model of the setting's config with random weights, trains it by the recipe for a few steps
+on random rows of full length, and prints bytes as JSON: the peak of resident memory since the model
+was begun, less what the process had before; on a GPU the peak of the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+STEPS = 2
+SMALL = {
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+}
+
+
+def measured_peak(config: Any, recipe: Any) -> int:
+    """Bytes at the peak of a few steps of ``recipe``, in a process of its own.
+
+    Args:
+        config: a transformers config; the model gets random weights.
+        recipe: the run; its checkpoint and data are not read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "setting.json"
+        place.write_text(
+            json.dumps({"config": config.to_dict(), "recipe": recipe.to_mapping()}),
+            encoding="utf-8",
+        )
+        environment = {
+            **os.environ,
+            # Freed blocks go back to the system at once, so that what is resident is alive.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        command = [sys.executable, "-W", "ignore", "-m", __name__, str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the measured run failed:\n{done.stderr[-4000:]}")
+    return int(json.loads(done.stdout.strip().splitlines()[-1])["peak"])
+
+
+def resident(kind: str) -> int:
+    """``VmHWM`` or ``VmRSS`` of this process, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split(f"{kind}:")[1].split()[0]) * 1024
+
+
+class _Peak:
+    """Counts from when it is made."""
+
+    def __init__(self) -> None:
+        import gc
+
+        import torch
+
+        gc.collect()
+        self.cuda = torch.cuda.is_available()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self.before = resident("VmRSS")
+
+    def bytes(self) -> int:
+        """The most since."""
+        import torch
+
+        if self.cuda:
+            return torch.cuda.max_memory_allocated() - self.before
+        return resident("VmHWM") - self.before
+
+
+def peak_of(setting: dict[str, Any], folder: Path) -> int:
+    """Carry the setting out and return its peak.
+
+    A small model is trained first, in the same way: what libraries load and reserve when they are
+    first used is no part of the run's memory.
+    """
+    from transformers import AutoConfig
+
+    from moe_finetune.models import deepseek_moe
+    from moe_finetune.recipe.schema import Recipe
+
+    deepseek_moe.register()
+    recipe = Recipe.model_validate(setting["recipe"])
+    trainer = {**recipe.trainer, "max_steps": STEPS, "save_strategy": "no", "report_to": []}
+    recipe = recipe.model_copy(update={"trainer": trainer})
+    values = dict(setting["config"])
+    kind = values.pop("model_type")
+    small = values | SMALL | {"hidden_size": 16 * values["num_attention_heads"]}
+    short = recipe.data.model_copy(update={"max_length": 24})
+    train(
+        AutoConfig.for_model(kind, **small),
+        recipe.model_copy(update={"data": short}),
+        folder / "small",
+    )
+    peak = _Peak()
+    train(AutoConfig.for_model(kind, **values), recipe, folder / "run")
+    return peak.bytes()
+
+
+def train(config: Any, recipe: Any, folder: Path) -> None:
+    """A few steps of ``recipe`` on random weights and random rows of full length."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.training.sft import build_trainer
+
+    rows = STEPS * int(recipe.trainer.get("per_device_train_batch_size", 8))
+    rows *= int(recipe.trainer.get("gradient_accumulation_steps", 1))
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, recipe.data.max_length)
+    ids = torch.randint(4, config.vocab_size, shape, generator=generator)
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+    dtype = getattr(torch, recipe.model.dtype if recipe.lora is not None else "float32")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = add_lora(model, recipe.lora, recipe.router.train)
+    run, _ = build_trainer(recipe, folder, model, _tokenizer(), data, None)
+    run.train()
+
+
+def _tokenizer() -> Any:
+    """One of a few words: rows come as ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1, "<unk>": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("setting", type=Path)
+    setting = json.loads(parser.parse_args().setting.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps({"peak": peak_of(setting, Path(folder))}))
+
+
+if __name__ == "__main__":
+    main()

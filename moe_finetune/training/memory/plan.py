@@ -1,0 +1,198 @@
+"""The memory of a run on one device, from its parts: weights, states, and the step's worst moment.
+
+The forward fills up layer by layer, the head comes, the backward empties again while gradients
+arrive. The plan goes through these moments with the bytes of :mod:`.profile`, and takes the worst.
+Nothing is sharded in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes, step_bytes
+from moe_finetune.training.memory.profile import Device, StepProfile, step_profile
+from moe_finetune.training.memory.weights import Weights, is_added, weights_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from moe_finetune.recipe.schema import Recipe
+
+GIB = 2**30
+Moment = tuple[int, int, int, str]  # gradients, kept, needed, which
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device; ``total`` is the sum of the parts up to ``needed``.
+
+    Attributes:
+        weights: as stored on the device, by ``weights_by`` dtype or quantisation (there with what
+            is offloaded).
+        adapter: LoRA factors and copies of routers, float32.
+        optimizer: states of what trains.
+        gradients: of what trains, float32, at the worst moment; ``all_gradients`` when all are
+            there.
+        kept: what the layers keep for their backward, at the worst moment.
+        needed: what that moment needs beyond: one layer's or the head's working memory.
+        moment: which that is.
+        losses: bytes of ``total`` that are the method's losses and records.
+        host: bytes in pinned memory of the host, or shared with it.
+        tokens: of a micro-batch.
+        layer: kept, forward and backward working memory of the layer that needs most.
+        head: working memory of head and loss.
+    """
+
+    weights: int
+    adapter: int
+    optimizer: int
+    gradients: int
+    kept: int
+    needed: int
+    moment: str
+    all_gradients: int
+    tokens: int
+    weights_by: dict[str, int] = field(default_factory=dict)
+    losses: int = 0
+    host: int = 0
+    layer: dict[str, int] = field(default_factory=dict)
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most that is alive at once."""
+        return self.fixed - self.all_gradients + self.gradients + self.kept + self.needed
+
+    @property
+    def fixed(self) -> int:
+        """What no batch changes: weights, adapter, gradients and states."""
+        return self.weights + self.adapter + self.optimizer + self.all_gradients
+
+    @property
+    def activations(self) -> int:
+        """The rest."""
+        return self.total - self.fixed
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"total": self.total, "activations": self.activations}
+
+
+def plan_memory(
+    model: nn.Module, recipe: Recipe, device: Device = "cuda", with_losses: bool = False
+) -> MemoryPlan:
+    """Tell the memory of ``recipe``.
+
+    Args:
+        model: the whole adapted model on the meta device.
+        recipe: the run.
+        device: where it trains.
+        with_losses: find out what the method's losses take, which costs a second look.
+
+    Raises:
+        RecipeError: an optimizer whose states are not known.
+        UnsupportedModelError: the model cannot run on tensors without memory.
+    """
+    from moe_finetune.moe.layers import backbone_of
+
+    weights = weights_of(model, recipe)
+    config, kinds = backbone_of(model).config, layer_kinds(model)
+    profile = step_profile(config, kinds, recipe, device)
+    plan = put_together(weights, profile, recipe)
+    if with_losses and (recipe.method.terms or recipe.method.perturbations):
+        plain = put_together(weights, step_profile(config, kinds, recipe, device, False), recipe)
+        plan = put_together(weights, profile, recipe, losses=plan.total - plain.total)
+    return plan
+
+
+def _step(
+    weights: Weights, profile: StepProfile, recipe: Recipe, held: int, full: bool
+) -> Iterator[Moment]:
+    """The moments of a forward and backward.
+
+    ``held``: bytes of gradients at its beginning; ``full``: they are those that the backward adds
+    to, so it makes no more.
+    """
+    opened, kept = weights.dequantized, profile.before
+    for index, layer in enumerate(profile.layers):
+        yield held, kept, layer.forward + opened, f"forward of layer {index}"
+        kept += layer.kept
+    if recipe.trainer.get("activation_offloading"):
+        # All but the layers on their way are in the host's memory.
+        kept = profile.before + sum(sorted(layer.kept for layer in profile.layers)[-2:])
+    yield held, kept, profile.head, "head and loss"
+    kept += profile.after_head
+    held += 0 if full else weights.other_gradients
+    for index in reversed(range(len(profile.layers))):
+        layer = profile.layers[index]
+        yield held, kept, layer.backward + opened, f"backward of layer {index}"
+        kept = max(kept - layer.released, 0)
+        held += 0 if full else weights.layer_gradients[index]
+
+
+def fixed_bytes(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes on the device that no batch changes; see :attr:`MemoryPlan.fixed`."""
+    weights = weights_of(model, recipe)
+    optimizer = optimizer_of(str(recipe.trainer.get("optim", DEFAULT_OPTIMIZER)))
+    states = 0 if optimizer.paged else state_bytes(optimizer, weights.trained)
+    gradients = sum(weights.layer_gradients) + weights.other_gradients
+    return weights.device + weights.added + states + gradients
+
+
+def layer_kinds(model: nn.Module) -> list[Any]:
+    """By decoder layer, what it is made of: equal where two compute alike."""
+    from moe_finetune.moe.layers import backbone_of
+
+    backbone: Any = backbone_of(model)
+    types = getattr(backbone.config, "layer_types", None)
+    shapes: list[list[Any]] = [[] for _ in backbone.layers]
+    for index, layer in enumerate(backbone.layers):
+        shapes[index] = [
+            (name, tuple(p.shape))
+            for name, p in layer.named_parameters()
+            if not is_added(f".{name}")
+        ]
+        shapes[index].append(types[index] if types else None)
+    return shapes
+
+
+def put_together(
+    weights: Weights, profile: StepProfile, recipe: Recipe, losses: int = 0
+) -> MemoryPlan:
+    """Go through the moments of a step and take the worst."""
+    trainer = recipe.trainer
+    optimizer = optimizer_of(str(trainer.get("optim", DEFAULT_OPTIMIZER)))
+    states = state_bytes(optimizer, weights.trained)
+    every = sum(weights.layer_gradients) + weights.other_gradients
+    accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
+    # In a window's later micro-batches the gradients are there from the beginning.
+    moments = list(_step(weights, profile, recipe, every if accumulates else 0, accumulates))
+    if recipe.method.terms and recipe.method.strength.first:
+        # The first window is run again for each term, beside its own gradients and the language
+        # loss's, and without the head.
+        headless = replace(profile, head=0)
+        for held, kept, needed, moment in _step(weights, headless, recipe, 2 * every, False):
+            moments.append((held, kept, needed, f"measuring the losses' strength, {moment}"))
+    moments.append((every, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
+    gradients, kept, needed, moment = max(moments, key=lambda found: sum(found[:3]))
+    most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))
+    rows = int(trainer.get("per_device_train_batch_size", 8))
+    return MemoryPlan(
+        weights=weights.device,
+        adapter=weights.added,
+        optimizer=0 if optimizer.paged else states,
+        gradients=gradients,
+        kept=kept,
+        needed=needed,
+        moment=moment,
+        all_gradients=every,
+        tokens=rows * recipe.data.max_length,
+        weights_by=weights.by_type,
+        losses=losses,
+        host=weights.host + (states if optimizer.paged else 0),
+        layer={"kept": most.kept, "forward": most.forward, "backward": most.backward},
+        head=profile.head,
+    )

@@ -1,0 +1,123 @@
+"""Whether a recipe fits a GPU of so many GiB, and what would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
+from moe_finetune.training.memory.profile import Device
+from moe_finetune.training.memory.remedies import Remedy, remedies
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
+
+RESERVED = 0.06
+"""Share of a GPU that tensors do not get: CUDA's context, kernels' workspaces, gaps between blocks.
+An assumption; ``make gpu-check`` measures it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The plan beside what there is.
+
+    Attributes:
+        gpu: bytes of the GPU.
+        room: bytes of it for tensors.
+        changes: what to change, one after the other, where the run does not fit.
+    """
+
+    plan: MemoryPlan
+    gpu: int
+    room: int
+    changes: list[Remedy]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits as it is."""
+        return self.plan.total <= self.room
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "fits": self.fits,
+            "gpu": self.gpu,
+            "room": self.room,
+            "memory": self.plan.to_mapping(),
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+    def text(self) -> str:
+        """The verdict for a reader."""
+        room = f"{self.room / GIB:.1f} of {self.gpu / GIB:.1f} GiB"
+        need = f"{self.plan.total / GIB:.1f} GiB"
+        lines = [*memory_lines(self.plan), ""]
+        if self.fits:
+            return "\n".join([*lines, f"fits: needs {need}; {room} are for tensors"])
+        lines.append(f"does not fit: needs {need}; {room} are for tensors")
+        if self.changes:
+            lines.append("change, one after the other:")
+        for change in self.changes:
+            mark = "  fits" if change.fits else ""
+            lines.append(f"  {change.total / GIB:8.2f} GiB  {change.change}{mark}")
+        if not self.changes or not self.changes[-1].fits:
+            lines.append("no change here makes it fit: shard it over more GPUs (recipes/hardware)")
+        return "\n".join(lines)
+
+
+def judge(config: Any, recipe: Recipe, gpu_gib: float, device: Device = "cuda") -> Verdict:
+    """Plan ``recipe`` for a GPU of ``gpu_gib`` GiB.
+
+    Args:
+        config: of the whole model.
+        recipe: the run.
+        gpu_gib: of the GPU, as sold.
+        device: where it trains.
+
+    Raises:
+        RecipeError: see :func:`~moe_finetune.training.memory.plan.plan_memory`.
+    """
+    gpu = round(gpu_gib * GIB)
+    room = round(gpu * (1 - RESERVED))
+    plan = plan_recipe(config, recipe, device, with_losses=True)
+    changes: list[Remedy] = []
+    if plan.total > room:
+        changes = remedies(
+            recipe, device, room, lambda tried: plan_recipe(config, tried, device).total
+        )
+    return Verdict(plan, gpu, room, changes)
+
+
+def plan_recipe(
+    config: Any, recipe: Recipe, device: Device = "cuda", with_losses: bool = False
+) -> MemoryPlan:
+    """:func:`~moe_finetune.training.memory.plan.plan_memory` of a recipe on a config."""
+    import torch
+
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.models.loading import meta_model
+
+    with torch.device("meta"):
+        model = add_lora(meta_model(config), recipe.lora, recipe.router.train)
+    return plan_memory(model, recipe, device, with_losses)
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """The plan as a table for a reader."""
+    stored = ", ".join(f"{size / GIB:.2f} {name}" for name, size in plan.weights_by.items())
+    rows = [
+        ("weights", plan.weights, stored),
+        ("adapter", plan.adapter, "float32"),
+        ("optimizer", plan.optimizer, "states"),
+        ("gradients", plan.gradients, f"then; {plan.all_gradients / GIB:.2f} when all are there"),
+        ("kept", plan.kept, "of the layers, for their backward"),
+        ("needed", plan.needed, f"for a moment: {plan.moment}"),
+    ]
+    lines = [f"memory on one device, micro-batch of {plan.tokens:,} tokens, at its worst moment:"]
+    lines += [f"  {name:<12} {size / GIB:8.2f} GiB  {what}".rstrip() for name, size, what in rows]
+    lines.append(f"  {'total':<12} {plan.total / GIB:8.2f} GiB")
+    if plan.losses:
+        lines.append(f"  {'of it':<12} {plan.losses / GIB:8.2f} GiB  losses and records")
+    if plan.host:
+        lines.append(f"  {'host':<12} {plan.host / GIB:8.2f} GiB  pinned memory")
+    return lines

@@ -1,0 +1,212 @@
+"""The memory plan: its parts by hand, its moments, its remedies, and the truth."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_finetune.cli import app
+from moe_finetune.errors import RecipeError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.loading import meta_model
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.memory.live import LiveBytes
+from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes
+from moe_finetune.training.memory.plan import put_together
+from moe_finetune.training.memory.profile import LayerBytes, StepProfile
+from moe_finetune.training.memory.remedies import remedies
+from moe_finetune.training.memory.verdict import GIB, judge, plan_recipe
+from moe_finetune.training.memory.weights import quantized_bytes, weights_of
+from tests import tiny
+
+
+def recipe(**sections):
+    values = {
+        "model": {"path": "x", "dtype": "bfloat16"},
+        "method": {"preset": "none"},
+        "lora": {"rank": 8},
+        "data": {"train": "x", "max_length": 96},
+        "trainer": {"per_device_train_batch_size": 2},
+    }
+    for name, section in sections.items():
+        values[name] = {**values[name], **section}
+    return Recipe.model_validate(values)
+
+
+def test_live_bytes_are_those_of_storages():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        view = first.view(10, 100)[2:]
+        assert live.now == 4000
+        second = first + 1
+        assert (live.now, live.peak) == (8000, 8000)
+        del second
+        gc.collect()
+        assert (live.now, live.peak) == (4000, 8000)
+        assert live.reset() == 8000 and live.peak == 4000
+        del first
+        assert live.now == 4000  # the view still holds it
+        del view
+        gc.collect()
+        assert live.now == 0
+
+
+def test_states_of_optimizers():
+    shapes = [(100, 70), (64,)]
+    assert state_bytes(optimizer_of("adamw_torch_fused"), shapes) == 2 * 4 * (7000 + 64)
+    # 28 blocks of 256 with a float32 scale each; what is small stays in 32 bits.
+    assert state_bytes(optimizer_of("adamw_8bit"), shapes) == 2 * (7000 + 28 * 4) + 2 * 4 * 64
+    assert state_bytes(optimizer_of("adafactor"), shapes) == 4 * (100 + 70 + 64)
+    assert state_bytes(optimizer_of("sgd"), shapes) == 0
+    with pytest.raises(RecipeError, match=r"trainer\.optim: what 'adamw_9bit' keeps is not known"):
+        optimizer_of("adamw_9bit")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+def test_weights_are_those_of_the_model(family):
+    config = tiny.config(family)
+    with torch.device("meta"):
+        model = add_lora(meta_model(config), recipe().lora, "full")
+    named = dict(model.named_parameters())
+    trained = sum(p.numel() for p in named.values() if p.requires_grad)
+    stored = sum(p.numel() for n, p in named.items() if not p.requires_grad)
+    found = weights_of(model, recipe())
+    assert found.by_type == {"bfloat16": 2 * stored}
+    assert found.added == 4 * trained == sum(found.layer_gradients) + found.other_gradients
+    assert found.layer_gradients[0] < found.layer_gradients[1] or family == "qwen3_moe"
+    packed = weights_of(model, recipe(model={"quantization": "nf4"}))
+    experts = {n: tuple(p.shape) for n, p in named.items() if p.dim() == 3}
+    stacks = sum(quantized_bytes(shape, "nf4") for shape in experts.values())
+    assert stacks < packed.by_type["nf4"] < 0.3 * found.by_type["bfloat16"]
+    layers = {n.partition(".layers.")[2].partition(".")[0] for n in experts}
+    whole = sum(2 * torch.Size(shape).numel() for shape in experts.values())
+    assert packed.dequantized == whole // len(layers)
+    away = weights_of(model, recipe(model={"offload": "experts"}))
+    assert away.host == whole and away.staged == 2 * whole // len(layers)
+    assert away.device == found.device - away.host + away.staged
+
+
+def test_quantised_sizes_are_those_of_the_packed_tensors():
+    from moe_finetune.quantization.weight import QuantizedWeight
+
+    for kind in ("nf4", "int8"):
+        for shape in ((3, 10, 26), (10, 26)):
+            packed = QuantizedWeight.empty(shape, kind, torch.float32)
+            assert packed.stored_bytes == quantized_bytes(shape, kind)
+
+
+class OneWeight:
+    """Weights whose plan can be done by hand."""
+
+    device, added, dequantized, host = 1000, 50, 0, 0
+    by_type = {"bfloat16": 1000}  # noqa: RUF012
+    trained = [(5,)]  # noqa: RUF012
+    layer_gradients = [8, 12]  # noqa: RUF012
+    other_gradients = 0
+
+
+def test_the_worst_moment():
+    layers = [
+        LayerBytes(kept=100, forward=130, backward=90, released=100),
+        LayerBytes(kept=200, forward=210, backward=150, released=200),
+    ]
+    fixed = 1000 + 50 + 2 * 4 * 5
+    head = put_together(OneWeight, StepProfile(layers, 10, 170, 20), recipe())
+    assert (head.moment, head.total) == ("head and loss", fixed + 10 + 300 + 170)
+    backward = put_together(OneWeight, StepProfile(layers, 10, 40, 20), recipe())
+    assert backward.moment == "backward of layer 1"
+    assert backward.total == fixed + 10 + 300 + 20 + 150
+    window = recipe(trainer={"gradient_accumulation_steps": 3})
+    assert put_together(OneWeight, StepProfile(layers, 10, 40, 20), window).total == (
+        backward.total + 20
+    )
+    first = put_together(
+        OneWeight, StepProfile(layers, 10, 40, 20), recipe(method={"preset": "aux_loss"})
+    )
+    assert first.moment == "measuring the losses' strength, backward of layer 1"
+    assert first.total == backward.total + 2 * 20  # the window's gradients, the language loss's
+    unmeasured = recipe(method={"preset": "aux_loss", "strength": {"first": False}})
+    later = put_together(OneWeight, StepProfile(layers, 10, 40, 20), unmeasured)
+    assert later.total == backward.total
+    assert backward.activations + backward.fixed == backward.total
+    assert set(backward.to_mapping()) >= {"total", "activations", "weights_by", "moment"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_what_each_setting_changes(family):
+    config = tiny.config(family)
+    whole = plan_recipe(config, recipe(trainer={"gradient_checkpointing": False}))
+    again = plan_recipe(config, recipe(trainer={"gradient_checkpointing": True}))
+    assert again.kept < 0.3 * whole.kept and again.total < whole.total
+    twice = plan_recipe(
+        config,
+        recipe(trainer={"gradient_checkpointing": False, "per_device_train_batch_size": 4}),
+    )
+    # Factors in bfloat16 are kept as well, whatever the batch is.
+    assert 1.8 * whole.kept < twice.kept < 2.01 * whole.kept
+    losses = plan_recipe(
+        config,
+        recipe(method={"preset": "orthogonal_variance"}, trainer={"gradient_checkpointing": False}),
+        with_losses=True,
+    )
+    assert losses.losses > 0 and losses.total == whole.total + losses.losses
+    deeper = tiny.config(family)
+    deeper.num_hidden_layers = 9
+    more = plan_recipe(deeper, recipe(trainer={"gradient_checkpointing": False}))
+    assert more.kept > 2.5 * whole.kept  # layers that were never run
+
+
+def test_changes_come_in_order_until_it_fits():
+    """With a need that is easy to follow."""
+
+    def need(tried):
+        trainer = tried.trainer
+        total = 1000 if trainer.get("gradient_checkpointing") else 2000
+        total += 100 * trainer["per_device_train_batch_size"] + tried.data.max_length
+        return total - (200 if tried.model.quantization == "nf4" else 0)
+
+    start = recipe(
+        data={"max_length": 600},
+        trainer={"gradient_checkpointing": False, "per_device_train_batch_size": 4},
+    )
+    found = remedies(start, "cuda", 1250, need)
+    assert [(row.change, row.total) for row in found] == [
+        ("trainer.gradient_checkpointing: true", 2000),
+        ("trainer.per_device_train_batch_size: 2, gradient_accumulation_steps: 2", 1800),
+        ("trainer.per_device_train_batch_size: 1, gradient_accumulation_steps: 4", 1700),
+        ("data.max_length: 300", 1400),
+        ("model.quantization: nf4", 1200),
+    ]
+    assert [row.fits for row in found] == [False] * 4 + [True]
+    assert not remedies(start, "cuda", 10, need)[-1].fits
+
+
+def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):
+    folder = str(tiny_checkpoint("qwen3_moe"))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"model: {{path: {folder}}}\nlora: {{rank: 8}}\n"
+        "data: {train: x.jsonl, max_length: 512}\nmethod: {preset: erc}\n"
+        "trainer: {per_device_train_batch_size: 2, gradient_checkpointing: false}\n"
+    )
+    call = ["inspect", folder, "--recipe", str(file)]
+    fits = CliRunner().invoke(app, [*call, "--gpu", "24"])
+    assert fits.exit_code == 0 and "fits: needs" in fits.output
+    small = CliRunner().invoke(app, [*call, "--gpu", "0.05", "--format", "json"])
+    verdict = json.loads(small.output)["verdict"]
+    assert small.exit_code == 1 and not verdict["fits"]
+    assert verdict["changes"][0]["change"] == "trainer.gradient_checkpointing: true"
+    assert verdict["memory"]["total"] > verdict["room"]
+    for wrong in (["inspect", folder, "--gpu", "24"], [*call, "--gpu", "-3"]):
+        refused = CliRunner().invoke(app, wrong)
+        assert refused.exit_code != 0 and isinstance(refused.exception, RecipeError | SystemExit)
+
+
+def test_a_plan_reads_no_weight(tiny_checkpoint):
+    verdict = judge(tiny.config("qwen3_moe"), recipe(), 24.0)
+    assert verdict.fits and verdict.gpu == 24 * GIB and not verdict.changes
+    assert "fits" in verdict.text()

@@ -1,0 +1,28 @@
+"""The memory plan against resident memory: six settings, each trained in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "eval" / "bench"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_told_is_measured(tmp_path):
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-W", "ignore", str(BENCH / "memory.py"), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--write", str(figures)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 6
+    for name, row in rows.items():
+        assert row["measured"] > 200e6, name  # what is compared is no noise
+        assert 0.9 < row["told / measured"] < 1.1, (name, row)
