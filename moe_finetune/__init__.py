@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_finetune.models.loading import load_model
+    from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.run import run_recipe
     from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.measure_strength import measure_strength
     from moe_finetune.training.specialization import Specialization
-    from moe_finetune.training.strength import measure_strength
 
 __all__ = [
     "Recipe",
@@ -26,8 +26,8 @@ _HOMES = {
     "Recipe": "moe_finetune.recipe.schema",
     "Specialization": "moe_finetune.training.specialization",
     "SpecializationCallback": "moe_finetune.training.callback",
-    "load_model": "moe_finetune.models.loading",
-    "measure_strength": "moe_finetune.training.strength",
+    "load_model": "moe_finetune.checkpoint.loading",
+    "measure_strength": "moe_finetune.training.measure_strength",
     "run_recipe": "moe_finetune.run",
 }
 

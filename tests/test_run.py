@@ -7,7 +7,7 @@ import torch
 
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.run import start_model
+from moe_finetune.training.start import start_model
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def compare(name, dtype="float32", device="cpu"):
 def headers() -> dict[str, float]:
     """Seconds that the headers of Qwen3-30B-A3B take, from files of its size without data."""
     from moe_finetune.checkpoint.opened import open_checkpoint
-    from moe_finetune.models.loading import load_config, meta_model
+    from moe_finetune.models.loading import load_config
+    from moe_finetune.models.structure import meta_model
 
     config = GEOMETRIES["qwen3_30b_a3b"][0]()
     config.num_hidden_layers = 48
@@ -150,7 +151,7 @@ def headers() -> dict[str, float]:
 
 def disk_names(config):
     """Names and shapes as published: one matrix an expert and projection."""
-    from moe_finetune.models.loading import meta_model
+    from moe_finetune.models.structure import meta_model
 
     for name, parameter in meta_model(config).named_parameters():
         if parameter.dim() < 3:

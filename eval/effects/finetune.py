@@ -15,6 +15,7 @@ from transformers import TrainerCallback, set_seed
 from eval.effects.probe import measure
 from eval.effects.score import HeldOutTasks
 from eval.effects.settings import TABLE, FinetuneSection, with_table
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.examples import prepare
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
@@ -22,7 +23,7 @@ from moe_finetune.io import output_folder, output_lock, write_atomic
 from moe_finetune.io.rows import read_log
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
-from moe_finetune.models.loading import load_config, load_model, load_tokenizer, local_folder
+from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
 from moe_finetune.moe.layers import config_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree

@@ -2,8 +2,9 @@
 
 from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata, write_metadata
 from moe_finetune.checkpoint.card import write_card
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge import MergeReport, merge_adapter
-from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.permute import (
     PermuteReport,
     inverse,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import Family
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import CheckpointError, did_you_mean
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.models import Family, family_of

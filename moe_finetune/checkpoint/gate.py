@@ -16,7 +16,7 @@ from pathlib import Path
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter, check_finite, open_adapter
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import plan_bias
-from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import resolve
 from moe_finetune.checkpoint.values import check_values, fingerprint
@@ -153,7 +153,8 @@ def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from moe_finetune.models.loading import meta_model, parse_config
+    from moe_finetune.models.loading import parse_config
+    from moe_finetune.models.structure import meta_model
 
     known = {key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)}
     model = meta_model(parse_config(base))

@@ -15,8 +15,9 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.adapter_metadata import read_metadata
 from moe_finetune.checkpoint.bias import BiasExport
 from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
-from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
 

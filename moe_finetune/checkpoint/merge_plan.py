@@ -17,7 +17,7 @@ from typing import Any
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.bias import BiasExport, plan_bias
 from moe_finetune.checkpoint.carried import carried_files
-from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, Replace, Update, resolve
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE

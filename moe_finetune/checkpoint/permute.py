@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.card import CARD_FILE, model_card, public_name
 from moe_finetune.checkpoint.carried import carried_files
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge import default_workers
-from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, write_small
 from moe_finetune.io.checkpoint_files import INDEX

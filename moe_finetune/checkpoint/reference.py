@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
-from moe_finetune.checkpoint.opened import Checkpoint
 from moe_finetune.models.base import CORRECTION_BIASES
 
 

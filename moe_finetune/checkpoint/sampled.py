@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
-from moe_finetune.checkpoint.opened import Checkpoint
 from moe_finetune.checkpoint.reference import register_classes
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError

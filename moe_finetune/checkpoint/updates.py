@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_finetune.checkpoint.adapter import Adapter, unused
-from moe_finetune.checkpoint.opened import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import AdapterError
 from moe_finetune.models.structure import name_on_disk
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge_plan import plan_merge
-from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.reference import compare_logits
 from moe_finetune.checkpoint.sampled import compare_tensors
 from moe_finetune.checkpoint.tensors import as_bytes, read_into, thread_buffer

@@ -81,8 +81,8 @@ def inspect(
             raise typer.Exit(1)
         return
     if strength:
-        from moe_finetune.training.first_window import strength_of
-        from moe_finetune.training.strength import strength_table
+        from moe_finetune.training.first_strength import strength_of
+        from moe_finetune.training.measure_strength import strength_table
 
         if not recipe:
             raise RecipeError("--strength: measures a recipe's losses; name one with --recipe")
@@ -199,7 +199,7 @@ def merge(
     print("\n".join(report.plan.kinds()))
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
-        from moe_finetune.quantization.verify import verify_quantized
+        from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
         check = verify_merge(folder, adapter, output, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")

@@ -9,8 +9,8 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig
 
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.io.environment import package_versions
-from moe_finetune.models.loading import load_model
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
 

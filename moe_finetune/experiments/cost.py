@@ -18,7 +18,7 @@ from moe_finetune.experiments.recipe import PlanSection
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.inspection import meta_model
+from moe_finetune.training.memory.meta import meta_model
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
 
 BYTES_PER_TOKEN = 4.0  # of English text, in the vocabularies of these models

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_finetune.errors import (
     CheckpointError,
-    DependencyError,
-    RecipeError,
-    UnsupportedModelError,
     did_you_mean,
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
-from moe_finetune.io.config_file import QUANTIZATION, check_kernel
+from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import deepseek_moe, family_of
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.declared import declare_family_of
+from moe_finetune.models.structure import first_line
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
+from moe_finetune.quantization.formats import format_of
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 _SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 
@@ -74,8 +71,6 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         CheckpointError: the folder or its ``config.json`` is missing or damaged.
         UnsupportedModelError: no family has this ``model_type`` with these options.
     """
-    from moe_finetune.checkpoint.stored import format_of
-
     folder = local_folder(path, weights=False)
     raw = read_config(folder, quantized=True)
     format_of(raw, folder / "config.json")
@@ -100,7 +95,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the library's class makes of a value that it expected not
         raise CheckpointError(
-            f"{place} has a value that this model type refuses: {_first_line(error)}"
+            f"{place} has a value that this model type refuses: {first_line(error)}"
         ) from error
     # Quantised tensors are read as the floats that they stand for.
     for key in ("auto_map", QUANTIZATION):
@@ -111,128 +106,6 @@ def parse_config(folder: Path) -> PreTrainedConfig:
         hint = did_you_mean(str(activation), ACT2FN)
         raise CheckpointError(f"{place}: hidden_act {activation!r:.60} is unknown{hint}")
     return config
-
-
-def class_of(config: Any) -> Any:
-    """transformers' auto class of the whole model of ``config``, vision part included."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    composite = config.get_text_config() is not config
-    return AutoModelForImageTextToText if composite else AutoModelForCausalLM
-
-
-def meta_model(config: Any) -> PreTrainedModel:
-    """The model of ``config`` on the meta device: names and shapes, no memory.
-
-    Raises:
-        CheckpointError: the config's values describe no model that can be built.
-    """
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return class_of(config).from_config(config, dtype=torch.bfloat16)
-    except Exception as error:  # any, out of any library's constructor
-        raise CheckpointError(
-            f"config.json of this {config.model_type} describes no model that can be built: "
-            f"{_first_line(error)}; restore the checkpoint's own config.json"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
-
-
-def load_model(
-    path: str | Path,
-    dtype: str | torch.dtype = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    quantization: str | None = None,
-    **options: Any,
-) -> PreTrainedModel:
-    """Return the causal language model of a checkpoint, in eval mode.
-
-    Args:
-        path: folder or hub id.
-        dtype: of the weights; "auto" is the checkpoint's own.
-        device_map: as in ``from_pretrained``; with ``quantization`` one device, by default the
-            GPU of this process where there is one.
-        quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time
-            (:mod:`moe_finetune.quantization.load`); they are frozen, and train through an adapter.
-        options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
-
-    Raises:
-        DependencyError: ``quantization`` without bitsandbytes.
-        RecipeError: an unknown ``quantization``, or an option that it does not go with.
-        CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
-            at random values.
-        UnsupportedModelError: see :func:`load_config`.
-    """
-    if options.pop("trust_remote_code", False):
-        raise UnsupportedModelError(
-            "trust_remote_code: code from a checkpoint is never executed; every supported family "
-            "has its class here or in transformers, so leave the option out"
-        )
-    from moe_finetune.quantization.codec import check_kind
-
-    kind = check_kind(quantization)
-    folder = local_folder(path)
-    config = load_config(folder)
-    if kind is not None or read_config(folder, quantized=True).get(QUANTIZATION) is not None:
-        from moe_finetune.quantization.load import load_quantized
-
-        check_attention(options.get("attn_implementation"))
-        return load_quantized(folder, config, kind, dtype, device_map, **options)
-    return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
-
-
-def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
-    """The causal language model of ``config`` with the folder's tensors; none is left random.
-
-    Raises:
-        CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
-        DependencyError: ``attn_implementation`` needs a package that is not installed.
-    """
-    from moe_finetune.checkpoint.opened import check_folder
-
-    check_attention(options.get("attn_implementation"))
-    check_folder(folder, config)
-    try:
-        loaded: Any = class_of(config).from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (RuntimeError, OSError) as error:
-        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
-            f"is '{missing[0]}'; copy the checkpoint again"
-        )
-    return model
-
-
-def check_attention(name: str | None) -> None:
-    """Refuse an attention kernel that transformers would fetch from the hub.
-
-    Raises:
-        RecipeError: an unknown name.
-        DependencyError: flash attention, whose package is not installed.
-    """
-    check_kernel(name, "attn_implementation", RecipeError)
-    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-    if name in package and find_spec(package[name]) is None:
-        raise DependencyError(
-            f"attn_implementation {name}: the package {package[name]} is not installed, and its "
-            "kernel is not fetched from the hub; install it, or use sdpa"
-        )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:

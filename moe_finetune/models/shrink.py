@@ -10,7 +10,7 @@ import torch
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.base import Family
 from moe_finetune.models.layout import sites
-from moe_finetune.models.loading import class_of, meta_model
+from moe_finetune.models.structure import class_of, meta_model
 
 SMALL = 20_000_000
 """Parameters up to which a model is taken as it is."""

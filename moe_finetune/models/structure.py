@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
 
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
@@ -91,8 +91,6 @@ def _text(config: Mapping[str, Any]) -> str:
 def _on_meta(model_type: str, text: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from moe_finetune.models.loading import meta_model
-
     config = json.loads(text, object_hook=_special_float)
     return meta_model(CONFIG_MAPPING[model_type].from_dict(config))
 
@@ -100,3 +98,35 @@ def _on_meta(model_type: str, text: str) -> Any:
 def _special_float(entry: dict[str, Any]) -> Any:
     """Infinity and NaN as transformers writes them into a config.json, which JSON lacks."""
     return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
+
+def class_of(config: Any) -> Any:
+    """transformers' auto class of the whole model of ``config``, vision part included."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    composite = config.get_text_config() is not config
+    return AutoModelForImageTextToText if composite else AutoModelForCausalLM
+
+
+def meta_model(config: Any) -> Any:
+    """The model of ``config`` on the meta device: names and shapes, no memory.
+
+    Raises:
+        CheckpointError: the config's values describe no model that can be built.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return class_of(config).from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # any, out of any library's constructor
+        raise CheckpointError(
+            f"config.json of this {config.model_type} describes no model that can be built: "
+            f"{first_line(error)}; restore the checkpoint's own config.json"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__

@@ -29,7 +29,7 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from moe_finetune.errors import CheckpointError
-    from moe_finetune.models.loading import meta_model
+    from moe_finetune.models.structure import meta_model
 
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:

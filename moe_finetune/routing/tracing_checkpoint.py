@@ -26,7 +26,8 @@ def record(
     """Record the checkpoint (with an adapter) on ``sequences`` into the trace ``folder``."""
     import torch
 
-    from moe_finetune.models.loading import load_model, local_folder
+    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.models.loading import local_folder
     from moe_finetune.routing.tracing import trace_model
 
     base = local_folder(checkpoint)

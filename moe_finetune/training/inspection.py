@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import family_of
+from moe_finetune.training.memory.meta import meta_model
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
 from moe_finetune.training.memory.verdict import Verdict, judge, memory_lines
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from moe_finetune.recipe.schema import Recipe
 
 
@@ -162,17 +161,6 @@ def inspect_checkpoint(
         memory_unknown=unknown,
         **stored,
     )
-
-
-def meta_model(config: Any, attn_implementation: str | None = None) -> nn.Module:
-    """The model of ``config`` on the meta device: names and shapes, no memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attn_implementation
-        )
 
 
 def _stored(path: str) -> dict[str, Any]:

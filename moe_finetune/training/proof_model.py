@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_finetune.models.base import Family
 from moe_finetune.models.layout import Site, sites
-from moe_finetune.models.loading import class_of
+from moe_finetune.models.structure import class_of
 
 TOKENS = (3, 17)
 PARTS = ("logits", "weights", "index")

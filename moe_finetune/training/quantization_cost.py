@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moe_finetune.models.loading import load_model
+from moe_finetune.checkpoint.load_quantized import resident_bytes
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.quantization.codec import Kind, bitsandbytes
-from moe_finetune.quantization.load import resident_bytes
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.run import base_folder, check_inputs
 from moe_finetune.training.snapshot import sample_examples
+from moe_finetune.training.start import base_folder, check_inputs
 
 
 @dataclass(frozen=True)

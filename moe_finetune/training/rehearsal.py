@@ -21,7 +21,7 @@ from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.inspection import meta_model
+from moe_finetune.training.memory.meta import meta_model
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, fixed_bytes, plan_memory
 from moe_finetune.training.memory.profile import Device
 from moe_finetune.training.memory.verdict import memory_lines

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.training import ranks
-
-if TYPE_CHECKING:
-    from moe_finetune.training.strength import TermStrength
 
 
 class TrainingStatistics:
@@ -42,8 +39,8 @@ class TrainingStatistics:
         self._forwards = 0
         self._strength: dict[str, float] = {}
 
-    def note_strength(self, step: int, rows: Sequence[TermStrength]) -> None:
-        """Keep the losses' measured strength for the next :meth:`read`."""
+    def note_strength(self, step: int, rows: Sequence[Any]) -> None:
+        """Keep the measured strength, rows of ``TermStrength``, for the next :meth:`read`."""
         self._strength = {
             f"strength/{row.term}/{name}": value
             for row in rows

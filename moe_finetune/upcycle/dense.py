@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.checkpoint.loading import with_weights
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
-from moe_finetune.models.loading import local_folder, with_weights
+from moe_finetune.models.loading import local_folder
 
 TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense ``model_type`` -> ``model_type`` of the MoE that its copies become."""

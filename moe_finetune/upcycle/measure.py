@@ -96,7 +96,8 @@ def measure(
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
     """
-    from moe_finetune.models.loading import load_model, load_tokenizer
+    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.judgement import judge
     from moe_finetune.upcycle.passages import passages

@@ -73,8 +73,9 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     """
     from transformers import set_seed
 
+    from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models.loading import load_model, load_tokenizer
+    from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.sft import METRICS_FILE

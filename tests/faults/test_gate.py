@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from moe_finetune.checkpoint import open_checkpoint
 from moe_finetune.checkpoint.adapter_metadata import write_metadata
 from moe_finetune.checkpoint.gate import BASE_KEY, check_adapter
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.values import fingerprint
 from moe_finetune.cli import main
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.loading import load_model
 from moe_finetune.upcycle.dense import load_dense
 from tests import tiny
 from tests.checkpoint import helpers

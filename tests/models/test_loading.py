@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from moe_finetune.checkpoint.convert import write_tokenizer
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_headers
 from moe_finetune.models import deepseek_moe
-from moe_finetune.models.loading import load_config, load_model, load_tokenizer, local_folder
+from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
 from tests import tiny
 
 

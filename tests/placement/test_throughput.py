@@ -161,7 +161,7 @@ def test_no_turn_finds_its_prompts_in_the_cache(inputs, tmp_path):
 
 
 def test_an_arm_computes_what_its_base_does(inputs, tmp_path):
-    from moe_finetune.models.loading import load_model
+    from moe_finetune.checkpoint.loading import load_model
     from tests import tiny
 
     bench = Bench(ranks=4, rows=inputs[2], output=tmp_path / "b")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from moe_finetune import load_model
+from moe_finetune.checkpoint.load_quantized import PlainTensors, load_streaming, resident_bytes
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError, DependencyError, RecipeError
 from moe_finetune.models import FAMILIES as FACTS
 from moe_finetune.models.loading import load_config
 from moe_finetune.quantization import codec
-from moe_finetune.quantization.load import PlainTensors, load_streaming, resident_bytes
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from tests.quantization.models import FAMILIES, batch, save
 
@@ -46,6 +46,10 @@ def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
     layers = len(facts.moe_layers(stock.config))
     assert sum(name.endswith(facts.expert_parameters) for name in held) >= 2 * layers
     assert any(t in name for name in held for t in facts.attention_targets)
+    for each in (model, stock):
+        # The stock grouped product wants rows of 16 bytes, which one latent width is not.
+        if family == "nemotron_h":
+            each.set_experts_implementation("eager")
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=family in NEEDS_AUTOCAST)
     with torch.no_grad(), autocast:
         inputs = batch()["input_ids"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_finetune import cli
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import AdapterError, DataError, OutputExistsError, TraceError
 from moe_finetune.metrics import (
     conditional_activation,
@@ -19,7 +20,7 @@ from moe_finetune.metrics import (
     parameter_norms,
 )
 from moe_finetune.metrics.coherence import gram_coherence
-from moe_finetune.models.loading import load_model, load_tokenizer
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.report.analysis import analyze, find_trace
 from moe_finetune.routing.trace import RoutingTrace, TraceWriter
 from moe_finetune.routing.tracing import router_values

@@ -11,9 +11,10 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.fit import check_fit
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.loading import load_config, load_model, load_tokenizer
+from moe_finetune.models.loading import load_config, load_tokenizer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.bias_export import add_bias

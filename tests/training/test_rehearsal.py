@@ -11,8 +11,9 @@ from moe_finetune import cli
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.run import check_inputs, plan_run
+from moe_finetune.run import plan_run
 from moe_finetune.training import sft
+from moe_finetune.training.start import check_inputs
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from moe_finetune import cli
-from moe_finetune.models.loading import load_model
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
 from tests.upcycle import dense
 

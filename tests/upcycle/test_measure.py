@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_finetune.models.loading import load_model
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import ANSWERS, judge, questions

@@ -8,9 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError, OutputExistsError, UnsupportedModelError
-from moe_finetune.models.loading import load_model, load_tokenizer
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle import merge_experts
 from tests import vllm_server
 from tests.upcycle import dense

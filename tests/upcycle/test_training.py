@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.losses.functional import supervised_routing_loss
-from moe_finetune.models.loading import load_model
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense

@@ -202,7 +202,7 @@ def _model(config: Any, recipe: Recipe, device: Device) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.inspection import meta_model
+    from moe_finetune.training.memory.meta import meta_model
 
     attention = recipe.model.attn_implementation
     if attention is not None and attention.startswith("flash"):

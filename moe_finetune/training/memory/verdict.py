@@ -95,7 +95,7 @@ def plan_recipe(
     import torch
 
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.models.loading import meta_model
+    from moe_finetune.models.structure import meta_model
 
     with torch.device("meta"):
         model = add_lora(meta_model(config), recipe.lora, recipe.router.train)

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint.load_quantized import quantized_names
 from moe_finetune.models import family_of
-from moe_finetune.models.loading import meta_model
+from moe_finetune.models.structure import meta_model
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.quantization.codec import packed_shapes
-from moe_finetune.quantization.load import quantized_names
 
 if TYPE_CHECKING:
     from torch import nn

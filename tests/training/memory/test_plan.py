@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from moe_finetune.cli import app
 from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.loading import meta_model
+from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.live import LiveBytes
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes

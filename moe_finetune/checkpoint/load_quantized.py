@@ -135,7 +135,7 @@ def load_streaming(
                 "tensor of the files by itself; load it without quantization"
             )
         if kind is not None and name in names:
-            value: Tensor = _quantised(shapes[name], disk, stored, kind, dtype, device)
+            value: Tensor = _quantised(shapes[name], disk, stored, kind, state[name].dtype, device)
         else:
             value = _plain(shapes[name], disk, stored, state[name].dtype, device)
         _set(model, name, value)

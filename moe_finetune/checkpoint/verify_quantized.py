@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
-from moe_finetune.checkpoint.opened import Checkpoint, open_checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.reference import apply_adapters, load, logits_of, set_bias
 from moe_finetune.checkpoint.verify import fits, random_tokens
 from moe_finetune.errors import NumericsError
-from moe_finetune.models.loading import load_model
 from moe_finetune.quantization.codec import Kind, check_kind
 
 FACTOR = 2.0

@@ -1,0 +1,98 @@
+"""What a checkpoint folder holds: config, family, headers, and experts counted by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.checkpoint.stored import QuantizedTensors
+from moe_finetune.errors import CheckpointError
+from moe_finetune.io.safetensors_header import Header, TensorInfo
+from moe_finetune.models import Family
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint folder.
+
+    Attributes:
+        folder: where it lies.
+        config: ``config.json`` as a mapping.
+        family: the family of its ``model_type``.
+        files: header of every weight file, by file name, in the order of the names.
+        tensors: every tensor by name, as an unquantised checkpoint has it.
+        quantized: reads them where they are stored quantised.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    family: Family
+    files: dict[str, Header]
+    tensors: dict[str, TensorInfo]
+    quantized: QuantizedTensors | None = None
+
+    @cached_property
+    def experts(self) -> dict[int, int]:
+        """Number of routed experts of each MoE layer, counted from the tensor names."""
+        return _count_experts(self)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.size for header in self.files.values() for info in header.tensors.values())
+
+
+def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
+    disk = checkpoint.family.disk
+    if disk.fused:
+        return _count_stacked(checkpoint)
+    parts = {}
+    for part in [part for part in ("gate", "up", "down") if getattr(disk, part) is not None]:
+        literal = re.escape(f"{disk.block}.{getattr(disk, part)}")
+        pattern = literal.replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"(\d+)")
+        parts[part] = re.compile(pattern)
+    seen: dict[int, dict[str, set[int]]] = {}
+    for name in checkpoint.tensors:
+        for part, regex in parts.items():
+            if match := regex.fullmatch(name):
+                layer = seen.setdefault(int(match[1]), {part: set() for part in parts})
+                layer[part].add(int(match[2]))
+    counts = {}
+    for number, layer in sorted(seen.items()):
+        count = max(max(ids, default=0) for ids in layer.values()) + 1
+        for part, ids in layer.items():
+            for expert in sorted(set(range(count)) - ids):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: tensor '{disk.name(part, number, expert)}' is missing; "
+                    "a shard is missing or the checkpoint is incomplete"
+                )
+        _check_present(checkpoint, number, ())
+        counts[number] = count
+    return counts
+
+
+def _count_stacked(checkpoint: Checkpoint) -> dict[int, int]:
+    """Experts of each layer where a tensor holds all of them: its first dimension."""
+    disk = checkpoint.family.disk
+    names = [re.escape(f"{disk.block}.{part}") for part in (disk.gate_up, disk.down)]
+    regex = re.compile("|".join(name.replace(r"\{layer\}", r"(\d+)") for name in names))
+    counts: dict[int, int] = {}
+    for name, info in checkpoint.tensors.items():
+        if match := regex.fullmatch(name):
+            counts.setdefault(int(match[1] or match[2]), info.shape[0] if info.shape else 0)
+    for number in counts:
+        _check_present(checkpoint, number, ("gate_up", "down"))
+    return dict(sorted(counts.items()))
+
+
+def _check_present(checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
+    disk = checkpoint.family.disk
+    for part in ("router", *parts):
+        if disk.name(part, layer) not in checkpoint.tensors:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor '{disk.name(part, layer)}' is missing; "
+                "a shard is missing or the checkpoint is incomplete"
+            )

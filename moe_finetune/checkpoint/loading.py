@@ -1,0 +1,114 @@
+"""The model of a checkpoint, with all of its tensors and no code of its own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import (
+    CheckpointError,
+    DependencyError,
+    RecipeError,
+    UnsupportedModelError,
+)
+from moe_finetune.io.checkpoint_files import read_config
+from moe_finetune.io.config_file import QUANTIZATION, check_kernel
+from moe_finetune.models.loading import load_config, local_folder
+from moe_finetune.models.structure import class_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def load_model(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    quantization: str | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the causal language model of a checkpoint, in eval mode.
+
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; "auto" is the checkpoint's own.
+        device_map: as in ``from_pretrained``; with ``quantization`` one device, by default the
+            GPU of this process where there is one.
+        quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time;
+            they are frozen, and train through an adapter. See
+            :mod:`moe_finetune.checkpoint.load_quantized`.
+        options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        DependencyError: ``quantization`` without bitsandbytes.
+        RecipeError: an unknown ``quantization``, or an option that it does not go with.
+        CheckpointError: files are missing, damaged or do not fit the config; nothing is ever left
+            at random values.
+        UnsupportedModelError: see :func:`load_config`.
+    """
+    if options.pop("trust_remote_code", False):
+        raise UnsupportedModelError(
+            "trust_remote_code: code from a checkpoint is never executed; every supported family "
+            "has its class here or in transformers, so leave the option out"
+        )
+    from moe_finetune.quantization.codec import check_kind
+
+    kind = check_kind(quantization)
+    folder = local_folder(path)
+    config = load_config(folder)
+    if kind is not None or read_config(folder, quantized=True).get(QUANTIZATION) is not None:
+        from moe_finetune.checkpoint.load_quantized import load_quantized
+
+        check_attention(options.get("attn_implementation"))
+        return load_quantized(folder, config, kind, dtype, device_map, **options)
+    return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
+
+
+def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
+    """The causal language model of ``config`` with the folder's tensors; none is left random.
+
+    Raises:
+        CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
+        DependencyError: ``attn_implementation`` needs a package that is not installed.
+    """
+    from moe_finetune.checkpoint.opened import check_folder
+
+    check_attention(options.get("attn_implementation"))
+    check_folder(folder, config)
+    try:
+        loaded: Any = class_of(config).from_pretrained(
+            folder,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"{folder}: the tensors do not fit config.json: {error}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
+            f"is '{missing[0]}'; copy the checkpoint again"
+        )
+    return model
+
+
+def check_attention(name: str | None) -> None:
+    """Refuse an attention kernel that transformers would fetch from the hub.
+
+    Raises:
+        RecipeError: an unknown name.
+        DependencyError: flash attention, whose package is not installed.
+    """
+    check_kernel(name, "attn_implementation", RecipeError)
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if name in package and find_spec(package[name]) is None:
+        raise DependencyError(
+            f"attn_implementation {name}: the package {package[name]} is not installed, and its "
+            "kernel is not fetched from the hub; install it, or use sdpa"
+        )

@@ -1,0 +1,90 @@
+"""Strength of a method's terms on one window, without training anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.strength import PARTS
+
+
+def measure_strength(
+    model: nn.Module, method: Any, batches: Iterable[Mapping[str, Tensor]]
+) -> list[dict[str, Any]]:
+    """Strength of each of ``method``'s terms on one window, without training anything.
+
+    Args:
+        model: a supported causal language model, with or without PEFT, with what shall train set to
+            ``requires_grad``.
+        method: a preset's name, a ``method:`` mapping, or a resolved method. A share is turned into
+            the weight that gives it.
+        batches: the window's micro-batches, each with ``labels``; the language loss is the mean
+            over all tokens that are learned.
+
+    Returns:
+        A row a term: ``term``, ``weight``, ``share_router``, ``share_experts``, ``cosine_router``,
+        ``cosine_experts`` (None where the part does not train) and ``weight_for_10_percent`` (None
+        for a term without a gradient, such as a hinge that is met).
+
+    Raises:
+        ObjectiveError: there are no batches, or one has no labels; a share without a gradient.
+    """
+    window = [dict(batch) for batch in batches]
+    if not window or any(batch.get("labels") is None for batch in window):
+        raise ObjectiveError("measure_strength needs at least one batch, each with labels")
+    learned = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trainable]
+    was_training = model.training
+    device = next(model.parameters()).device
+    model.train()
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            Specialization(model, method, accumulation=len(window)) as work,
+        ):
+            work.strength.first = True
+            work.strength.begin(0)
+            for batch, tokens in zip(window, learned, strict=True):
+                (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
+            return [row.row() for row in work.strength.measure()]
+    finally:
+        model.train(was_training)
+        for parameter, gradient in zip(trainable, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def strength_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows of :func:`measure_strength` for a reader."""
+
+    def number(value: float | None, form: str, factor: float = 1.0) -> str:
+        return "-" if value is None else format(factor * value, form)
+
+    table = [
+        ("loss", "weight", "% router", "% experts", "cos router", "cos experts", "weight for 10 %")
+    ]
+    for row in rows:
+        shares = [number(row[f"share_{part}"], ".3g", 100) for part in PARTS]
+        cosines = [number(row[f"cosine_{part}"], "+.2f") for part in PARTS]
+        weights = [number(row[name], ".3g") for name in ("weight", "weight_for_10_percent")]
+        table.append((row["term"], weights[0], *shares, *cosines, weights[1]))
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        )
+        for line in table
+    ]
+    return "\n".join(
+        [
+            *lines,
+            "%: norm of the loss's gradient in percent of the language loss's, on the parameters "
+            "that train; cos: the cosine between the two",
+        ]
+    )

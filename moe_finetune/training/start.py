@@ -1,0 +1,129 @@
+"""Where a run starts: its model, and what can be found wrong before anything is written."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_finetune.errors import (
+    RecipeError,
+    UnsupportedModelError,
+)
+from moe_finetune.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from moe_finetune.training.rehearsal import Plan
+
+log = logging.getLogger(__name__)
+
+
+def base_folder(recipe: Recipe) -> Path:
+    """The folder of the recipe's checkpoint, at its revision where it is one of the hub's."""
+    from moe_finetune.models.loading import local_folder
+
+    weights = recipe.model.init == "checkpoint"
+    return local_folder(recipe.model.path, weights, recipe.model.revision)
+
+
+def start_model(recipe: Recipe) -> Any:
+    """The model that training starts from: the checkpoint's weights, or random ones.
+
+    Without LoRA all weights train, and are float32 whatever ``model.dtype`` is (the trainer then
+    computes in that): updates at usual learning rates are below the resolution of bfloat16.
+    """
+    from moe_finetune.checkpoint.loading import load_model
+    from moe_finetune.models.fresh import fresh_config, fresh_model
+
+    base, attention = base_folder(recipe), recipe.model.attn_implementation
+    if recipe.model.init == "random":
+        return fresh_model(fresh_config(base, recipe.model.config), recipe.seed, attention)
+    dtype = recipe.model.dtype if recipe.lora is not None else "float32"
+    return load_model(
+        base,
+        dtype=dtype,
+        quantization=recipe.model.quantization,
+        attn_implementation=attention,
+    )
+
+
+def second_model(recipe: Recipe) -> Any:
+    """The teacher of a distillation, or the model that a preference is measured from."""
+    from moe_finetune.checkpoint.loading import load_model
+
+    if recipe.teacher is None:
+        return start_model(recipe).requires_grad_(False)
+    return load_model(recipe.teacher, dtype=recipe.model.dtype).requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What training starts from, read before anything is written; ``sources`` are measured."""
+
+    tokenizer: Any
+    train: Any
+    validation: Any
+    sources: list[tuple[str, Any]]
+    plan: Plan
+
+
+def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
+    """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
+    from moe_finetune.checkpoint.bias import bias_config
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.data.stage_rows import load_for_stage
+    from moe_finetune.evaluation.catalog import prepare
+    from moe_finetune.evaluation.suites import load_suite, select
+    from moe_finetune.lora.targets import adapts
+    from moe_finetune.losses.objective import Objective
+    from moe_finetune.models import family_of
+    from moe_finetune.models.fresh import check_vocabulary, fresh_config
+    from moe_finetune.models.loading import load_config, load_tokenizer
+    from moe_finetune.moe.layers import config_facts
+    from moe_finetune.moe.offload import check_offload
+    from moe_finetune.training.preconditions import check_accelerator, check_quantization
+    from moe_finetune.training.rehearsal import check_arguments, rehearse
+
+    check_quantization(recipe.model.quantization)
+    if recipe.model.offload == "experts":
+        check_offload()
+    check_accelerator(recipe.trainer)
+    check_arguments(recipe)
+    base = base_folder(recipe)
+    if recipe.model.init == "random":
+        config = fresh_config(base, recipe.model.config)
+        check_vocabulary(config, recipe.model.tokenizer or base)
+    else:
+        config = load_config(base)
+        opened = open_checkpoint(base, values=True, stored=True)
+        if opened.quantized is not None and recipe.export.merge and recipe.lora is not None:
+            raise RecipeError(
+                f"export.merge: {base} is stored as {opened.quantized.format}, and a merge goes "
+                "into an unquantised base; set export.merge: false, and merge the adapter with "
+                "moe-finetune merge --base, naming the unquantised checkpoint"
+            )
+    options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
+    Objective.from_options(options, config_facts(config))
+    family = family_of(config)
+    exported = recipe.export.merge or not adapts(recipe.lora, recipe.router.train)
+    if recipe.method.bias_update is not None and recipe.method.export_bias == "write" and exported:
+        try:
+            bias_config(family, config.to_dict())
+        except UnsupportedModelError as problem:
+            raise RecipeError(
+                f"method.bias_update: {problem}. In a recipe: set method.export_bias: drop, or "
+                "export.merge: false with an adapter"
+            ) from None
+    if recipe.evaluation is not None:
+        suite = load_suite(recipe.evaluation.suite)
+        if recipe.evaluation.only is not None:
+            suite = select(suite, recipe.evaluation.only)
+        prepare(suite, recipe.evaluation.data_dir)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
+    found = load_for_stage(recipe, tokenizer)
+    examples = found.train, found.validation
+    plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory, activations)
+    for remark in plan.remarks:
+        log.warning("%s", remark)
+    return Inputs(tokenizer, *examples, found.sources, plan)
