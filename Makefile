@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test lint format format-check types bench gpu-check clean
+.PHONY: help demo test families lint format format-check types bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -45,6 +45,9 @@ format-check: $(STAMP)  ## Say what `make format` would change
 
 types: $(STAMP)  ## mypy on the package
 	$(BIN)/mypy
+
+families: $(STAMP)  ## Write the README's table of families (tests and vLLM's registry)
+	$(BIN)/python -m tests.support_table
 
 bench: $(STAMP)  ## Speed and memory that need no data (half an hour, 30 GB of disk); writes eval/bench/results
 	for name in step losses metrics traces merge merge_kill upcycle; do \
