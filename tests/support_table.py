@@ -65,7 +65,7 @@ def router(family: Family) -> str:
 
 def lines(registry: dict[str, set[str]]) -> Iterator[str]:
     """The table, a line each."""
-    yield "| family | checkpoints | router | LoRA, merge, permute, select, analyze | vLLM 0.32 |"
+    yield "| family | checkpoints | router | trains and merges | vLLM 0.32 |"
     yield "| --- | --- | --- | --- | --- |"
     first = [name for name in TESTED if name in FAMILIES]
     for name in [*first, *(name for name in FAMILIES if name not in first)]:
