@@ -19,7 +19,7 @@ from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.recipe.family import DECLARED, FamilySection
 from moe_finetune.recipe.schema import load_recipe
 
-GROUP = f"{__name__.partition('.')[0]}.families"
+GROUP = "moe_finetune.families"
 _stands_for: dict[str, Family] = {}
 
 
