@@ -23,19 +23,21 @@ GROUP = "moe_finetune.families"
 _stands_for: dict[str, Family] = {}
 
 
-def find_family(model_type: str | None) -> Family | None:
+def find_family(model_type: object) -> Family | None:
     """The family of this exact ``model_type``: the package's, a plugin's, or a recipe's.
 
     Raises:
         RecipeError: a recipe declares a type that is known without it.
         UnsupportedModelError: a plugin that cannot be loaded.
     """
+    if not isinstance(model_type, str):
+        return None  # of a config.json by hand
     if model_type in _stands_for:
         return _stands_for[model_type]
-    section = DECLARED.get(str(model_type))
+    section = DECLARED.get(model_type)
     family = next((f for f in FAMILIES.values() if f.model_type == model_type), None)
     if family is None:
-        family = _plugins().get(str(model_type))
+        family = _plugins().get(model_type)
     if section is None or family is None:
         return family if section is None else family_from(section)
     raise RecipeError(
