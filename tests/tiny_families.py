@@ -203,7 +203,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "conv_kernel": 3,
         "chunk_size": 8,
         "moe_shared_expert_intermediate_size": 56,
-        "moe_latent_size": 52,
+        "moe_latent_size": 88,
     },
     "phimoe": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},

@@ -16,12 +16,15 @@ from safetensors.torch import save_file
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models import table
+from moe_finetune.models import FAMILIES, table
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny, tiny_families
 
 LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
+UNDER_AUTOCAST = {"inkling_text"}
+"""Stock classes that multiply by a float32 router, which a trained one is, without a cast."""
+
 WAYS = [(kernel, autocast) for kernel in ("loop", "grouped") for autocast in (False, True)]
 EVERY_TERM = {
     "load_balance": {"weight": 0.1},
@@ -115,15 +118,20 @@ def copied(result):
 def test_every_family(family):
     """Stock and recorded, with every term at once."""
     exact = adapted(tiny_families.model(family), torch.float32)
-    wanted = copied(step(exact, {"terms": EVERY_TERM}))
-    assert set(wanted[1]) == {f"losses/{name}" for name in EVERY_TERM}
+    terms = dict(EVERY_TERM)
+    if not FAMILIES[family].gated:
+        del terms["erc"]  # reads the gate projection
+    wanted = copied(step(exact, {"terms": terms}))
+    assert set(wanted[1]) == {f"losses/{name}" for name in terms}
     plain = step(exact)
     model = adapted(tiny_families.model(family), torch.bfloat16)
     # What the class itself loses; a sparse attention that selects its keys may lose a lot.
-    stock = [distance(step(model, autocast=a)[2], plain[2]) for a in (False, True)]
-    for kernel, autocast in WAYS:
-        found = step(model, {"terms": EVERY_TERM}, kernel, autocast)
-        assert_near(found, wanted, (kernel, autocast), max(GRADIENT, 1.5 * stock[autocast]))
+    casts = (True,) if family in UNDER_AUTOCAST else (False, True)
+    stock = {cast: distance(step(model, autocast=cast)[2], plain[2]) for cast in casts}
+    for kernel, cast in WAYS:
+        if cast in casts:
+            found = step(model, {"terms": terms}, kernel, cast)
+            assert_near(found, wanted, (kernel, cast), max(GRADIENT, 2 * stock[cast]))
 
 
 @pytest.mark.slow
