@@ -221,7 +221,7 @@ def test_judge_of_finished_results(run, judge, study):
     assert code == 0 and "0 requests" in out and len(judge.bodies) == 14
     judge.fixed = "hard to say"
     code, _, err = run(*arguments[:2], "--judge", "n", "--judge-url", judge.url)
-    assert code == 2 and "answered no verdict" in err
+    assert code == 2 and "gave no verdict" in err
 
 
 def test_people(run, study, tmp_path):
