@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.stored import QuantizedTensors
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.safetensors_header import Header, TensorInfo
 from moe_finetune.models import Family
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.stored import QuantizedTensors
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.stored import QuantizedTensors
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import family_of, find_family
-from moe_finetune.quantization.formats import format_of
 
 
 def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
@@ -38,12 +36,20 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
 
     folder = Path(path)
     config = read_config(folder, quantized=stored)
-    form = format_of(config, folder / "config.json")
+    form = None
+    if config.get(QUANTIZATION) is not None:
+        from moe_finetune.quantization.formats import format_of  # needs torch, this file does not
+
+        form = format_of(config, folder / "config.json")
     config.pop(QUANTIZATION, None)
     family = family_of(config)
     files = read_headers(folder)
     in_files = tensors_of(files)
-    quantized = QuantizedTensors(in_files, form) if form is not None else None
+    quantized = None
+    if form is not None:
+        from moe_finetune.checkpoint.stored import QuantizedTensors
+
+        quantized = QuantizedTensors(in_files, form)
     tensors = in_files if quantized is None else quantized.tensors
     checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
     _check_layers(checkpoint)

@@ -17,7 +17,6 @@ from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.declared import declare_family_of
 from moe_finetune.models.structure import first_line
 from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
-from moe_finetune.quantization.formats import format_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -73,7 +72,10 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     """
     folder = local_folder(path, weights=False)
     raw = read_config(folder, quantized=True)
-    format_of(raw, folder / "config.json")
+    if raw.get(QUANTIZATION) is not None:
+        from moe_finetune.quantization.formats import format_of  # needs torch, this file does not
+
+        format_of(raw, folder / "config.json")
     family_of(raw)
     config = parse_config(folder)
     family_of(config)
