@@ -25,6 +25,7 @@ from moe_finetune.experiments import folder as disk
 from moe_finetune.experiments.expand import Run
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.io import write_atomic
+from moe_finetune.io.children import failure
 
 log = logging.getLogger(__name__)
 Start = Callable[[Run, Path, int], str | None]
@@ -94,20 +95,7 @@ def child(command: list[str], run: Run, output: Path, lock: int) -> str | None:
         )
         with forwarded(process):
             code = process.wait()
-    return None if code == 0 else reason(file, start, code)
-
-
-def reason(file: Path, start: int, code: int) -> str:
-    """Why a process failed: its ``error:`` message, else its last line, and the exit code."""
-    with file.open("rb") as stream:
-        stream.seek(start)
-        lines = stream.read().decode("utf-8", "replace").splitlines()
-    ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    said = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    if said:
-        return "\n".join(lines[said[-1] :]).removeprefix("error: ").strip()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-    return f"{ended}: {last} (log: {file})"
+    return None if code == 0 else failure(file, start, code)
 
 
 @contextmanager

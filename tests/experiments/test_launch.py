@@ -16,9 +16,10 @@ import yaml
 
 from moe_finetune.errors import StudyError
 from moe_finetune.experiments import expand, load_results, load_study
-from moe_finetune.experiments.launch import held, reason, starter
+from moe_finetune.experiments.launch import held, starter
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.experiments.slurm import batch_script, shard_command, submit
+from moe_finetune.io.children import failure
 
 STUDY = [sys.executable, "-m", "moe_finetune.cli", "study"]
 
@@ -109,11 +110,11 @@ def test_reason_is_the_error_or_the_last_line(tmp_path):
     start = log.stat().st_size
     with log.open("a") as file:
         file.write("step 1\nerror: model.path: gone\nsecond line\n")
-    assert reason(log, start, 2) == "model.path: gone\nsecond line"
+    assert failure(log, start, 2) == "model.path: gone\nsecond line"
     log.write_text("loading\nsegmentation\n\n")
-    assert reason(log, 0, -11) == f"killed by SIGSEGV: segmentation (log: {log})"
+    assert failure(log, 0, -11) == f"killed by SIGSEGV: segmentation (log: {log})"
     log.write_text("")
-    assert reason(log, 0, 3) == f"exit code 3: it printed nothing (log: {log})"
+    assert failure(log, 0, 3) == f"exit code 3: it printed nothing (log: {log})"
 
 
 def test_a_lock_is_held_until_both_let_go(tmp_path):
