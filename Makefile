@@ -34,8 +34,9 @@ demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in 
 test: $(STAMP)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
-lint: $(STAMP)  ## ruff check
+lint: $(STAMP)  ## ruff check, and the order of imports
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 
 format: $(STAMP)  ## Format the code
 	$(BIN)/ruff format .
