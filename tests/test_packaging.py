@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import venv
 from pathlib import Path
 
+import numpy
+import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,3 +65,85 @@ def test_public_names():
     for name in moe_finetune.__all__:
         assert getattr(moe_finetune, name)
     assert moe_finetune.__version__ == PROJECT["project"]["version"]
+
+
+DOCKERFILE = (ROOT / "recipes/hardware/Dockerfile").read_text()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Python of an environment with the wheel, made of what the Dockerfile copies."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.M):
+        *names, target = line.split()
+        for name in names:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "results", "*.png")
+                shutil.copytree(ROOT / name, source / target, ignore=ignored)
+            else:
+                source.mkdir(exist_ok=True)
+                shutil.copy(ROOT / name, source / target)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True)
+    shutil.rmtree(source)
+    venv.create(folder / "env", symlinks=True)
+    python, (wheel,) = folder / "env" / "bin" / "python", folder.glob("*.whl")
+    install = ["install", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run([*pip, "--python", str(python), *install], check=True)
+    (packages,) = folder.glob("env/lib/*/site-packages")
+    # The libraries are this environment's; a .pth file read from a .pth file's folder is not.
+    (packages / "libraries.pth").write_text(str(Path(numpy.__file__).parents[1]))
+    return python
+
+
+def outside(command, folder):
+    """Run ``command`` in ``folder`` without the checkout on the path; return what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
+    rows = [{"prompt": f"{n} + 2 =", "completion": f" {n + 2}"} for n in range(40)]
+    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = ["recipes/demo/aux_loss.yaml", "recipes/methods/erc.yaml", "data.train=my.jsonl",
+              f"model.path={checkpoint}", "data.validation=null", "evaluation=null"]  # fmt: skip
+    verbs = [
+        ["train", *recipe, "--output", "run", "--dry-run"],
+        ["study", "recipes/studies/miniature.yaml", "--plan"],
+        ["eval", str(checkpoint), "--suite", "gsm8k", "--check", "--data-dir", "."],
+    ]
+    program = (
+        "import sys, json, moe_finetune, moe_finetune.cli as cli\n"
+        "print(moe_finetune.__file__)\n"
+        "for verb in json.loads(sys.argv[1]):\n"
+        "    code = cli.main(verb)\n"
+        "    print('exit code', code)\n"
+    )
+    said = outside([installed, "-c", program, json.dumps(verbs)], tmp_path)
+    assert said.splitlines()[0].startswith(str(installed.parents[1]))
+    # gsm8k's rows are not here: the check found the suite and the task, and says so with code 2.
+    assert re.findall(r"exit code (\d)", said) == ["0", "0", "2"], said
+    version = outside([installed.with_name("moe-finetune"), "--version"], tmp_path)
+    assert version == f"moe-finetune {PROJECT['project']['version']}\n"
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["project"]["version"]
+    assert citation["license"] == PROJECT["project"]["license"]
+
+
+def test_the_image_is_made_of_extras_and_verbs_that_exist():
+    extras = PROJECT["project"]["optional-dependencies"]
+    (asked,) = re.findall(r'"\.\[(.+?)\]"', DOCKERFILE)
+    chosen = re.findall(r"\bEXTRA=([\w-]+)", DOCKERFILE)
+    assert chosen
+    assert {*chosen, *asked.replace("${EXTRA},", "").split(",")} <= set(extras)
+    for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.M):
+        assert all((ROOT / name).exists() for name in line.split())

@@ -34,6 +34,7 @@ def model_card(
     options: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
     made: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
+    library: str = "transformers",
 ) -> str:
     """The text of an export's ``README.md``.
 
@@ -49,9 +50,10 @@ def model_card(
         folder: where the base lies, when ``base`` is a hub id; its card or licence file gives the
             licence.
         made: how the export came from the base, whose name replaces ``{}``.
+        library: what loads the folder, by the hub's name of it.
     """
     name, licence = public_name(base), licence_of(base if folder is None else folder)
-    front: dict[str, Any] = {"library_name": "transformers", "tags": ["moe", "moe-finetune"]}
+    front: dict[str, Any] = {"library_name": library, "tags": ["moe", "moe-finetune"]}
     if is_hub_id(base):
         front["base_model"] = str(base)
     if licence:

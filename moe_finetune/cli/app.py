@@ -17,7 +17,6 @@ app = typer.Typer(
     epilog="With any verb: --quiet shows warnings and results alone, --log-format json writes one "
     "JSON object a line to standard error, --debug shows the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

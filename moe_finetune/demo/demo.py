@@ -6,18 +6,18 @@ Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints 
 from __future__ import annotations
 
 import json
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.errors import OutputExistsError
 from moe_finetune.io import one_writer, write_atomic
 from moe_finetune.io.folder import is_taken
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe, load_recipe
+from moe_finetune.recipe.shipped import recipes_folder
 
 METHODS = ("aux_loss", "orthogonal_variance")
 
@@ -106,21 +106,6 @@ def demo_recipe(
     if steps is not None:
         overrides.append(f"trainer.max_steps={steps}")
     return load_recipe(recipes_folder() / "demo" / f"{method}.yaml", overrides)
-
-
-def recipes_folder() -> Path:
-    """``recipes/`` of a checkout, or the copy that was installed with the package."""
-    candidates = [
-        Path(__file__).resolve().parents[2] / "recipes",
-        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
-    ]
-    for folder in candidates:
-        if (folder / "demo").is_dir():
-            return folder
-    raise CheckpointError(
-        f"the demo's recipes are in none of {', '.join(map(str, candidates))}; "
-        "reinstall the package"
-    )
 
 
 def _usable_backend() -> str:

@@ -29,6 +29,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.shipped import find_recipe, recipes_folder
 from moe_finetune.recipe.tree import Tree, load_tree
 from moe_finetune.recipe.validation import from_tree
 
@@ -43,7 +44,9 @@ class LaunchSection(Section):
     ``recipes/hardware``; ``slurm``: one job a run, each started the way ``config`` says.
     """
 
-    kind: Literal["process", "inline", "accelerate", "slurm"] = "process"
+    kind: Literal["process", "inline", "accelerate", "slurm"] = Field(
+        default="process", description="how the runs are started"
+    )
     config: str | None = Field(default=None, description="accelerate's --config_file")
     options: dict[str, str | int] = Field(
         default={}, description="of sbatch: {partition: gpu, gres: 'gpu:8'}"
@@ -58,11 +61,13 @@ class LaunchSection(Section):
 class PlanSection(Section):
     """What ``--plan`` assumes. Peak is dense bfloat16; utilization the share of it that is met."""
 
-    hardware: str = "NVIDIA H100 SXM 80 GB"
-    peak_tflops: float = Field(default=989.0, gt=0)
+    hardware: str = Field(default="NVIDIA H100 SXM 80 GB", description="for the table's heading")
+    peak_tflops: float = Field(default=989.0, gt=0, description="dense bfloat16")
     memory_gib: float = Field(default=80.0, gt=0, description="of one device")
-    utilization: float = Field(default=0.15, gt=0, le=1)
-    devices: int = Field(default=1, ge=1)
+    utilization: float = Field(
+        default=0.15, gt=0, le=1, description="share of the peak that is met"
+    )
+    devices: int = Field(default=1, ge=1, description="of one run")
     tokens: float | None = Field(
         default=None, gt=0, description="training tokens of a run, where no step count says it"
     )
@@ -71,22 +76,33 @@ class PlanSection(Section):
 class StudyRecipe(Section):
     """Everything that decides a study. Read one with :func:`load_study`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    title: str = ""
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", description="default: the file's name"
+    )
+    title: str = Field(default="", description="heading")
     source: str = Field(default="", description="paper and table or figure")
-    base: dict[str, Any] = Field(default={})
-    axes: dict[str, list[Any] | dict[str, Any]] = Field(default={})
+    base: dict[str, Any] = Field(
+        default={}, description="keys of every run's recipe, with `extends` for recipe files"
+    )
+    axes: dict[str, list[Any] | dict[str, Any]] = Field(
+        default={},
+        description="axis -> named arms (a recipe file, or keys), or a recipe key's values",
+    )
     only: dict[str, list[str]] = Field(default={}, description="axis -> the arms to keep of it")
-    seeds: list[int] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1, description="of each combination")
     together: list[str] = Field(
         default=[], description="axes whose runs share a row: each benchmark from its own run"
     )
-    baseline: str | int | float | dict[str, Any] | None = None
+    baseline: str | int | float | dict[str, Any] | None = Field(
+        default=None, description="an arm, or `{axis: arm}`, that the others are tested against"
+    )
     curves: str | int | float | dict[str, Any] | None = Field(
         default=None, description="as baseline: whose logged curves METRIC_rmse is measured from"
     )
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
-    metrics: dict[str, Literal["lower", "higher"]] = Field(default={})
+    metrics: dict[str, Literal["lower", "higher"]] = Field(
+        default={}, description="metric -> which way is better; beside the benchmarks"
+    )
     discard: list[Literal["merged", "checkpoints"]] = Field(
         default=[], description="folders to delete once a run is finished, to save disk"
     )
@@ -128,9 +144,7 @@ class StudyRecipe(Section):
 
 def find_study(path: str | Path) -> Path:
     """The file of a study: ``path`` itself, or the shipped one of that name."""
-    from moe_finetune.demo.demo import recipes_folder
-
-    path = Path(path)
+    path = find_recipe(Path(path))
     if path.is_file() or path.suffix or len(path.parts) > 1:
         return path
     shipped = recipes_folder() / "studies" / f"{path}.yaml"

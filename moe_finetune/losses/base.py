@@ -28,8 +28,10 @@ class Schedule(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="how the weight moves"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps from 0 to the weight")
 
     def factor(self, step: int, total_steps: int) -> float:
         """Multiplier of the weight at optimizer step ``step`` (0-based)."""
@@ -59,13 +61,26 @@ class TermOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    weight: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    share: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    every: int | None = Field(default=None, ge=1)
-    reduction: Literal["mean", "sum"] = "mean"
-    tokens: int | None = Field(default=None, ge=1)
-    layers_reduction: Literal["sum", "mean"] = "sum"
-    layers: Literal["all"] | list[int | str] = "all"
+    weight: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="factor of the loss; 0 removes it"
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="in the weight's place: its gradient over the language loss's",
+    )
+    every: int | None = Field(
+        default=None, ge=1, description="steps after which a share's weight is found again"
+    )
+    reduction: Literal["mean", "sum"] = Field(
+        default="mean", description="`sum` multiplies the mean over tokens by `tokens`"
+    )
+    tokens: int | None = Field(default=None, ge=1, description="of the batch that a sum stands for")
+    layers_reduction: Literal["sum", "mean"] = Field(default="sum", description="over the layers")
+    layers: Literal["all"] | list[int | str] = Field(
+        default="all", description='`all`, or a list such as `[4, "8-20"]`'
+    )
     schedule: Schedule = Schedule()
 
     @field_validator("layers")

@@ -95,8 +95,15 @@ def transition_table(
 class CouplingOptions(TermOptions):
     """``decay`` is the share of the old transition table that one forward keeps."""
 
-    pairing: Literal["token", "transition"] = "token"
-    decay: float = Field(default=0.99, ge=0, lt=1)
+    pairing: Literal["token", "transition"] = Field(
+        default="token", description="experts of the same token, or of the average transition"
+    )
+    decay: float = Field(
+        default=0.99,
+        ge=0,
+        lt=1,
+        description="share of the old transition table that one forward keeps",
+    )
 
 
 class Coupling(Term):

@@ -77,7 +77,9 @@ def dpp_from_gram(
 class DppOptions(TermOptions):
     """Options of :func:`dpp_loss`."""
 
-    eps: float = Field(default=1e-4, ge=SMALLEST_EPS)
+    eps: float = Field(
+        default=1e-4, ge=SMALLEST_EPS, description="added to the Gram matrix's diagonal"
+    )
 
 
 class Dpp(Term):

@@ -211,11 +211,21 @@ class ErcOptions(TermOptions):
     A layer has one value, so nothing is summed over tokens.
     """
 
-    reduction: Literal["mean"] = "mean"
-    alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    noise: bool = True
-    router_grad: bool = True
-    activation: Activation = "gate"
+    reduction: Literal["mean"] = Field(default="mean", description="a layer has one value")
+    alpha: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how far another expert may be excited, of the own one",
+    )
+    noise: bool = Field(
+        default=True,
+        description="measure at rows moved at random, as far as their neighbours allow",
+    )
+    router_grad: bool = Field(default=True, description="routers learn from it, too")
+    activation: Activation = Field(
+        default="gate", description="what is measured of an expert (P2 §4.5)"
+    )
 
 
 class Erc(Term):

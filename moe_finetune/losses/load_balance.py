@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, distributed
 
 from moe_finetune.errors import ObjectiveError
@@ -165,10 +166,14 @@ def _distributed() -> bool:
 class LoadBalanceOptions(TermOptions):
     """Options of :func:`load_balancing_loss`; a batch has one value, so nothing is summed."""
 
-    reduction: Literal["mean"] = "mean"
-    variant: Variant = "switch"
-    scope: Literal["sequence", "micro_batch", "global_batch"] = "micro_batch"
-    probabilities: Probabilities = "all"
+    reduction: Literal["mean"] = Field(default="mean", description="a batch has one value")
+    variant: Variant = Field(default="switch", description="whose formula and scale")
+    scope: Literal["sequence", "micro_batch", "global_batch"] = Field(
+        default="micro_batch", description="tokens that are balanced together"
+    )
+    probabilities: Probabilities = Field(
+        default="all", description="of all experts, or of the selected ones"
+    )
 
 
 class LoadBalance(Term):

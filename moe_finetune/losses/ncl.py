@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
@@ -70,7 +71,7 @@ def ncl_from_gram(
 class NclOptions(TermOptions):
     """Options of :func:`ncl_loss`."""
 
-    normalize: bool = True
+    normalize: bool = Field(default=True, description="outputs are scaled to unit length first")
 
 
 class Ncl(Term):

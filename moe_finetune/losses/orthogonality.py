@@ -120,10 +120,16 @@ def _sum_pairs(
 class OrthogonalityOptions(TermOptions):
     """Options of :func:`orthogonality_loss`."""
 
-    form: Form = "projection"
-    one_sided: bool = False
-    tau_gate: float = Field(default=0.0, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
+    form: Form = Field(default="projection", description="squared projections, or squared cosines")
+    one_sided: bool = Field(
+        default=False, description="the vector that is projected on is constant (P0 eq. 28)"
+    )
+    tau_gate: float = Field(
+        default=0.0, ge=0, lt=1, description="selected experts with less weight are left out"
+    )
+    eps: float = Field(
+        default=1e-8, gt=0, description="added to the squared length that is divided by"
+    )
 
 
 class Orthogonality(Term):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from moe_finetune.losses.base import LayerContext, Term, TermOptions
@@ -32,7 +33,7 @@ def router_orthogonality_loss(router_weight_EH: Tensor) -> Tensor:
 class RouterOrthogonalityOptions(TermOptions):
     """A layer has one value, so nothing is summed over tokens."""
 
-    reduction: Literal["mean"] = "mean"
+    reduction: Literal["mean"] = Field(default="mean", description="a layer has one value")
 
 
 class RouterOrthogonality(Term):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_finetune.errors import ObjectiveError
@@ -94,7 +94,9 @@ def load_token_frequencies(path: str | Path) -> Tensor:
 class SupervisedRoutingOptions(TermOptions):
     """``table``: safetensors file with the tensor ``token_frequencies`` (V, E)."""
 
-    table: str | None = None
+    table: str | None = Field(
+        default=None, description="safetensors file with `token_frequencies` (tokens, experts)"
+    )
 
     @model_validator(mode="after")
     def _table_is_there(self) -> SupervisedRoutingOptions:

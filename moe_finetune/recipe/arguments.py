@@ -79,6 +79,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 """What a number must be, where the libraries find out late, or not at all."""
 
 
+def ranges() -> dict[str, str]:
+    """What a number in ``trainer:`` must be, by key, in words."""
+    return {name: wanted for name, (_, wanted) in _RANGES.items()}
+
+
 def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
     """Yield one line for each ``trainer:`` key that is unknown, owned, mistyped or refused."""
     fields, owned = _fields(stage), OWNED | stage.owned

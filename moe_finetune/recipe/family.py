@@ -12,17 +12,24 @@ from moe_finetune.recipe.section import Section
 class DiskSection(Section):
     """Names in the files of one MoE layer, as in ``DiskLayout``; ``{layer}`` and ``{expert}``."""
 
-    block: str = "model.layers.{layer}.mlp"
-    router: str = "gate.weight"
+    block: str = Field(default="model.layers.{layer}.mlp", description="the MoE block")
+    router: str = Field(default="gate.weight", description="router weight")
     router_bias: str | None = Field(
         default=None, description="correction bias that is added for the selection alone"
     )
-    gate: str | None = "experts.{expert}.gate_proj.weight"
-    up: str = "experts.{expert}.up_proj.weight"
-    down: str = "experts.{expert}.down_proj.weight"
+    gate: str | None = Field(
+        default="experts.{expert}.gate_proj.weight", description="gate projection of one expert"
+    )
+    up: str = Field(
+        default="experts.{expert}.up_proj.weight", description="up projection of one expert"
+    )
+    down: str = Field(
+        default="experts.{expert}.down_proj.weight",
+        description="down projection of one expert, or of all",
+    )
     gate_up: str | None = Field(default=None, description="where one tensor holds all experts")
-    transposed: bool = False
-    per_expert: list[str] = Field(default=[])
+    transposed: bool = Field(default=False, description="stacks are stored (expert, in, out)")
+    per_expert: list[str] = Field(default=[], description="further tensors with one row an expert")
 
 
 class FamilySection(Section):
@@ -33,25 +40,42 @@ class FamilySection(Section):
     the router turns its logits into weights and have no default: they cannot be seen from outside.
     """
 
-    model_type: str = Field(min_length=1)
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus"]
-    renormalize: bool | str
-    scaling: float | str
-    attention_targets: list[str] = Field(min_length=1)
-    shared_targets: list[str] = Field(default=[])
+    model_type: str = Field(min_length=1, description="as in config.json")
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
+        description="from logits to scores"
+    )
+    renormalize: bool | str = Field(description="whether selected scores are divided by their sum")
+    scaling: float | str = Field(description="factor of the selected scores")
+    attention_targets: list[str] = Field(min_length=1, description="linear layers that LoRA adapts")
+    shared_targets: list[str] = Field(default=[], description="those of shared experts")
     disk: DiskSection = DiskSection()
-    block_path: str = "mlp"
-    router_name: str = "gate"
-    router_weight: str = "weight"
-    router_returns: list[str] = Field(default=["logits", "weights", "index"], min_length=1)
-    router_logits: str | None = None
-    gated: bool = True
-    experts_name: str = "experts"
-    num_experts: int | str = "num_experts"
-    top_k: int | str = "num_experts_per_tok"
-    expert_width: int | str = "moe_intermediate_size"
-    groups: list[int | str] = Field(default=[1, 1], min_length=2, max_length=2)
-    title: str | None = None
+    block_path: str = Field(
+        default="mlp", description="module with router and experts, in a decoder layer"
+    )
+    router_name: str = Field(default="gate", description="the router's module in the block")
+    router_weight: str = Field(default="weight", description="the weight in that module")
+    router_returns: list[str] = Field(
+        default=["logits", "weights", "index"],
+        min_length=1,
+        description="what it returns, in order",
+    )
+    router_logits: str | None = Field(
+        default=None, description="the module in it whose output the logits are"
+    )
+    gated: bool = Field(default=True, description="experts have a gate projection")
+    experts_name: str = Field(default="experts", description="the experts' module in the block")
+    num_experts: int | str = Field(default="num_experts", description="routed experts")
+    top_k: int | str = Field(default="num_experts_per_tok", description="experts a token")
+    expert_width: int | str = Field(
+        default="moe_intermediate_size", description="inner width of an expert"
+    )
+    groups: list[int | str] = Field(
+        default=[1, 1],
+        min_length=2,
+        max_length=2,
+        description="groups of experts, and how many a token may select from",
+    )
+    title: str | None = Field(default=None, description="for tables")
 
     @model_validator(mode="after")
     def _order(self) -> FamilySection:

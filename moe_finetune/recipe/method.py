@@ -22,9 +22,15 @@ from moe_finetune.recipe.validation import describe
 class Perturbations(Section):
     """Noise that some methods put into routing while training."""
 
-    jitter: float | None = Field(default=None, gt=0, lt=1)
-    expert_dropout: float | None = Field(default=None, gt=0, lt=1)
-    random_second_choice: bool = False
+    jitter: float | None = Field(
+        default=None, gt=0, lt=1, description="random factor of the router's input, within 1 ± this"
+    )
+    expert_dropout: float | None = Field(
+        default=None, gt=0, lt=1, description="share of expert outputs that are set to 0"
+    )
+    random_second_choice: bool = Field(
+        default=False, description="the second expert is drawn by its score (GShard)"
+    )
 
 
 class StrengthSection(Section):
@@ -33,8 +39,10 @@ class StrengthSection(Section):
     ``first``: in the first optimizer step; ``every``: again each time that so many steps are done.
     """
 
-    first: bool = True
-    every: int | None = Field(default=None, ge=1)
+    first: bool = Field(default=True, description="measure in the first optimizer step")
+    every: int | None = Field(
+        default=None, ge=1, description="and again each time that so many steps are done"
+    )
 
 
 class Method(Section):
@@ -46,13 +54,24 @@ class Method(Section):
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
-    preset: str | None = None
-    terms: dict[str, SerializeAsAny[BaseModel]] = Field(default={})
-    token_mask: Literal["attention", "labels"] = "attention"
+    preset: str | None = Field(default=None, description="a file of `recipes/methods`")
+    terms: dict[str, SerializeAsAny[BaseModel]] = Field(
+        default={}, description="loss -> its options, see [losses](losses.md)"
+    )
+    token_mask: Literal["attention", "labels"] = Field(
+        default="attention", description="tokens that count: all that attend, or those with a label"
+    )
     perturbations: Perturbations = Perturbations()
     strength: StrengthSection = StrengthSection()
-    bias_update: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    export_bias: Literal["write", "drop"] = "write"
+    bias_update: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how far the selection bias moves after each step (loss-free balancing)",
+    )
+    export_bias: Literal["write", "drop"] = Field(
+        default="write", description="whether a learned bias goes into the merged checkpoint"
+    )
 
     @field_serializer("terms")
     def _with_removed(self, terms: dict[str, BaseModel]) -> dict[str, Any]:

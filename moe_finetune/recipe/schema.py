@@ -42,17 +42,31 @@ class Recipe(Section):
     ``rewards`` are of stage grpo, ``teacher`` of stage distill.
     """
 
-    stage: str = "sft"
-    model: ModelSection
-    method: Method = Method(preset="none")
+    stage: str = Field(
+        default="sft", description="`sft`, `pretrain`, `dpo`, `kto`, `orpo`, `grpo` or `distill`"
+    )
+    model: ModelSection = Field(description="the checkpoint to start from")
+    method: Method = Field(
+        default=Method(preset="none"), description="a preset's name, or a mapping"
+    )
     router: RouterSection = RouterSection()
-    lora: LoraSection | None = LoraSection(rank=32, alpha=128.0, dropout=0.1)
+    lora: LoraSection | None = Field(
+        default=LoraSection(rank=32, alpha=128.0, dropout=0.1),
+        description="the adapter; `null` trains the whole model",
+    )
     data: DataSection
-    trainer: dict[str, Any] = Field(default={})
-    export: ExportSection = ExportSection()
+    trainer: dict[str, Any] = Field(
+        default={},
+        description="fields of the stage's config in TRL, see [trainer keys](trainer.md)",
+    )
+    export: ExportSection = Field(
+        default=ExportSection(), description="what is written after training"
+    )
     evaluation: EvaluationSection | None = None
     numerics: NumericsSection = NumericsSection()
-    rewards: list[RewardSection] = Field(default=[])
+    rewards: list[RewardSection] = Field(
+        default=[], description="of stage grpo: a name, or a mapping"
+    )
     teacher: str | None = Field(default=None, description="folder or hub id")
 
     @field_validator("method", mode="before")

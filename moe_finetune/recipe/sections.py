@@ -28,13 +28,17 @@ class ModelSection(Section):
     """
 
     path: str = Field(min_length=1, description="folder or hub id")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="type of the weights and of the merged checkpoint"
+    )
     quantization: Literal["none", "nf4", "int8"] = Field(
         default="none", description="how frozen weights are held while an adapter trains"
     )
-    revision: str | None = None
+    revision: str | None = Field(default=None, description="of the hub")
     tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
-    attn_implementation: Attention | None = None
+    attn_implementation: Attention | None = Field(
+        default=None, description="default: transformers' own choice"
+    )
     experts_kernel: Literal["auto", "grouped", "loop"] = Field(
         default="auto", description="one product for all experts, as on GPUs, or one for each"
     )
@@ -42,7 +46,9 @@ class ModelSection(Section):
         default="none",
         description="experts: frozen stacks wait in the host's memory, two layers on the GPU",
     )
-    init: Literal["checkpoint", "random"] = "checkpoint"
+    init: Literal["checkpoint", "random"] = Field(
+        default="checkpoint", description="`random`: from scratch, with `lora: null`"
+    )
     config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
     family: FamilySection | None = Field(
         default=None, description="facts of a model type that the toolkit does not know"
@@ -52,17 +58,20 @@ class ModelSection(Section):
 class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all."""
 
-    train: Literal["full", "lora", "frozen"] = "full"
+    train: Literal["full", "lora", "frozen"] = Field(
+        default="full", description="all weights of the routers, LoRA on them, or nothing"
+    )
 
 
 class LoraSection(Section):
     """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
-    rank: int | None = Field(default=None, ge=1)
-    alpha: float | None = Field(default=None, gt=0, le=1e6)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    rank: int | None = Field(default=None, ge=1, description="of every adapted matrix")
+    alpha: float | None = Field(default=None, gt=0, le=1e6, description="default: 4 x rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
     targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
-        default=["attention", "shared_experts", "experts"]
+        default=["attention", "shared_experts", "experts"],
+        description="what is adapted, beside the routers",
     )
     experts: str = Field(default="all", description="all, or a selection file")
 
@@ -81,13 +90,19 @@ class DataSource(Section):
     """
 
     path: str = Field(min_length=1, description="file, folder or hub id")
-    format: Literal["auto", "messages", "prompt_completion", "text"] | None = None
-    columns: dict[str, str] | None = None
-    template: dict[str, str] | None = None
-    split: str | None = None
-    limit: int | None = Field(default=None, ge=1)
-    where: dict[str, list[str | int]] = Field(default={})
-    words: dict[str, list[str]] = Field(default={})
+    format: Literal["auto", "messages", "prompt_completion", "text"] | None = Field(
+        default=None, description="default: the section's"
+    )
+    columns: dict[str, str] | None = Field(default=None, description="default: the section's")
+    template: dict[str, str] | None = Field(default=None, description="default: the section's")
+    split: str | None = Field(default=None, description="of a data set of the hub")
+    limit: int | None = Field(default=None, ge=1, description="rows to draw, by the seed")
+    where: dict[str, list[str | int]] = Field(
+        default={}, description="field -> the values whose rows are kept"
+    )
+    words: dict[str, list[str]] = Field(
+        default={}, description="field -> the words that its numbers stand for"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> DataSource:
@@ -110,9 +125,11 @@ Paths = str | list[Source]
 class DataSection(Section):
     """The examples, and how they become tokens."""
 
-    train: Paths
-    validation: Paths | None = None
-    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    train: Paths = Field(description="file, folder, hub id, or a list of them")
+    validation: Paths | None = Field(default=None, description="the same; measured while training")
+    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
+        default="auto", description="`auto` looks at the rows"
+    )
     columns: dict[str, str] | None = Field(
         default=None, description="our field -> the file's: {prompt: question, completion: answer}"
     )
@@ -120,17 +137,23 @@ class DataSection(Section):
         default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
     )
     chat_template: str | None = Field(default=None, description="chatml, or a Jinja file")
-    max_length: int = Field(default=2048, ge=2)
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    packing: bool = False
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    max_length: int = Field(default=2048, ge=2, description="tokens of a row")
+    overlong: Literal["truncate", "drop", "error"] = Field(
+        default="truncate", description="what happens to a longer row"
+    )
+    packing: bool = Field(default=False, description="several rows in one of `max_length`")
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
+        default="bfd", description="as in TRL"
+    )
     completion_only_loss: bool | None = Field(
         default=None, description="default: on where there is a completion"
     )
-    split: str = "train"
-    limit: int | None = Field(default=None, ge=1)
+    split: str = Field(default="train", description="of a data set of the hub")
+    limit: int | None = Field(
+        default=None, ge=1, description="rows to draw from all sources together, by the seed"
+    )
     seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
-    num_proc: int | None = Field(default=None, ge=1)
+    num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
 
 
 class RewardSection(Section):
@@ -139,7 +162,7 @@ class RewardSection(Section):
     name: str | None = Field(default=None, description="exact_match, boxed or code")
     file: str | None = Field(default=None, description="a Python file of your own")
     function: str = Field(default="reward", description="of that file")
-    weight: float = 1.0
+    weight: float = Field(default=1.0, description="of this reward in the sum")
 
     @model_validator(mode="before")
     @classmethod
@@ -156,8 +179,10 @@ class RewardSection(Section):
 class ExportSection(Section):
     """What is written after training. ``verify`` defaults to ``merge``."""
 
-    merge: bool = True
-    verify: bool | None = None
+    merge: bool = Field(default=True, description="write `merged/`")
+    verify: bool | None = Field(
+        default=None, description="compare it with base + adapter; default: as `merge`"
+    )
 
     @model_validator(mode="after")
     def _verify(self) -> ExportSection:
@@ -170,13 +195,13 @@ class EvaluationSection(Section):
     """What the merged checkpoint is tested on."""
 
     suite: str = Field(min_length=1, description="name or file of a suite")
-    backend: Literal["vllm", "hf"] = "vllm"
+    backend: Literal["vllm", "hf"] = Field(default="vllm", description="what answers")
     only: list[str] | None = Field(
         default=None, min_length=1, description="labels of the suite's tasks"
     )
-    limit: int | None = Field(default=None, ge=1)
+    limit: int | None = Field(default=None, ge=1, description="items of each task")
     data_dir: str | None = Field(default=None, description="folder of local task data")
-    vllm: dict[str, Any] = Field(default={})
+    vllm: dict[str, Any] = Field(default={}, description="engine arguments")
 
 
 class NumericsSection(Section):
@@ -186,10 +211,17 @@ class NumericsSection(Section):
     :class:`moe_finetune.training.numerics.CollapseWatch`; ``patience`` counts logs.
     """
 
-    on_nan: Literal["stop", "skip"] = "stop"
+    on_nan: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="when a loss or gradient is not finite: end the run, or leave the step out",
+    )
     max_violation: float | None = Field(
         default=None, gt=0, description="default: 0.75 x (experts / selected - 1)"
     )
     dead_experts: float = Field(default=0.5, gt=0, le=1, description="share of the experts")
-    patience: int = Field(default=5, ge=1)
-    deterministic: bool = False
+    patience: int = Field(
+        default=5, ge=1, description="logs beyond a limit before the run is stopped"
+    )
+    deterministic: bool = Field(
+        default=False, description="refuse operations that do not repeat to the last bit"
+    )

@@ -17,6 +17,7 @@ import yaml
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
+from moe_finetune.recipe.shipped import find_recipe
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
@@ -60,13 +61,15 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
 def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tree:
     """Read recipe files with all they extend, then apply ``key.path=value`` overrides.
 
+    ``recipes/...`` is a file of the package where there is none of that name.
+
     Raises:
         RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
             override that cannot be applied. The message names file and line.
     """
     tree, read = Tree(), [0]
     for path in paths:
-        tree.merge(_read(Path(path), (), read))
+        tree.merge(_read(find_recipe(Path(path)), (), read))
     for override in overrides:
         _apply(tree, override)
     return tree

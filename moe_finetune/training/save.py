@@ -24,6 +24,7 @@ from moe_finetune.training.bias_export import add_bias, name_bias, save_beside
 from moe_finetune.training.whole import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
+_ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."
 
 
 def save_trained(
@@ -35,6 +36,7 @@ def save_trained(
 ) -> Path:
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
+    The tokenizer, as it was trained with, and a model card lie in either.
     A loss-free bias lies beside the adapter in ``router_bias.safetensors``; the merge puts it where
     the family keeps one. The folder appears complete or not at all. All ranks call this, because
     sharded tensors are gathered; rank 0 writes.
@@ -55,6 +57,8 @@ def save_trained(
             write_adapter(model, weights, partial)
             assert recipe.lora is not None
             describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
+            tokenizer.save_pretrained(partial)
+            _card(recipe, partial, "adapter", library="peft", made=_ADAPTER)
         else:
             _write_model(model, tokenizer, weights, recipe, partial, balancer)
         for path in partial.rglob("*"):
@@ -79,13 +83,18 @@ def _write_model(
         name_bias(moe_layers(model), folder)
     _name_dtype(folder, recipe.model.dtype)
     tokenizer.save_pretrained(folder)
+    _card(recipe, folder, "trained")
+
+
+def _card(recipe: Recipe, folder: Path, what: str, **words: str) -> None:
     method = recipe.method.preset
     write_card(
         folder,
         recipe.model.path,
-        f"{public_name(recipe.model.path)}, trained" + (f" with {method}" if method else ""),
+        f"{public_name(recipe.model.path)}, {what}" + (f" with {method}" if method else ""),
         method=method,
         data=_data_names(recipe),
+        **words,
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint.card import CARD_FILE, model_card
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.merge import default_workers
 from moe_finetune.errors import CheckpointError
@@ -147,6 +148,7 @@ def merge_experts(
     files = shard(shapes, shard_bytes)
     small = carried_files(opened[0].folder)
     small["config.json"] = moe_config(opened[0].facts, len(opened), top_k)
+    small[CARD_FILE] = _card(opened, top_k).encode()
     if len(files) > 1:
         small[INDEX] = _index(files)
     size = sum(map(len, small.values()))
@@ -159,6 +161,19 @@ def merge_experts(
     seconds = time.perf_counter() - started
     return UpcycleReport(
         output, opened[0].facts.target, len(opened), averaged, size, round(seconds, 3)
+    )
+
+
+def _card(experts: Sequence[Expert], top_k: int) -> str:
+    """The MoE's model card. It names the first expert's base and no folder of this machine."""
+    first = experts[0].folder
+    return model_card(
+        first,
+        f"Mixture of {len(experts)} experts",
+        options={"Experts": len(experts), "Experts a token": top_k},
+        made="A mixture of the feed-forwards of {} and its siblings, everything else averaged "
+        "(Branch-Train-MiX), written by moe-finetune. Its routers are random until they are "
+        "trained.",
     )
 
 

@@ -24,28 +24,30 @@ from moe_finetune.recipe.validation import from_tree
 class PretrainSection(Section):
     """A small Llama made on the spot; heads of 32 (64 from a hidden size of 512 on)."""
 
-    vocab_size: int = Field(default=1024, ge=300)
-    hidden_size: int = Field(default=128, ge=32, multiple_of=32)
-    intermediate_size: int = Field(default=256, ge=8)
-    layers: int = Field(default=4, ge=1)
-    seed: int = 0
-    trainer: dict[str, Any] = Field(default={})
+    vocab_size: int = Field(default=1024, ge=300, description="of the tokenizer that is trained")
+    hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="width")
+    intermediate_size: int = Field(default=256, ge=8, description="of the feed-forwards")
+    layers: int = Field(default=4, ge=1, description="decoder layers")
+    seed: int = Field(default=0, description="of the weights")
+    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
 
 class DenseSection(Section):
     """The dense model: a checkpoint, or one that is pretrained here on the texts."""
 
     path: str | None = Field(default=None, min_length=1, description="folder or hub id")
-    revision: str | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    revision: str | None = Field(default=None, description="of the hub")
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the weights")
     pretrain: PretrainSection | None = None
 
 
 class TextSection(Section):
     """The texts: a source for each category, or the built-in corpus of this Python's files."""
 
-    categories: dict[str, str | list[str]] | None = None
-    corpus: Literal["python"] | None = None
+    categories: dict[str, str | list[str]] | None = Field(
+        default=None, description="category -> its source or sources, rows of `text`"
+    )
+    corpus: Literal["python"] | None = Field(default=None, description="this Python's own files")
     max_length: int = Field(default=2048, ge=8, description="tokens of a training row")
     limit: int | None = Field(default=None, ge=10, description="texts of a category")
     seed: int = Field(default=0, description="of the split into train, validation and test")
@@ -57,30 +59,30 @@ class ClusterSection(Section):
     count: int = Field(default=8, ge=2, description="clusters, and so experts")
     pinned: dict[str, int] = Field(default={}, description="category -> cluster, from 0")
     table: str | None = Field(default=None, description="a ready table; nothing is counted then")
-    restarts: int = Field(default=16, ge=1)
-    seed: int = 0
+    restarts: int = Field(default=16, ge=1, description="of the clustering; the best is kept")
+    seed: int = Field(default=0, description="of the clustering")
 
 
 class ExpertSection(Section):
     """Continual training of the dense model on each cluster; or ready checkpoints."""
 
     checkpoints: list[str] | None = Field(default=None, description="one a cluster, in order")
-    lora: LoraSection | None = None
-    trainer: dict[str, Any] = Field(default={})
+    lora: LoraSection | None = Field(default=None, description="default: the whole model")
+    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
     processes: int = Field(default=1, ge=1, description="1: in turn; more: as many at once")
 
 
 class MergeSection(Section):
     """The MoE that the experts become."""
 
-    top_k: int = Field(default=2, ge=1)
+    top_k: int = Field(default=2, ge=1, description="experts a token")
     router_std: float = Field(default=0.02, ge=0, description="of the random routers")
 
 
 class RouterSection(Section):
     """Training of the routers alone, on supervised routing."""
 
-    trainer: dict[str, Any] = Field(default={})
+    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
 
 class ArmSection(Section):
@@ -88,10 +90,10 @@ class ArmSection(Section):
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
-    start: Literal["dense", "merged", "router"]
+    start: Literal["dense", "merged", "router"] = Field(description="what it is fine-tuned from")
     label: str | None = Field(default=None, description="its name in tables; default: the key")
-    method: Method = Method()
-    trainer: dict[str, Any] = Field(default={})
+    method: Method = Field(default=Method(), description="as in a recipe")
+    trainer: dict[str, Any] = Field(default={}, description="laid over `finetune.trainer`")
 
     @field_validator("method", mode="before")
     @classmethod
@@ -110,8 +112,8 @@ class ArmSection(Section):
 class FinetuneSection(Section):
     """The last stage, of every arm: the whole model, or LoRA that is merged afterwards."""
 
-    lora: LoraSection | None = None
-    trainer: dict[str, Any] = Field(default={})
+    lora: LoraSection | None = Field(default=None, description="default: the whole model")
+    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
 
 class JudgementSection(Section):
@@ -121,8 +123,10 @@ class JudgementSection(Section):
     ends? Rows of a file have ``question`` and ``answer`` (true or false).
     """
 
-    file: str | None = None
-    shots: int = Field(default=5, ge=0)
+    file: str | None = Field(
+        default=None, description="rows of `question` and `answer`; default: made from the texts"
+    )
+    shots: int = Field(default=5, ge=0, description="solved questions before each")
     items: int = Field(default=200, ge=2, description="at most")
     piece: int = Field(default=32, ge=2, description="tokens of a piece, for made questions")
 
@@ -131,7 +135,7 @@ class EvaluationSection(Section):
     """What is measured of every arm."""
 
     texts: int | None = Field(default=None, ge=1, description="of each category and split")
-    tokens_per_batch: int = Field(default=4096, ge=1)
+    tokens_per_batch: int = Field(default=4096, ge=1, description="of one forward")
     judgement: JudgementSection | None = JudgementSection()
     passages: int = Field(default=4, ge=0, description="texts coloured by expert")
 
@@ -160,9 +164,12 @@ class UpcycleRecipe(Section):
     merge: MergeSection = MergeSection()
     router: RouterSection = RouterSection()
     finetune: FinetuneSection = FinetuneSection()
-    arms: dict[str, ArmSection] = Field(default_factory=_paper_arms)
+    arms: dict[str, ArmSection] = Field(
+        default_factory=_paper_arms,
+        description="models that are fine-tuned and compared; default: P3's four",
+    )
     evaluation: EvaluationSection = EvaluationSection()
-    seeds: list[int] = Field(default=[0])
+    seeds: list[int] = Field(default=[0], description="of experts, routers and fine-tuning")
 
     @model_validator(mode="after")
     def _agree(self) -> UpcycleRecipe:

@@ -13,6 +13,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, selected_experts
 from moe_finetune.recipe.schema import load_recipe
@@ -179,6 +180,10 @@ def test_trained_saved_merged(family, tmp_path, tiny_checkpoint, selection):
     adapter = save_trained(model, tiny.tokenizer(), recipe, tmp_path / "run")
     chosen = {k: tuple(v) for k, v in CHOSEN[family].items()}
     assert read_metadata(adapter).experts == chosen
+    assert load_tokenizer(adapter).get_vocab() == tiny.tokenizer().get_vocab()
+    card = (adapter / "README.md").read_text()
+    assert "library_name: peft" in card and f"adapter for `{base.name}`" in card
+    assert str(base.parent) not in card
     shapes = {
         key: info.shape for key, info in open_adapter(adapter).tensors.items() if ".experts." in key
     }

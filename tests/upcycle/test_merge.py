@@ -49,6 +49,8 @@ def test_copies_of_one_model_compute_its_function_whatever_the_routers_say(kind,
     assert report.model_type == moe.config.model_type == ("mixtral", "qwen3_moe")["qwen" in kind]
     assert report.bytes_written == sum(f.stat().st_size for f in (tmp_path / "moe").iterdir())
     assert load_tokenizer(tmp_path / "moe").get_vocab() == load_tokenizer(folder).get_vocab()
+    card = (tmp_path / "moe" / "README.md").read_text()
+    assert f"# Mixture of {EXPERTS} experts" in card and str(tmp_path) not in card
 
 
 def test_feed_forwards_lie_side_by_side_and_the_rest_is_averaged(experts, tmp_path):

@@ -1,0 +1,31 @@
+"""Where the recipes lie that come with the package."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from moe_finetune.errors import RecipeError
+
+
+def recipes_folder() -> Path:
+    """``recipes/`` of a checkout, or the copy that was installed with the package."""
+    candidates = [
+        Path(__file__).resolve().parents[2] / "recipes",
+        Path(sysconfig.get_path("data")) / "share" / "moe-finetune" / "recipes",
+    ]
+    for folder in candidates:
+        if (folder / "demo").is_dir():
+            return folder
+    raise RecipeError(
+        f"the package's recipes are in none of {', '.join(map(str, candidates))}; "
+        "reinstall the package"
+    )
+
+
+def find_recipe(path: Path) -> Path:
+    """``path`` itself; where there is no such file, ``recipes/...`` is the package's own."""
+    if path.parts[:1] != ("recipes",) or path.exists():
+        return path
+    shipped = recipes_folder().joinpath(*path.parts[1:])
+    return shipped if shipped.is_file() else path
