@@ -18,13 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import (
-    CheckpointError,
-    OutputExistsError,
-    RecipeError,
-)
-from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
-from moe_finetune.io.folder import is_taken
+from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.io import clear_leftovers, output_lock, write_atomic
+from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe
@@ -137,22 +133,16 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
     from moe_finetune.recipe.schema import load_recipe
 
     saved = output / RECIPE_FILE
-    if resume and output.is_dir() and not contents(output):
-        log.warning("--resume: %s is empty, so the run starts at its beginning", output)
-    elif resume:
-        if not saved.exists():
-            raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
+    if enter_folder(output, RECIPE_FILE, "a run", resume):
         if load_recipe(saved).hash != recipe.hash:
             raise RecipeError(
                 f"--resume: the recipe differs from {saved}, with which this run was started; "
                 "resume with that file, or choose another --output"
             )
-    elif is_taken(output):
-        what = "another run" if saved.exists() else "other files"
-        raise OutputExistsError(
-            f"{output} holds {what}; choose another --output"
-            + (", or add --resume to go on with it" if saved.exists() else "")
-        )
+    elif resume and output.is_dir():
+        log.warning("--resume: %s is empty, so the run starts at its beginning", output)
+    elif resume:
+        raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
 
 
 def begin(recipe: Recipe, output: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.effects.settings import Miniature
-from moe_finetune.errors import MoeFinetuneError, OutputExistsError, RecipeError
+from moe_finetune.errors import RecipeError
 from moe_finetune.io import write_atomic
-from moe_finetune.io.folder import is_taken
+from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.json_file import read_json, read_object
+from moe_finetune.io.ledger import Attempt, Ledger, Step
 
 log = logging.getLogger(__name__)
 Part = Literal["recovery", "classification", "finetune", "scratch"]
@@ -68,11 +69,7 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
     """
     settings = study.model_dump(mode="json")
     place = output / STUDY_FILE
-    if place.exists():
-        if not resume:
-            raise OutputExistsError(
-                f"{output} holds a study; choose another --output, or add --resume to go on with it"
-            )
+    if enter_folder(output, STUDY_FILE, "a study", resume):
         held = read_object(place, RecipeError, f"choose another --output than {output}")
         different = [key for key in _decisive(settings) if _clash(held, settings, key)]
         if different:
@@ -80,8 +77,6 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
                 f"{output}: holds runs of this study with other settings under "
                 f"{', '.join(different)}; choose another --output"
             )
-    elif is_taken(output):
-        raise OutputExistsError(f"{output} holds other files; choose another --output")
     write_atomic(place, json.dumps(settings, indent=2) + "\n")
 
 
@@ -138,33 +133,32 @@ class Runner:
         return run_finetune(self._bench, method, shard.seed, self.output / "runs" / shard.name)
 
 
-def run_shards(study: Miniature, output: Path, part: tuple[int, int] = (1, 1)) -> list[Shard]:
-    """Run what has no result yet; return the shards that failed, whose reason is beside them.
+def run_shards(study: Miniature, output: Path, part: tuple[int, int] = (1, 1)) -> dict[str, str]:
+    """Run what has no result yet; return why shards failed, by name.
 
     A failed shard is tried again by the next call. ``part`` ``(i, n)`` takes every n-th shard from
     the i-th (counted from 1), so that n processes share a study.
     """
-    runner, failed = Runner(study, output), []
+    runner = Runner(study, output)
     shards = shards_of(study)[part[0] - 1 :: part[1]]
-    missing = [shard for shard in shards if not shard.file(output).exists()]
-    log.info("%d runs, %d of them to do", len(shards), len(missing))
-    for number, shard in enumerate(missing, start=1):
+    ledger = Ledger(output, [_step(shard, runner) for shard in shards])
+    log.info(
+        "%d runs, %d of them to do", len(shards), sum(not ledger.done(n) for n in ledger.steps)
+    )
+    tried = {name: ledger.attempt(name) for name in ledger.steps}
+    return {name: why for name, why in tried.items() if why is not None}
+
+
+def _step(shard: Shard, runner: Runner) -> Step:
+    file = shard.file(runner.output)
+
+    def make(attempt: Attempt) -> None:
         start = time.perf_counter()
-        file = shard.file(output)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        reason = file.with_suffix(".failed.txt")
-        try:
-            result = runner.run(shard)
-        except (MoeFinetuneError, ValueError, RuntimeError) as error:
-            write_atomic(reason, f"{type(error).__name__}: {error}\n")
-            log.error("%s failed: %s", shard.name, error)
-            failed.append(shard)
-            continue
-        seconds = time.perf_counter() - start
-        reason.unlink(missing_ok=True)
-        write_atomic(file, json.dumps({"seconds": round(seconds, 2), **_plain(result)}) + "\n")
-        log.info("%d/%d %s: %.1f s", number, len(missing), shard.name, seconds)
-    return failed
+        result = runner.run(shard)
+        held = {"seconds": round(time.perf_counter() - start, 2), **_plain(result)}
+        write_atomic(file, json.dumps(held) + "\n")
+
+    return Step(shard.name, make, done=file.is_file)
 
 
 def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:

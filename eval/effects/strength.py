@@ -119,8 +119,8 @@ def run_strength_study(
         failed = run_shards(miniature, output, part)
         with output_lock(output / "strength.md", wait=True):
             print(write_strength(study, read_shards(miniature, output), output))
-    for shard in failed:
-        print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
     return len(failed)
 
 

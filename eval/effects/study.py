@@ -55,8 +55,8 @@ def run_miniature(
             write_tables(effects, results, output)
             draw_pictures(results, output / "pictures")
     print(markdown(effects))
-    for shard in failed:
-        print(f"failed: {shard.name}; see {shard.file(output).with_suffix('.failed.txt')}")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
     print(f"{len(results)} runs; tables: {output / 'effects.md'}, {output / 'directions.md'}")
     return len(failed)
 

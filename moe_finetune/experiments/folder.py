@@ -8,7 +8,6 @@ files that tables read.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any, Literal
 from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.experiments.expand import REFERENCES, Run, reference_of
 from moe_finetune.experiments.recipe import StudyRecipe
-from moe_finetune.io import contents, write_atomic
+from moe_finetune.io import write_atomic
+from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.json_file import read_object
+from moe_finetune.io.ledger import Ledger
 
 MANIFEST = "study.json"
 FINISHED = "finished.json"
-FAILED = "failed.json"
 SCHEMA = 1
 State = Literal["finished", "started", "failed", "missing"]
 
@@ -37,14 +38,9 @@ def recipe_file(output: Path, name: str) -> Path:
     return output / "recipes" / f"{name}.yaml"
 
 
-def log_file(output: Path, name: str) -> Path:
-    """What the run's process printed."""
-    return output / "logs" / f"{name}.log"
-
-
 def failed_file(output: Path, name: str) -> Path:
     """Why the run failed, when it did; beside the log, because a run's folder is the run's."""
-    return output / "logs" / f"{name}.{FAILED}"
+    return Ledger(output, ()).failed_file(name)
 
 
 def _check_same(runs: Sequence[Run], output: Path) -> None:
@@ -70,14 +66,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         OutputExistsError: it holds something else, or this study without ``resume``.
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
-    held = (output / MANIFEST).exists()
-    if output.exists() and (not output.is_dir() or contents(output)):
-        if not held:
-            raise OutputExistsError(f"{output} holds other files; choose another --output")
-        if not resume:
-            raise OutputExistsError(
-                f"{output} holds a study; choose another --output, or add --resume to go on with it"
-            )
+    held = enter_folder(output, MANIFEST, "a study", resume)
     for run in runs:
         check_run(run, output)
     if held:
@@ -131,7 +120,7 @@ def check_finished(folder: Path) -> None:
     content = read_object(record, StudyError, f"delete {folder} to have the run made again")
     for name, digest in content["files"].items():
         file = folder / name
-        if not file.is_file() or _digest(file) != digest:
+        if not file.is_file() or sha256_file(file) != digest:
             what = "was changed" if file.is_file() else "is missing"
             raise StudyError(
                 f"{file}: {what} after the run had finished; delete {folder} to have the run made "
@@ -144,7 +133,7 @@ def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
     record = {
         "recipe_sha256": recipe_sha256,
         "seconds": round(seconds, 1),
-        "files": {str(file.relative_to(folder)): _digest(file) for file in _tabulated(folder)},
+        "files": {str(file.relative_to(folder)): sha256_file(file) for file in _tabulated(folder)},
     }
     write_atomic(folder / FINISHED, json.dumps(record, indent=1) + "\n")
 
@@ -153,11 +142,6 @@ def _tabulated(folder: Path) -> Iterable[Path]:
     names = ("recipe.yaml", "metrics.jsonl", "routing/after.json", "eval/results.json")
     yield from (folder / name for name in names if (folder / name).is_file())
     yield from sorted((folder / "eval").glob("tasks/*/samples.jsonl"))
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def state_of(output: Path, name: str) -> State:

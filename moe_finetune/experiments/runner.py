@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +11,11 @@ from typing import TYPE_CHECKING
 from moe_finetune.errors import StudyError
 from moe_finetune.experiments import folder as disk
 from moe_finetune.experiments.expand import Run, expand
-from moe_finetune.experiments.launch import Start, held, starter
+from moe_finetune.experiments.launch import Start, starter
 from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.experiments.results import StudyResults, load_results
 from moe_finetune.io import output_lock, write_atomic
+from moe_finetune.io.ledger import Ledger, Step
 
 if TYPE_CHECKING:
     from moe_finetune.experiments.table import Table
@@ -85,31 +84,25 @@ def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence
 
     ``discard`` names folders of a run that are deleted once it is finished.
     """
+    ledger = Ledger(output, [_step(run, output, start) for run in runs])
     for number, run in enumerate(runs, 1):
-        place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
-        folder, failed = disk.run_folder(output, run.name), disk.failed_file(output, run.name)
-        with held(output, run.name) as lock:
-            if disk.state_of(output, run.name) == "finished":
-                log.info("%s: finished already", place)
-                _delete(folder, discard)
-                continue
-            failed.unlink(missing_ok=True)
-            log.info("%s: started", place)
-            began = time.perf_counter()
-            why = start(run, output, lock)
-            seconds = time.perf_counter() - began
-            if why is None:
-                disk.record_finished(folder, run.recipe.hash, seconds)
-                _delete(folder, discard)
-                log.info("%s: finished in %.0f s", place, seconds)
-            else:
-                write_atomic(failed, json.dumps({"reason": why}, indent=1) + "\n")
-                log.error("%s: failed after %.0f s: %s", place, seconds, why)
+        why = ledger.attempt(run.name)
+        if why is not None:
+            place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
+            log.error("%s: failed: %s", place, why)
+            continue
+        for name in discard:
+            shutil.rmtree(disk.run_folder(output, run.name) / name, ignore_errors=True)
 
 
-def _delete(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        shutil.rmtree(folder / name, ignore_errors=True)
+def _step(run: Run, output: Path, start: Start) -> Step:
+    folder = disk.run_folder(output, run.name)
+    return Step(
+        run.name,
+        lambda attempt: start(run, output, attempt),
+        done=(folder / disk.FINISHED).is_file,
+        finish=lambda seconds: disk.record_finished(folder, run.recipe.hash, seconds),
+    )
 
 
 def write_tables(results: StudyResults) -> Table | None:

@@ -23,6 +23,30 @@ def is_taken(folder: Path) -> bool:
     return folder.exists() and (not folder.is_dir() or bool(contents(folder)))
 
 
+def enter_folder(output: Path, mark: str, what: str, resume: bool) -> bool:
+    """Whether ``output`` holds work that was begun before and is gone on with now.
+
+    Args:
+        output: the folder that a command works in.
+        mark: the file in it that is written first, and says whose it is.
+        what: what the command makes, such as ``"a study"``.
+        resume: go on with what is there; False in an empty or missing folder.
+
+    Raises:
+        OutputExistsError: it holds something else, or ``what`` without ``resume``.
+    """
+    if (output / mark).is_file():
+        if resume:
+            return True
+        raise OutputExistsError(
+            f"{output} holds {what} already; choose another --output, or add --resume to go on "
+            "with it"
+        )
+    if is_taken(output):
+        raise OutputExistsError(f"{output} holds other files; choose another --output")
+    return False
+
+
 def check_output(target: Path, overwrite: bool = False) -> None:
     """Raise OutputExistsError unless ``target`` is free (or empty, or may be replaced)."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):

@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.errors import OutputExistsError, RecipeError, did_you_mean
-from moe_finetune.io import clear_leftovers, contents, output_lock, write_atomic
+from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.io import clear_leftovers, output_lock, write_atomic
 from moe_finetune.io.children import run_children
+from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger, StepFailedError
@@ -112,16 +113,8 @@ def carry_out(
 
 def check_folder(output: Path, resume: bool) -> None:
     """Refuse a folder that holds something else, or an upcycle that is not to be resumed."""
-    saved = output / RECIPE_FILE
-    if resume:
-        if not saved.exists():
-            raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
-    elif output.exists() and (not output.is_dir() or contents(output)):
-        what = "another upcycle" if saved.exists() else "other files"
-        raise OutputExistsError(
-            f"{output} holds {what}; choose another --output"
-            + (", or add --resume to go on with it" if saved.exists() else "")
-        )
+    if not enter_folder(output, RECIPE_FILE, "an upcycle", resume) and resume:
+        raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
 
 
 def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:

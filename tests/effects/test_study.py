@@ -94,8 +94,9 @@ def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
     # Five features in four dimensions do not exist; the classification runs all the same.
     path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
     assert run_miniature(path, output) == 2
-    assert "failed: recovery/sweep/seed_1" in capsys.readouterr().out
-    reason = output / "shards" / "recovery" / "sweep" / "seed_1.failed.txt"
+    said = capsys.readouterr().out
+    assert "failed: recovery/sweep/seed_1: " in said and "width is 4, wanted at least" in said
+    reason = output / "logs" / "recovery" / "sweep" / "seed_1.failed.json"
     assert "width is 4, wanted at least count=7" in reason.read_text()
     assert len(list(output.glob("shards/classification/**/*.json"))) == 4
     assert run_miniature(path, output, resume=True) == 2

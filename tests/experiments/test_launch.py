@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import signal
@@ -16,7 +15,7 @@ import yaml
 
 from moe_finetune.errors import StudyError
 from moe_finetune.experiments import expand, load_results, load_study
-from moe_finetune.experiments.launch import held, starter
+from moe_finetune.experiments.launch import starter
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.experiments.slurm import batch_script, shard_command, submit
 from moe_finetune.io.children import failure
@@ -66,7 +65,7 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
         [*STUDY, study_file, "--output", killed, "--resume"], capture_output=True, text=True
     )
     assert again.returncode == 0, again.stderr
-    assert "none seed 1: finished already" in again.stderr
+    assert "none/seed_1: done already" in again.stderr
     for name in ("study.csv", "study.tex", "study.txt", "study.json"):
         table = (killed / "tables" / name).read_text()
         assert table == (whole / "tables" / name).read_text(), name
@@ -115,17 +114,6 @@ def test_reason_is_the_error_or_the_last_line(tmp_path):
     assert failure(log, 0, -11) == f"killed by SIGSEGV: segmentation (log: {log})"
     log.write_text("")
     assert failure(log, 0, 3) == f"exit code 3: it printed nothing (log: {log})"
-
-
-def test_a_lock_is_held_until_both_let_go(tmp_path):
-    with held(tmp_path, "arm/seed_1") as descriptor:
-        child = subprocess.Popen(["sleep", "30"], pass_fds=(descriptor,))
-    with (tmp_path / "locks" / "arm" / "seed_1.lock").open() as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        child.kill()
-        child.wait()
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_accelerate_needs_its_configuration(tmp_path):
