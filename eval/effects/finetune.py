@@ -135,7 +135,7 @@ class Probe(TrainerCallback):
         start, self._top1_TL = bench.start
         self.rows: list[dict[str, float]] = [{"step": 0, **start}]
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, model=None, **kwargs):
         # Probe i of n lies at step i/n of the run, rounded up.
         done, total = state.global_step, state.max_steps
         if done * self.count // total == (done - 1) * self.count // total:

@@ -24,18 +24,14 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
-from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
-from moe_finetune.losses.tensors import without_autocast
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
-from moe_finetune.moe.experts import LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
-from moe_finetune.moe.inject import Apart, inject
+from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.layers import (
     MoeLayer,
-    activation_of,
     backbone_of,
     causal_lm,
     check_experts,
@@ -43,15 +39,12 @@ from moe_finetune.moe.layers import (
     stacks,
 )
 from moe_finetune.moe.lora_factors import (
-    expert_factors,
     parameter_wrappers,
-    router_weight,
-    stored_router_weight,
-    variants,
 )
 from moe_finetune.moe.lora_linear import run_linear, wrapped_linears
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.tokens import read_tokens
+from moe_finetune.moe.visit import LayerVisits
 
 log = logging.getLogger(__name__)
 IMPLEMENTATION = "moe_finetune"
@@ -105,7 +98,6 @@ class Recorder:
         self.scale: Callable[[], float] = lambda: 1.0
         self.apart: Apart | None = None
         self.layers = moe_layers(model)
-        self._last = self.layers[-1].index
         self._labels: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -164,16 +156,16 @@ class Recorder:
                 )
             )
         for layer in self.layers:
-            self._hook(layer.router.register_forward_pre_hook(partial(self._before_router, layer)))
-            self._hook(layer.router.register_forward_hook(partial(self._after_router, layer)))
-            for head in self._logits_modules(layer):
-                self._hook(head.register_forward_hook(partial(_note_logits, layer)))
-            self._hook(layer.block.register_forward_hook(partial(self._after_block, layer)))
+            visits = LayerVisits(self, layer)
+            self._hook(layer.router.register_forward_pre_hook(visits.before_router))
+            self._hook(layer.router.register_forward_hook(visits.after_router))
+            for head in visits.logits_modules():
+                self._hook(head.register_forward_hook(visits.note_logits))
+            self._hook(layer.block.register_forward_hook(visits.after_block))
             # Last: the decoder layer may be the block.
-            finish = partial(_finish, layer)
-            self._hook(layer.decoder_layer.register_forward_hook(finish, always_call=True))
+            self._hook(layer.decoder_layer.register_forward_hook(visits.finish, always_call=True))
             for experts in layer.every_experts:
-                self._attach(experts, "_moe_finetune", partial(self._run_experts, layer, experts))
+                self._attach(experts, "_moe_finetune", partial(visits.run_experts_of, experts))
                 self._take_over(experts)
             inner, wrappers = parameter_wrappers(layer.outer_experts)
             if wrappers:
@@ -270,203 +262,6 @@ class Recorder:
         acts = self.objective is not None or self.perturbation is not None or self.observers
         return bool(acts) and module.training and torch.is_grad_enabled()
 
-    def _before_router(self, layer: MoeLayer, module: nn.Module, args: tuple) -> tuple:
-        context = layer.context
-        hidden = args[0]
-        if context is not None and context.wanted:
-            layer.router_input = hidden.reshape(-1, hidden.shape[-1])
-        if context is not None and context.train and self.perturbation is not None:
-            hidden = self.perturbation.router_input(layer, hidden)
-        # A router that trains in full is float32 in a bfloat16 model.
-        weight = stored_router_weight(layer.router, layer.family.router_weight)
-        return (hidden.to(weight.dtype), *args[1:])
-
-    def _logits_modules(self, layer: MoeLayer) -> list[nn.Module]:
-        path = layer.family.router_logits
-        return [each.get_submodule(path) for each in variants(layer.router)] if path else []
-
-    def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
-        returns = layer.family.router_returns
-        given = output if isinstance(output, tuple) else (output,)
-        if len(given) != len(returns):
-            raise CaptureError(
-                f"layer {layer.index}: the router of this {layer.family.title} does not return "
-                f"({', '.join(returns)}); this transformers version is not supported"
-            )
-        named = dict(zip(returns, given, strict=True))
-        if "logits" in named:
-            layer.router_logits = named["logits"]
-        if "index" not in named:
-            return output  # selected outside of the router: taken at the experts
-        routed = self._route(layer, named["weights"], named["index"])
-        named["weights"], named["index"] = routed
-        return tuple(named[name] for name in returns)
-
-    def _route(self, layer: MoeLayer, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and index that the experts get; noted with the logits."""
-        logits, layer.router_logits = layer.router_logits, None
-        if logits is None:
-            raise CaptureError(f"layer {layer.index}: the experts ran without their router")
-        if self.perturbation is not None:
-            weights, index = self.perturbation.routing(layer, logits, weights, index)
-        if layer.context is not None and layer.context.wanted:
-            layer.router_output = (logits, weights, index)
-        return weights, index
-
-    def _run_experts(
-        self,
-        layer: MoeLayer,
-        experts: Any,
-        hidden_TH: Tensor,
-        index_TK: Tensor,
-        weights_TK: Tensor,
-    ) -> Tensor:
-        context = layer.context
-        if "index" not in layer.family.router_returns:
-            weights_TK, index_TK = self._route(layer, weights_TK, index_TK)
-        _, wrappers = parameter_wrappers(layer.outer_experts)
-        gate_up, down_proj = stacks(experts)
-        dtype = gate_up.dtype
-        grouped = grouped_products(self.kernel, gate_up, down_proj)
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        up = expert_factors(wrappers.get(first), dtype, self.dropout, grouped)
-        down = expert_factors(wrappers.get("down_proj"), dtype, self.dropout, grouped)
-        needs: frozenset[str] = frozenset()
-        expert_dropout = 0.0
-        if context is not None:
-            if context.train and self.objective is not None:
-                needs |= self.objective.needs_of(layer.index)
-            if context.observe:
-                needs |= self.needs
-            if context.train and self.perturbation is not None:
-                expert_dropout = self.perturbation.expert_dropout
-        result = run_experts(
-            hidden_TH,
-            index_TK,
-            weights_TK,
-            gate_up,
-            down_proj,
-            activation_of(experts),
-            up,
-            down,
-            needs,
-            expert_dropout,
-            grouped,
-            getattr(experts, f"{first}_bias") if experts.has_bias else None,
-            experts.down_proj_bias if experts.has_bias else None,
-        )
-        if context is not None and context.wanted:
-            layer.result = result
-            layer.projection = partial(_projection, experts, up, down)
-        return result.out_TH
-
-    def _after_block(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
-        context = layer.context
-        if context is None or not context.wanted:
-            return output
-        if layer.router_output is None or layer.result is None or layer.router_input is None:
-            raise CaptureError(
-                f"layer {layer.index}: the block ran without its router or its experts; "
-                "is another experts implementation or kernel installed on it?"
-            )
-        first_visit = layer.index not in context.seen
-        record = self._record(layer, context)
-        below = context.previous.get(layer.index)
-        if below is None and self._reads_below(layer, context):
-            raise CaptureError(
-                f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
-                "loss reads; was that layer skipped in this forward?"
-            )
-        loss = LayerLoss()
-        if context.train and self.objective is not None:
-            with without_autocast(record.logits_TE.device):
-                loss = self.objective(
-                    record,
-                    LayerContext(
-                        previous=below,
-                        first_visit=first_visit,
-                        draws=context.draws.setdefault(layer.index, {}),
-                    ),
-                )
-        left = self._for_next(layer, context, record)
-        if first_visit:
-            context.seen.add(layer.index)
-            self._leave(layer, context, left, below)
-            if context.observe:
-                with torch.no_grad():
-                    for observer in self.observers:
-                        observer(record, loss)
-        layer.router_output = layer.router_input = layer.result = layer.projection = None
-        total = loss.total
-        if total is None:
-            return output
-        if context.apart is not None:
-            return context.apart.inject(output, loss.weighted, context.scale, first_visit)
-        return inject(output, total, context.scale)
-
-    def _reads_below(self, layer: MoeLayer, context: ForwardContext) -> bool:
-        if not context.train or self.objective is None or layer.index == self.layers[0].index:
-            return False
-        return "previous" in self.objective.needs_of(layer.index)
-
-    def _record(self, layer: MoeLayer, context: ForwardContext) -> RoutingRecord:
-        assert layer.router_output and layer.result and layer.router_input is not None
-        assert context.tokens is not None
-        logits, weights, index = layer.router_output
-        result = layer.result
-        weight_EH = router_weight(layer.router, layer.family.router_weight)
-        return RoutingRecord(
-            layer=layer.index,
-            inputs_TH=layer.router_input,
-            logits_TE=logits.float(),
-            index_TK=index,
-            weights_TK=weights,
-            mask_T=context.tokens.mask_T,
-            score=layer.family.score,
-            # Rows beyond the experts' are of shared ones.
-            router_weight_EH=weight_EH[: logits.shape[1]],
-            token_ids_T=context.tokens.ids_T,
-            sequence_lengths=context.tokens.sequence_lengths,
-            activations_TKD=result.activations_TKD,
-            outputs_TKH=result.outputs_TKH,
-            activations_gram_TKK=result.activations_gram_TKK,
-            outputs_gram_TKK=result.outputs_gram_TKK,
-            expert_factors=layer.projection,
-        )
-
-    def _for_next(
-        self, layer: MoeLayer, context: ForwardContext, record: RoutingRecord
-    ) -> PreviousLayer | None:
-        """What the next MoE layer reads of this one.
-
-        Made on every visit: a recomputation must save the tensors that the first visit saved.
-        """
-        if not context.train or self.objective is None or "previous" not in self.objective.needs:
-            return None
-        if layer.index == self._last:
-            return None
-        return PreviousLayer(layer.index, record.distribution_TE, record.index_TK)
-
-    def _leave(
-        self,
-        layer: MoeLayer,
-        context: ForwardContext,
-        left: PreviousLayer | None,
-        below: PreviousLayer | None,
-    ) -> None:
-        """Stash what the next layer reads; free the graph of what this one has read.
-
-        Kept by the layer that will read it. A recomputation needs the values alone, so once read
-        they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
-        """
-        if below is not None:
-            seen = below.distribution_TE
-            leaf = seen.detach().requires_grad_(seen.requires_grad)
-            context.previous[layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
-        if left is not None:
-            following = next(item.index for item in self.layers if item.index > layer.index)
-            context.previous[following] = left
-
 
 def _experts_function(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -479,36 +274,3 @@ def _experts_function(
             "use SpecializationCallback or Recorder, or set another implementation"
         )
     return run(hidden_states, top_k_index, top_k_weights)
-
-
-def _note_logits(layer: MoeLayer, module: nn.Module, args: tuple, output: Tensor) -> None:
-    layer.router_logits = output
-
-
-def _finish(layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> None:
-    layer.clear()
-
-
-def _projection(
-    experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
-) -> ProjectionFactors:
-    """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
-    gate_up, down_proj = stacks(experts)
-    if name == "down":
-        weight, lora, rows = down_proj, down, slice(None)
-    else:
-        weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
-    if lora is None:
-        return ProjectionFactors(weight[:, rows])
-    return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
-
-
-def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
-    """The rows of the stacked gate and up projections that are one of them."""
-    if not experts.has_gate:
-        if name == "gate":
-            raise CaptureError(f"{type(experts).__name__} has no gate projection")
-        return slice(None)
-    if not experts.is_concatenated:
-        return slice(0 if name == "gate" else 1, None, 2)
-    return slice(0, rows // 2) if name == "gate" else slice(rows // 2, None)

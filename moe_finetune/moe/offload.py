@@ -153,7 +153,7 @@ class OffloadedStack(Tensor):
     _views: tuple[View, ...]
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls, offload: ExpertOffload, place: tuple[int, str], views: tuple[View, ...] = ()
     ) -> OffloadedStack:
         host = offload.host[place[0]][place[1]]

@@ -59,7 +59,7 @@ class QuantizedWeight(Tensor):
     _layout: _Layout
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls, packed_EP: Tensor, scales_EB: Tensor, layout: _Layout, dtype: torch.dtype
     ) -> QuantizedWeight:
         self: Any = Tensor._make_wrapper_subclass(

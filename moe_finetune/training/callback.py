@@ -103,7 +103,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     # -- the trainer's events -----------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):  # noqa: D102
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         check_arguments(args, self.method, backbone_of(model).config)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
         _check_equal_steps(kwargs.get("train_dataloader"))
@@ -134,14 +134,14 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self._say_where_the_bias_goes(work)
 
-    def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_begin(self, args, state, control, **kwargs):
         self._window.step(state)
         self._at_work().begin_step(state.global_step, state.max_steps)
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, **kwargs):
         self._at_work().step()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+    def on_log(self, args, state, control, logs=None, **kwargs):
         if self.specialization is None or logs is None or "loss" not in logs:
             return
         values = self.specialization.read()
@@ -149,7 +149,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         if state.log_history:
             state.log_history[-1].update(values)
 
-    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):  # noqa: D102
+    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
         # The recorder is at work during training alone; an evaluation by itself has no method.
         if (
             self.specialization is None
@@ -163,7 +163,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         else:
             state.log_history.append({**values, "step": state.global_step})
 
-    def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_train_end(self, args, state, control, **kwargs):
         work = self._at_work()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint) / TRAINER_FILE

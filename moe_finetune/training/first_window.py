@@ -29,7 +29,7 @@ class FoundWeights(TrainerCallback):
         self.callback = callback
         self._written: dict[str, float] = {}
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, **kwargs):
         work = self.callback.specialization
         if work is None or not state.is_world_process_zero or not self.path.exists():
             return

@@ -23,14 +23,14 @@ class LiveTable(TrainerCallback):
         self._first = 0
         self._speed = ""
 
-    def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
+    def on_train_begin(self, args, state, control, **kwargs):
         self._started, self._first = time.monotonic(), state.global_step
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             terminal().progress(state.global_step, state.max_steps, self._note(state))
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+    def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or not state.is_world_process_zero or "train_runtime" in logs:
             return
         numbers = {key: float(v) for key, v in logs.items() if isinstance(v, int | float)}
@@ -56,7 +56,7 @@ class LiveTable(TrainerCallback):
             **{key: value for key, value in numbers.items() if key != "step"},
         )
 
-    def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_train_end(self, args, state, control, **kwargs):
         if terminal().style == "live" and state.is_world_process_zero and self._values:
             for row in self._rows():
                 terminal().say(f"  {row[0]:<28} {row[1]:>9} -> {row[2]:>9}  {row[3]}")

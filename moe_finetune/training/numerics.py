@@ -88,7 +88,7 @@ class NumericsGuard(TrainerCallback):
         self._learned = False
         self._still = 0
 
-    def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_begin(self, args, state, control, **kwargs):
         self._batches, self._terms, self._bad = [], [], False
         work = self.callback.specialization
         if work is not None and work is not self._watched:
@@ -225,7 +225,7 @@ class CollapseWatch(TrainerCallback):
         self.patience = patience
         self._in_a_row = 0
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+    def on_log(self, args, state, control, logs=None, **kwargs):
         work = self.callback.specialization
         if work is None or logs is None or "routing/max_violation_worst_layer" not in logs:
             return

@@ -70,7 +70,7 @@ class GuardedTrainer(_Trainer):
 
     guard: NumericsGuard | None = None
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(model, inputs, *args, **kwargs)
         return self.guard.batch(inputs, loss) if self.guard else loss
 
@@ -113,7 +113,7 @@ class RunLog(TrainerCallback):
         self._time = 0.0
         self.tokens_per_second: float | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):  # noqa: D102
+    def on_train_begin(self, args, state, control, **kwargs):
         self._time = time.perf_counter()
         self._tokens = None if state.global_step else 0.0
         if torch.cuda.is_available():
@@ -121,12 +121,12 @@ class RunLog(TrainerCallback):
         if state.is_world_process_zero:
             drop_after(self.path, state.global_step)
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, **kwargs):
         # A run that is shorter than the interval of its logs says something too.
         if state.global_step >= state.max_steps and args.logging_strategy != "no":
             control.should_log = True
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: D102
+    def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or not state.is_world_process_zero:
             return
         now = time.perf_counter()

@@ -80,21 +80,21 @@ class StopOnSignal(TrainerCallback):
 
     # -- the trainer's events -----------------------------------------------------------------
 
-    def on_step_begin(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_begin(self, args, state, control, **kwargs):
         self._in_steps = True
 
-    def on_step_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_step_end(self, args, state, control, **kwargs):
         # Ranks get the signal at different times, and have to stop at the same step.
         if ranks.any_rank(self._asked is not None):
             self._stopping = True
             control.should_save = True
             control.should_training_stop = True
 
-    def on_save(self, args, state, control, **kwargs):  # noqa: D102
+    def on_save(self, args, state, control, **kwargs):
         # Leave from here: what the trainer does at the end of an epoch or of training would be
         # logged now and again after the resume.
         if self._stopping:
             raise self._interrupted()
 
-    def on_train_end(self, args, state, control, **kwargs):  # noqa: D102
+    def on_train_end(self, args, state, control, **kwargs):
         self._in_steps = False

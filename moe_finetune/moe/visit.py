@@ -1,0 +1,290 @@
+"""One MoE layer's part in a forward: router, experts and block, noted and made into its record.
+
+The hooks of :mod:`moe_finetune.moe.hooks` call these in the order in which the layer computes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.losses.base import LayerContext, PreviousLayer
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
+from moe_finetune.losses.tensors import without_autocast
+from moe_finetune.moe.context import ForwardContext
+from moe_finetune.moe.experts import LoraFactors, run_experts
+from moe_finetune.moe.grouped import grouped_products
+from moe_finetune.moe.inject import inject
+from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
+from moe_finetune.moe.lora_factors import (
+    expert_factors,
+    parameter_wrappers,
+    router_weight,
+    stored_router_weight,
+    variants,
+)
+
+if TYPE_CHECKING:
+    from moe_finetune.moe.hooks import Recorder
+
+
+class LayerVisits:
+    """What a recorder does at one layer, in every forward.
+
+    Args:
+        recorder: whose objective, observers and perturbation act; they may change between forwards.
+        layer: what the visit in progress notes is kept on it.
+    """
+
+    def __init__(self, recorder: Recorder, layer: MoeLayer):
+        self.recorder, self.layer = recorder, layer
+
+    def before_router(self, module: nn.Module, args: tuple) -> tuple:
+        layer, recorder = self.layer, self.recorder
+        context = layer.context
+        hidden = args[0]
+        if context is not None and context.wanted:
+            layer.router_input = hidden.reshape(-1, hidden.shape[-1])
+        if context is not None and context.train and recorder.perturbation is not None:
+            hidden = recorder.perturbation.router_input(layer, hidden)
+        # A router that trains in full is float32 in a bfloat16 model.
+        weight = stored_router_weight(layer.router, layer.family.router_weight)
+        return (hidden.to(weight.dtype), *args[1:])
+
+    def logits_modules(self) -> list[nn.Module]:
+        layer = self.layer
+        path = layer.family.router_logits
+        return [each.get_submodule(path) for each in variants(layer.router)] if path else []
+
+    def after_router(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        layer = self.layer
+        returns = layer.family.router_returns
+        given = output if isinstance(output, tuple) else (output,)
+        if len(given) != len(returns):
+            raise CaptureError(
+                f"layer {layer.index}: the router of this {layer.family.title} does not return "
+                f"({', '.join(returns)}); this transformers version is not supported"
+            )
+        named = dict(zip(returns, given, strict=True))
+        if "logits" in named:
+            layer.router_logits = named["logits"]
+        if "index" not in named:
+            return output  # selected outside of the router: taken at the experts
+        routed = self._route(named["weights"], named["index"])
+        named["weights"], named["index"] = routed
+        return tuple(named[name] for name in returns)
+
+    def _route(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and index that the experts get; noted with the logits."""
+        layer, recorder = self.layer, self.recorder
+        logits, layer.router_logits = layer.router_logits, None
+        if logits is None:
+            raise CaptureError(f"layer {layer.index}: the experts ran without their router")
+        if recorder.perturbation is not None:
+            weights, index = recorder.perturbation.routing(layer, logits, weights, index)
+        if layer.context is not None and layer.context.wanted:
+            layer.router_output = (logits, weights, index)
+        return weights, index
+
+    def run_experts_of(
+        self,
+        experts: Any,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+    ) -> Tensor:
+        layer, recorder = self.layer, self.recorder
+        context = layer.context
+        if "index" not in layer.family.router_returns:
+            weights_TK, index_TK = self._route(weights_TK, index_TK)
+        _, wrappers = parameter_wrappers(layer.outer_experts)
+        gate_up, down_proj = stacks(experts)
+        dtype = gate_up.dtype
+        grouped = grouped_products(recorder.kernel, gate_up, down_proj)
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        up = expert_factors(wrappers.get(first), dtype, recorder.dropout, grouped)
+        down = expert_factors(wrappers.get("down_proj"), dtype, recorder.dropout, grouped)
+        needs: frozenset[str] = frozenset()
+        expert_dropout = 0.0
+        if context is not None:
+            if context.train and recorder.objective is not None:
+                needs |= recorder.objective.needs_of(layer.index)
+            if context.observe:
+                needs |= recorder.needs
+            if context.train and recorder.perturbation is not None:
+                expert_dropout = recorder.perturbation.expert_dropout
+        result = run_experts(
+            hidden_TH,
+            index_TK,
+            weights_TK,
+            gate_up,
+            down_proj,
+            activation_of(experts),
+            up,
+            down,
+            needs,
+            expert_dropout,
+            grouped,
+            getattr(experts, f"{first}_bias") if experts.has_bias else None,
+            experts.down_proj_bias if experts.has_bias else None,
+        )
+        if context is not None and context.wanted:
+            layer.result = result
+            layer.projection = partial(_projection, experts, up, down)
+        return result.out_TH
+
+    def after_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        layer, recorder = self.layer, self.recorder
+        context = layer.context
+        if context is None or not context.wanted:
+            return output
+        if layer.router_output is None or layer.result is None or layer.router_input is None:
+            raise CaptureError(
+                f"layer {layer.index}: the block ran without its router or its experts; "
+                "is another experts implementation or kernel installed on it?"
+            )
+        first_visit = layer.index not in context.seen
+        record = self._record(context)
+        below = context.previous.get(layer.index)
+        if below is None and self._reads_below(context):
+            raise CaptureError(
+                f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
+                "loss reads; was that layer skipped in this forward?"
+            )
+        loss = LayerLoss()
+        if context.train and recorder.objective is not None:
+            with without_autocast(record.logits_TE.device):
+                loss = recorder.objective(
+                    record,
+                    LayerContext(
+                        previous=below,
+                        first_visit=first_visit,
+                        draws=context.draws.setdefault(layer.index, {}),
+                    ),
+                )
+        left = self._for_next(context, record)
+        if first_visit:
+            context.seen.add(layer.index)
+            self._leave(context, left, below)
+            if context.observe:
+                with torch.no_grad():
+                    for observer in recorder.observers:
+                        observer(record, loss)
+        layer.router_output = layer.router_input = layer.result = layer.projection = None
+        total = loss.total
+        if total is None:
+            return output
+        if context.apart is not None:
+            return context.apart.inject(output, loss.weighted, context.scale, first_visit)
+        return inject(output, total, context.scale)
+
+    def _reads_below(self, context: ForwardContext) -> bool:
+        layer, recorder = self.layer, self.recorder
+        if (
+            not context.train
+            or recorder.objective is None
+            or layer.index == recorder.layers[0].index
+        ):
+            return False
+        return "previous" in recorder.objective.needs_of(layer.index)
+
+    def _record(self, context: ForwardContext) -> RoutingRecord:
+        layer = self.layer
+        assert layer.router_output and layer.result and layer.router_input is not None
+        assert context.tokens is not None
+        logits, weights, index = layer.router_output
+        result = layer.result
+        weight_EH = router_weight(layer.router, layer.family.router_weight)
+        return RoutingRecord(
+            layer=layer.index,
+            inputs_TH=layer.router_input,
+            logits_TE=logits.float(),
+            index_TK=index,
+            weights_TK=weights,
+            mask_T=context.tokens.mask_T,
+            score=layer.family.score,
+            # Rows beyond the experts' are of shared ones.
+            router_weight_EH=weight_EH[: logits.shape[1]],
+            token_ids_T=context.tokens.ids_T,
+            sequence_lengths=context.tokens.sequence_lengths,
+            activations_TKD=result.activations_TKD,
+            outputs_TKH=result.outputs_TKH,
+            activations_gram_TKK=result.activations_gram_TKK,
+            outputs_gram_TKK=result.outputs_gram_TKK,
+            expert_factors=layer.projection,
+        )
+
+    def _for_next(self, context: ForwardContext, record: RoutingRecord) -> PreviousLayer | None:
+        """What the next MoE layer reads of this one.
+
+        Made on every visit: a recomputation must save the tensors that the first visit saved.
+        """
+        layer, recorder = self.layer, self.recorder
+        if (
+            not context.train
+            or recorder.objective is None
+            or "previous" not in recorder.objective.needs
+        ):
+            return None
+        if layer.index == recorder.layers[-1].index:
+            return None
+        return PreviousLayer(layer.index, record.distribution_TE, record.index_TK)
+
+    def _leave(
+        self,
+        context: ForwardContext,
+        left: PreviousLayer | None,
+        below: PreviousLayer | None,
+    ) -> None:
+        """Stash what the next layer reads; free the graph of what this one has read.
+
+        Kept by the layer that will read it. A recomputation needs the values alone, so once read
+        they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
+        """
+        layer = self.layer
+        if below is not None:
+            seen = below.distribution_TE
+            leaf = seen.detach().requires_grad_(seen.requires_grad)
+            context.previous[layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
+        if left is not None:
+            following = next(
+                item.index for item in self.recorder.layers if item.index > layer.index
+            )
+            context.previous[following] = left
+
+    def note_logits(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self.layer.router_logits = output
+
+    def finish(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """The layer has ended, perhaps by an error: nothing of it stays."""
+        self.layer.clear()
+
+
+def _projection(
+    experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
+) -> ProjectionFactors:
+    """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
+    gate_up, down_proj = stacks(experts)
+    if name == "down":
+        weight, lora, rows = down_proj, down, slice(None)
+    else:
+        weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
+    if lora is None:
+        return ProjectionFactors(weight[:, rows])
+    return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
+
+
+def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
+    """The rows of the stacked gate and up projections that are one of them."""
+    if not experts.has_gate:
+        if name == "gate":
+            raise CaptureError(f"{type(experts).__name__} has no gate projection")
+        return slice(None)
+    if not experts.is_concatenated:
+        return slice(0 if name == "gate" else 1, None, 2)
+    return slice(0, rows // 2) if name == "gate" else slice(rows // 2, None)
