@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.losses.objective import LayerLoss, Objective
-from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
 from moe_finetune.moe.grouped import Kernel, grouped_products
@@ -44,12 +43,10 @@ from moe_finetune.moe.lora_factors import (
 from moe_finetune.moe.lora_linear import run_linear, wrapped_linears
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.tokens import read_tokens
-from moe_finetune.moe.visit import LayerVisits
+from moe_finetune.moe.visit import LayerVisits, Observer
 
 log = logging.getLogger(__name__)
 IMPLEMENTATION = "moe_finetune"
-
-Observer = Callable[[RoutingRecord, LayerLoss], None]
 
 
 class Recorder:

@@ -5,20 +5,21 @@ The hooks of :mod:`moe_finetune.moe.hooks` call these in the order in which the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import LoraFactors, run_experts
-from moe_finetune.moe.grouped import grouped_products
+from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.inject import inject
 from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
 from moe_finetune.moe.lora_factors import (
@@ -28,20 +29,32 @@ from moe_finetune.moe.lora_factors import (
     stored_router_weight,
     variants,
 )
+from moe_finetune.moe.perturbation import Perturbation
 
-if TYPE_CHECKING:
-    from moe_finetune.moe.hooks import Recorder
+Observer = Callable[[RoutingRecord, LayerLoss], None]
+
+
+class Recording(Protocol):
+    """What a visit reads of its recorder; it may change between forwards."""
+
+    layers: list[MoeLayer]
+    objective: Objective | None
+    observers: list[Observer]
+    needs: frozenset[str]
+    perturbation: Perturbation | None
+    dropout: float
+    kernel: Kernel
 
 
 class LayerVisits:
     """What a recorder does at one layer, in every forward.
 
     Args:
-        recorder: whose objective, observers and perturbation act; they may change between forwards.
+        recorder: whose objective, observers and perturbation act.
         layer: what the visit in progress notes is kept on it.
     """
 
-    def __init__(self, recorder: Recorder, layer: MoeLayer):
+    def __init__(self, recorder: Recording, layer: MoeLayer):
         self.recorder, self.layer = recorder, layer
 
     def before_router(self, module: nn.Module, args: tuple) -> tuple:
