@@ -24,6 +24,14 @@ def inside(decoder_layer: Any) -> Any:
     return getattr(decoder_layer, _INNER, decoder_layer)
 
 
+def checkpoints(layers: Iterable[Any]) -> bool:
+    """Whether one of the decoder layers is run again in the backward."""
+    return any(
+        hasattr(layer, _INNER) or getattr(layer, "gradient_checkpointing", False)
+        for layer in layers
+    )
+
+
 def check_block(block: nn.Module, index: int) -> None:
     """Refuse a checkpoint wrapper within the MoE block of layer ``index``.
 

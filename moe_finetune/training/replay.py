@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.checkpointing import checkpoints
 from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.inject import Apart
@@ -217,6 +218,8 @@ class Replay:
                 if name in sums:
                     found = [held + own for held, own in zip(sums[name], found, strict=True)]
                 sums[name] = found
+                if not keeps or name == names[-1]:
+                    rerun.apart.losses.clear()  # they and the graph, which knows them, hold another
         return {name: self._by_part(found) for name, found in sums.items()}
 
     def _run(self, forward: _Forward, names: Sequence[str | None]) -> _Rerun:
@@ -243,16 +246,23 @@ class Replay:
         own, below = self._own(), forward.gradient
         assert below is not None
         found: Sequence[Tensor | None]
-        if _sharded(own):
-            for parameter in self.parameters():
-                parameter.grad = None
+        if _sharded(own) or checkpoints(self.recorder.backbone.layers):
+            # Through the model's own output: FSDP2 hangs its backward on it, and a layer that is
+            # run again gives free only what its backward has come by.
             rerun.apart.on = name
-            # Through the model's own output: FSDP2 hangs its backward on it.
             loss = rerun.logits.float().sum() * 0.0
             if name is None:
                 loss = loss + (rerun.hidden * below).float().sum()
-            loss.backward(retain_graph=retain)
-            found = [parameter.grad for parameter in own]
+            every = self.parameters()
+            if _sharded(own):
+                for parameter in every:
+                    parameter.grad = None
+                loss.backward(retain_graph=retain)
+                found = [parameter.grad for parameter in own]
+            else:
+                gradients = torch.autograd.grad(loss, every, retain_graph=retain, allow_unused=True)
+                by_parameter = dict(zip(map(id, every), gradients, strict=True))
+                found = [by_parameter[id(parameter)] for parameter in own]
         else:
             # From the losses themselves: what lies above them, and the model's head, is left out.
             roots, seeds = [rerun.hidden], [below.to(rerun.hidden.dtype)]

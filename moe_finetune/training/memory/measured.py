@@ -1,10 +1,12 @@
 """The truth that the plan is compared with: a run's first steps, measured.
 
+A model of a config gets random weights and trains by a recipe for a few steps on random rows of
+full length. :func:`counted_peak` counts the bytes of tensors that are alive, the same on every run.
+
     python -m moe_finetune.training.memory.measured SETTING.json
 
-builds a model of the setting's config with random weights, trains it by the recipe for a few steps
-on random rows of full length, and prints bytes as JSON: the peak of resident memory since the model
-was begun, less what the process had before; on a GPU the peak of the allocator.
+prints what the system sees: the peak of resident memory since the model was begun, less what the
+process had before; on a GPU the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -24,6 +26,27 @@ SMALL = {
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
 }
+
+
+def counted_peak(config: Any, recipe: Any) -> int:
+    """Bytes of tensors at the peak of a few steps of ``recipe`` on a CPU, in this process.
+
+    Args:
+        config: a transformers config; the model gets random weights.
+        recipe: the run; its checkpoint and data are not read.
+    """
+    from moe_finetune.training.memory.live import LiveBytes
+    from moe_finetune.training.memory.profile import head_tiles
+
+    with tempfile.TemporaryDirectory() as folder, head_tiles(config), LiveBytes() as live:
+        train(config, few_steps(recipe), Path(folder))
+    return live.peak
+
+
+def few_steps(recipe: Any) -> Any:
+    """``recipe`` cut to the steps that are measured."""
+    trainer = {**recipe.trainer, "max_steps": STEPS, "save_strategy": "no", "report_to": []}
+    return recipe.model_copy(update={"trainer": trainer})
 
 
 def measured_peak(config: Any, recipe: Any) -> int:
@@ -97,9 +120,7 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
     from moe_finetune.recipe.schema import Recipe
 
     deepseek_moe.register()
-    recipe = Recipe.model_validate(setting["recipe"])
-    trainer = {**recipe.trainer, "max_steps": STEPS, "save_strategy": "no", "report_to": []}
-    recipe = recipe.model_copy(update={"trainer": trainer})
+    recipe = few_steps(Recipe.model_validate(setting["recipe"]))
     values = dict(setting["config"])
     kind = values.pop("model_type")
     small = values | SMALL | {"hidden_size": 16 * values["num_attention_heads"]}

@@ -133,6 +133,26 @@ def _step(
         held += 0 if full else weights.layer_gradients[index]
 
 
+def _strength(weights: Weights, profile: StepProfile, recipe: Recipe) -> Iterator[Moment]:
+    """The moments of measuring the losses' strength, right before the first optimizer step.
+
+    The window is run again without its head, beside its own gradients. One graph serves all losses
+    where their gradients fit beside each other, so that only the last backward empties it.
+    """
+    every = sum(weights.layer_gradients) + weights.other_gradients
+    own, count = weights.measured_gradients, len(recipe.method.terms)
+    # The window's or the language loss's; the losses' before the last, or the one before.
+    held = every + own * (count if own // 4 * count <= weights.parameters else 2)
+    for begin, kept, needed, moment in _step(
+        weights, replace(profile, head=0), recipe, held, False
+    ):
+        yield begin, kept, needed, f"measuring the losses' strength, {moment}"
+    if count > 1:
+        kept = profile.before + sum(layer.kept for layer in profile.layers)
+        needed = max(layer.backward for layer in profile.layers) + weights.dequantized
+        yield held, kept, needed, "measuring the losses' strength, backward of one of them"
+
+
 def fixed_bytes(model: nn.Module, recipe: Recipe) -> int:
     """Bytes on the device that no batch changes; see :attr:`MemoryPlan.fixed`."""
     weights = weights_of(model, recipe)
@@ -171,11 +191,7 @@ def put_together(
     # In a window's later micro-batches the gradients are there from the beginning.
     moments = list(_step(weights, profile, recipe, every if accumulates else 0, accumulates))
     if recipe.method.terms and recipe.method.strength.first:
-        # The first window is run again for each term, beside its own gradients and the language
-        # loss's, and without the head.
-        headless = replace(profile, head=0)
-        for held, kept, needed, moment in _step(weights, headless, recipe, 2 * every, False):
-            moments.append((held, kept, needed, f"measuring the losses' strength, {moment}"))
+        moments += _strength(weights, profile, recipe)
     moments.append((every, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
     gradients, kept, needed, moment = max(moments, key=lambda found: sum(found[:3]))
     most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))

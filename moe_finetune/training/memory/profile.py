@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
@@ -101,10 +101,8 @@ def step_profile(
                 if device == "cuda":  # which takes all tokens at once
                     place = "moe_finetune.moe.by_token.CACHED_BYTES"
                     stack.enter_context(patch(place, 2**62))
-                else:  # pages of the head's tiles that nobody touches are not there
-                    tile = min(config.vocab_size, 32768)
-                    place = "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE"
-                    stack.enter_context(patch(place, tile))
+                else:
+                    stack.enter_context(head_tiles(config))
                 _step(model, short, recipe, marks, losses)
     except MoeFinetuneError:
         raise
@@ -119,6 +117,15 @@ def step_profile(
         for index, kind in enumerate(kinds)
     ]
     return StepProfile(chosen, marks.before, marks.head, marks.after_head)
+
+
+def head_tiles(config: Any) -> AbstractContextManager[Any]:
+    """Let TRL's tiles of logits be no wider than the vocabulary.
+
+    Theirs may be; on a CPU, pages that nobody touches are not there.
+    """
+    tile = min(config.vocab_size, 32768)
+    return patch("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
 
 
 def _shortened(config: Any, count: int) -> Any:

@@ -29,7 +29,9 @@ class Weights:
         dequantized: the most that one layer's experts take when they are multiplied.
         trained: shapes of what trains, all float32; ``added`` are bytes of those that the model
             itself does not have.
-        layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest.
+        layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
+            ``measured_gradients`` those in routers and routed experts, where losses are measured.
+        parameters: how many there are.
     """
 
     by_type: dict[str, int]
@@ -40,6 +42,8 @@ class Weights:
     added: int
     layer_gradients: list[int]
     other_gradients: int
+    measured_gradients: int
+    parameters: int
 
     @property
     def device(self) -> int:
@@ -62,16 +66,19 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         packed = quantized_names(meta_model(backbone.config), family)
     offload = recipe.model.offload == "experts"
     item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
-    experts = f".{family.experts_path}."
+    experts, router = f".{family.experts_path}.", f".{family.router_path}."
     by_type: Counter[str] = Counter()
     stacks = [0] * layers  # as stored
     opened = [0] * layers  # as multiplied
     trained: list[tuple[int, ...]] = []
     gradients = [0] * layers
-    added = other = 0
+    added = other = measured = count = 0
     for name, parameter in model.named_parameters():
         index = layer_of(name)
+        count += parameter.numel()
         if parameter.requires_grad:
+            if experts in name or router in name:
+                measured += 4 * parameter.numel()
             trained.append(tuple(parameter.shape))
             if index is None:
                 other += 4 * parameter.numel()
@@ -100,6 +107,8 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         added,
         gradients,
         other,
+        measured,
+        count,
     )
 
 

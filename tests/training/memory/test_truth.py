@@ -1,0 +1,58 @@
+"""The memory plan against the bytes of tensors that are alive in a run's first steps.
+
+They are counted operation by operation, so the figures are the same on every machine. What a
+process takes beyond is the benchmark's to say.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.memory.measured import counted_peak
+from moe_finetune.training.memory.verdict import plan_recipe
+from tests import tiny
+
+EVERYTHING = ["attention", "shared_experts", "experts"]
+SETTINGS = {
+    # family, preset, LoRA targets, keys of the trainer, the worst moment
+    "whole": (
+        "deepseek_v2", "dpp", EVERYTHING, {}, "measuring the losses' strength, backward of",
+    ),
+    "checkpointing": (
+        "qwen3_moe", "orthogonal_variance", EVERYTHING,
+        {"gradient_checkpointing": True, "per_device_train_batch_size": 5}, "measuring",
+    ),
+    "attention": ("qwen3_moe", "none", ["attention"], {"optim": "sgd"}, "head and loss"),
+    "window": (
+        "moonlight", "erc", EVERYTHING,
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "measuring",
+    ),
+    "experts": ("moonlight", "specialization_coupling", ["experts"], {}, "measuring"),
+    "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "head and loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_told_is_what_is_alive(setting):
+    family, preset, targets, trainer, moment = SETTINGS[setting]
+    config = tiny.config(family)
+    config.num_hidden_layers = 6  # more than are tried to tell
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": "random", "dtype": "float32", "experts_kernel": "grouped"},
+            "method": {"preset": preset},
+            "lora": {"rank": 8, "targets": targets},
+            "data": {"train": "random", "max_length": 96},
+            "trainer": {
+                "per_device_train_batch_size": 3,
+                "gradient_checkpointing": False,
+                **trainer,
+            },
+        }
+    )
+    plan = plan_recipe(config, recipe, "cpu")
+    counted = counted_peak(config, recipe)
+    assert 0.95 < plan.total / counted < 1.1
+    assert plan.moment.startswith(moment)
+    assert plan.activations > 0.2 * plan.total  # what is compared is not the weights
