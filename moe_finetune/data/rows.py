@@ -93,15 +93,7 @@ class Former:
             return {
                 f: _fill(text, row, f"{place}: data.template.{f}") for f, text in template.items()
             }
-        mapped = dict(row)
-        for ours, theirs in self.columns.items():
-            if theirs not in row:
-                raise DataError(
-                    f"{place}: no field '{theirs}' (data.columns.{ours})"
-                    f"{did_you_mean(theirs, map(str, row))}"
-                )
-            mapped[ours] = row[theirs]
-        return mapped
+        return renamed(place, row, self.columns)
 
     def _known(self, row: Row) -> Mapping[str, str]:
         """The template of a layout that many data sets share; none for any other row."""
@@ -120,6 +112,17 @@ class Former:
             self.detected = self.detected or _wrapped("Alpaca", template)
             return template
         return {}
+
+
+def renamed(place: str, row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with ``columns`` (our field -> the file's field) beside its own fields."""
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise DataError(
+                f"{place}: no field '{theirs}' (data.columns.{ours})"
+                f"{did_you_mean(theirs, map(str, row))}"
+            )
+    return {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
 
 
 def _wrapped(name: str, template: Mapping[str, str]) -> str:

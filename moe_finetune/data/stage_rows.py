@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples
 from moe_finetune.data.readers import SourceReader, draw
-from moe_finetune.data.rows import ROLES
+from moe_finetune.data.rows import ROLES, renamed
 from moe_finetune.data.sources import Placed, Row, short
 from moe_finetune.data.tokenize import set_chat_template, tokenize_row
 from moe_finetune.errors import DataError, did_you_mean
@@ -57,14 +57,7 @@ class StageFormer:
 
     def __call__(self, place: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
-        row = dict(row)
-        for ours, theirs in self.columns.items():
-            if theirs not in row:
-                raise DataError(
-                    f"{place}: no field '{theirs}' (data.columns.{ours})"
-                    f"{did_you_mean(theirs, map(str, row))}"
-                )
-            row[ours] = row[theirs]
+        row = renamed(place, row, self.columns)
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(place, row)}
         for field in self._fields:

@@ -194,6 +194,13 @@ def test_two_conversations_share_their_prompt():
     assert row == {"prompt": [ask], "chosen": [answer], "rejected": [other]}
 
 
+def test_columns_may_exchange_two_fields():
+    columns = {"chosen": "rejected", "rejected": "chosen"}
+    row = {"prompt": "a", "chosen": "worse", "rejected": "better"}
+    formed = StageFormer(STAGES["dpo"], columns)("f", row)
+    assert formed == {"prompt": "a", "chosen": "better", "rejected": "worse"}
+
+
 def test_rows_longer_than_the_limit_are_left_out_and_counted(made, tmp_path, caplog):
     rows = [*PAIRS, {"prompt": "long " * 40, "chosen": "a", "rejected": "b"}]
     with caplog.at_level("INFO", "moe_finetune"):
