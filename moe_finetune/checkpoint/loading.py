@@ -66,6 +66,16 @@ def load_model(
     return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
 
 
+def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
+    """Leave a checkpoint's penalties and sampling out of ``generate``; its end tokens stay."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, pad_token_id=pad_token_id
+    )
+
+
 def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
     """The causal language model of ``config`` with the folder's tensors; none is left random.
 

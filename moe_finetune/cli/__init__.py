@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 # Importing them registers their verbs.
-from moe_finetune.cli import checkpoints, evaluation, experts, runs  # noqa: F401
+from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError

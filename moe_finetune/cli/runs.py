@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -116,21 +115,6 @@ def train(
 
 
 @app.command()
-def preview(
-    items: RecipeItems,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to show.")] = 3,
-) -> None:
-    """Show what a recipe's data become: format, rows, learned tokens, lengths, steps.
-
-    Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
-    """
-    from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.preview import preview as show
-
-    print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN|DIR...", help="First: the baseline.")],
     output: Annotated[
@@ -193,7 +177,7 @@ def study(
         show_plan(recipe, overrides or [], output)
         return
     if output is None:
-        raise typer.BadParameter("--output: is missing; name the study's folder")
+        raise typer.BadParameter("--output: name the folder of the study")
     if carry_out_study(recipe, overrides or [], output, resume, shard):
         raise typer.Exit(1)
 

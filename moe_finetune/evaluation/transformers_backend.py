@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import GenerationConfig
 
-from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
@@ -56,11 +55,7 @@ def open_transformers(
         pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
     )
     # A checkpoint's generation defaults (repetition penalty, temperature) do not belong to a task.
-    model.generation_config = GenerationConfig(
-        eos_token_id=model.generation_config.eos_token_id,
-        bos_token_id=model.generation_config.bos_token_id,
-        pad_token_id=lm.tokenizer.pad_token_id,
-    )
+    forget_generation_defaults(model, lm.tokenizer.pad_token_id)
     return (
         lm,
         {

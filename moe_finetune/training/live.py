@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 
 from transformers import TrainerCallback
 
 from moe_finetune.io.terminal import curve, duration, terminal
-from moe_finetune.metrics.words import word
-
-_SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entropy")
+from moe_finetune.metrics.shown import name, number, ordered
 
 
 class LiveTable(TrainerCallback):
@@ -36,7 +33,7 @@ class LiveTable(TrainerCallback):
         numbers = {key: float(v) for key, v in logs.items() if isinstance(v, int | float)}
         if "tokens_per_second" in numbers:
             self._speed = f"{numbers['tokens_per_second']:,.0f} tokens/s"
-        shown = {key: numbers[key] for key in _ordered(numbers)}
+        shown = {key: numbers[key] for key in ordered(numbers)}
         for key, value in shown.items():
             self._values[key].append(value)
         self._show()
@@ -84,26 +81,3 @@ class LiveTable(TrainerCallback):
     def _left(self, state) -> str:
         seconds = self._seconds_left(state)
         return f"{duration(seconds)} left" if seconds else ""
-
-
-def _ordered(numbers: dict[str, float]) -> list[str]:
-    """Keys to show, in the order of the table."""
-    return [
-        key
-        for shown in _SHOWN
-        for key in numbers
-        if key == shown or (shown.endswith("/") and key.startswith(shown))
-    ]
-
-
-def name(key: str) -> str:
-    """What a logged value is called here."""
-    if key.startswith("losses/"):
-        return key.removeprefix("losses/").replace("_", " ")
-    plain = {"loss": "loss", "eval_loss": "validation loss", "routing/entropy": "entropy"}
-    return plain.get(key, word(key).name)
-
-
-def number(value: float) -> str:
-    """Four digits of it."""
-    return f"{value:.4g}" if math.isfinite(value) else str(value)

@@ -310,10 +310,13 @@ def _machine() -> int:
 
 def _remarks(arguments: Any, steps: int, validated: bool) -> Iterator[str]:
     """Intervals that are longer than the run; below 1 they are shares of it."""
+    from moe_finetune.training.sft import logged_every
+
+    every = logged_every(steps)
     if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
         yield (
             f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
-            "steps; only the last step is logged"
+            f"steps; it logs {'each' if every == 1 else f'every {every} steps'} instead"
         )
     if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
         yield (

@@ -26,6 +26,7 @@ from moe_finetune.training.zero3 import set_leaf_blocks
 _Trainer: Any = object
 METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"
+LOGS_OF_A_SHORT_RUN = 10
 
 
 def training_arguments(recipe: Recipe, output: Path) -> Any:
@@ -100,6 +101,11 @@ def trainer_of(stage: Stage) -> Any:
     return type(f"Run{base.__name__}", (RunTrainer, base), {"__doc__": RunTrainer.__doc__})
 
 
+def logged_every(max_steps: int) -> int:
+    """Steps between logs of a run that is shorter than its ``logging_steps``."""
+    return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
+
+
 class RunLog(TrainerCallback):
     """Appends every log of the trainer, with tokens/s, to ``metrics.jsonl``.
 
@@ -122,8 +128,11 @@ class RunLog(TrainerCallback):
             drop_after(self.path, state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # A run that is shorter than the interval of its logs says something too.
-        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+        if args.logging_strategy == "no":
+            return
+        short = args.logging_strategy == "steps" and args.logging_steps > state.max_steps
+        due = short and not state.global_step % logged_every(state.max_steps)
+        if due or state.global_step >= state.max_steps:
             control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -46,7 +46,7 @@ def test_missing_file_or_output(write_study, capsys):
     assert main(["study", "gone.yaml", "--output", "x"]) == 2
     assert "there is no recipe file gone.yaml" in capsys.readouterr().err
     assert main(["study", str(write_study(STUDY))]) == 2
-    assert "--output: is missing" in capsys.readouterr().err
+    assert "--output: name the folder" in capsys.readouterr().err
 
 
 def test_a_damaged_finished_run_ends_with_2(write_study, tmp_path, capsys):

@@ -1,0 +1,128 @@
+"""Verbs for a person at a terminal: write a recipe, look at data and at a run, talk to a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_finetune.cli.app import RecipeItems, app, split_items
+
+
+@app.command()
+def init(
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Rows to learn from: file, folder or hub id.")
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option("--validation", help="Rows to measure on.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="A preset; default: orthogonal_variance.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option("--suite", help="Tasks to evaluate.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The recipe to write; must not exist.")
+    ] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe to start from. On a terminal it asks for what the options do not say.
+
+    Example: moe-finetune init ./my-moe --data my.jsonl --method erc --output my.yaml
+    """
+    from moe_finetune.errors import RecipeError
+    from moe_finetune.losses.presets import PRESETS
+    from moe_finetune.training.starter import Answers, describe, write_starter
+
+    asks = sys.stdin.isatty()
+    if not asks and (checkpoint is None or data is None):
+        missing = "CHECKPOINT" if checkpoint is None else "--data"
+        raise RecipeError(f"{missing}: required, since nobody can be asked here")
+    if checkpoint is None:
+        checkpoint = typer.prompt("Checkpoint (folder or hub id)")
+    print(describe(checkpoint)[0])
+    if data is None:
+        data = typer.prompt("Rows to learn from (file, folder or hub id)")
+        validation = validation or typer.prompt("Rows to measure on", default="") or None
+    if method is None and asks:
+        for preset in PRESETS.values():
+            print(f"  {preset.name:<34}{preset.shows}")
+        method = typer.prompt("Method", default=Answers.method)
+    answers = Answers(checkpoint, data, validation, method or Answers.method, suite)
+    write_starter(answers, output)
+    print(f"recipe: {output}\n\nnext:")
+    for what, verb in (("see what rows become", "preview"), ("see whether it fits", "train")):
+        more = " --dry-run --output runs/first" if verb == "train" else ""
+        print(f"  {what:<24}moe-finetune {verb} {output}{more}")
+    print(f"  {'train':<24}moe-finetune train {output} --output runs/first")
+
+
+@app.command()
+def preview(
+    items: RecipeItems,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to show.")] = 3,
+) -> None:
+    """Show what a recipe's data become: format, rows, learned tokens, lengths, steps.
+
+    Example: moe-finetune preview recipes/models/olmoe_1b_7b.yaml data.train=my.jsonl --rows 5
+    """
+    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.training.preview import preview as show
+
+    print(show(load_recipe(*split_items(items)), rows, sys.stdout.isatty()))
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one that holds runs.")],
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, help="Seconds between two looks.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+) -> None:
+    """Show a run while it trains: curves, and the load of each layer's experts.
+
+    Ends with the run. Where standard output is no terminal it shows the run once.
+
+    Example: moe-finetune watch runs/first
+    """
+    from moe_finetune.report.watch import watch as show
+
+    show(run, every, once)
+
+
+@app.command()
+def chat(
+    checkpoint: Annotated[str, typer.Argument(help="Run's folder, checkpoint or hub id.")],
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="Checkpoint beside it; default: the base of a run's recipe."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Say this and end; may be repeated. Default: ask."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")
+    ] = 128,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Show the experts of each reply's last token.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
+) -> None:
+    """Talk to a run's base and merged model side by side, in transformers; both are loaded.
+
+    Replies are greedy. On a terminal, /experts shows which experts took the last token. Without a
+    terminal each line of standard input is said.
+
+    Example: moe-finetune chat runs/first --prompt "What is 12 + 30?" --experts
+    """
+    from moe_finetune.evaluation.chat import open_speakers, talk, typed
+
+    talk(open_speakers(checkpoint, base, dtype), prompt or typed(), max_tokens, experts)

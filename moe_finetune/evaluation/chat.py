@@ -1,0 +1,200 @@
+"""``moe-finetune chat``: the same words to a model before and after training, side by side.
+
+Shape legend: T tokens, K selected experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
+
+from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
+from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.io.terminal import terminal
+from moe_finetune.io.yaml_file import read_yaml
+from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.moe.hooks import Recorder
+
+HELP = "/experts: experts of the last token   /reset: begin anew   /exit: end"
+
+
+@dataclass
+class Speaker:
+    """One model, and the conversation that it has had.
+
+    Attributes:
+        name: for the reader.
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        turns: what was said, as chat messages; unused without a chat template.
+        ids: tokens of the last prompt and reply.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    turns: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def reply(self, said: str, most: int) -> str:
+        """The greedy continuation of the conversation by up to ``most`` tokens.
+
+        Without a chat template each text is continued by itself.
+        """
+        self.turns.append({"role": "user", "content": said})
+        if self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(
+                self.turns, tokenize=False, add_generation_prompt=True
+            )
+            prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            prompt = self.tokenizer(said)["input_ids"]
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is not None and len(prompt) + most > limit:
+            raise DataError(
+                f"{self.name}: {len(prompt)} tokens and a reply of {most} are more than its "
+                f"context of {limit}; say /reset, or lower --max-tokens"
+            )
+        ids = torch.tensor([prompt], device=self.model.device)
+        with torch.no_grad():
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=most,
+            )
+        self.ids = out[0].tolist()
+        words = self.tokenizer.decode(self.ids[len(prompt) :], skip_special_tokens=True)
+        self.turns.append({"role": "assistant", "content": words})
+        return words
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.turns, self.ids = [], []
+
+    def last_experts(self) -> list[tuple[int, list[tuple[int, float]]]]:
+        """MoE layer -> experts of the last token with their weights, heaviest first."""
+        found: list[tuple[int, list[tuple[int, float]]]] = []
+
+        def keep(record: RoutingRecord, _: object) -> None:
+            experts_K, weights_K = record.index_TK[-1], record.weights_TK[-1]
+            pairs = zip(experts_K.tolist(), weights_K.tolist(), strict=True)
+            found.append((record.layer, sorted(pairs, key=lambda pair: -pair[1])))
+
+        ids = torch.tensor([self.ids], device=self.model.device)
+        with torch.no_grad(), Recorder(self.model, observers=[keep], observe="all"):
+            self.model(input_ids=ids, use_cache=False)
+        return found
+
+
+def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> list[Speaker]:
+    """The models to talk to: of a run its base and its merged checkpoint, else the one given.
+
+    Args:
+        source: a run's folder, a checkpoint's, or a hub id.
+        base: another checkpoint to set beside it; default: the recipe's, for a run.
+        dtype: of the weights.
+
+    Raises:
+        CheckpointError: an adapter or a run that was not merged, or a folder without a checkpoint.
+    """
+    after = checkpoint_in(source)
+    recipe = Path(source) / "recipe.yaml"
+    if base is None and recipe.is_file():
+        base = ((read_yaml(recipe, CheckpointError) or {}).get("model") or {}).get("path")
+    named = [("base", base)] if base is not None else []
+    named.append(("merged" if base is not None else "model", str(after)))
+    return [_speaker(name, path, dtype) for name, path in named]
+
+
+def _speaker(name: str, path: str, dtype: str) -> Speaker:
+    folder = local_folder(path)
+    device = "cuda" if torch.cuda.is_available() else None
+    disable_progress_bar()
+    with terminal().phase(f"load {name}"):
+        model, tokenizer = (
+            load_model(folder, dtype=dtype, device_map=device),
+            load_tokenizer(folder),
+        )
+    forget_generation_defaults(model, tokenizer.pad_token_id)
+    return Speaker(name, model, tokenizer)
+
+
+def talk(
+    speakers: Sequence[Speaker], said: Iterable[str], most: int = 128, experts: bool = False
+) -> None:
+    """Answer each text with every model, on standard output.
+
+    Args:
+        speakers: who answers.
+        said: texts, or the commands of ``HELP``.
+        most: tokens of a reply.
+        experts: show the experts of each reply's last token without being asked.
+    """
+    console = Console(highlight=False)
+    for text in said:
+        if text.strip() == "/exit":
+            return
+        if text.strip() == "/reset":
+            for speaker in speakers:
+                speaker.reset()
+        elif text.strip() == "/experts":
+            console.print(experts_table(speakers), markup=False)
+        elif text.startswith("/"):
+            console.print(HELP, markup=False)
+        elif text.strip():
+            replies = {speaker.name: speaker.reply(text, most) for speaker in speakers}
+            console.print(beside(replies, sys.stdout.isatty()))
+            if experts:
+                console.print(experts_table(speakers))
+
+
+def beside(replies: dict[str, str], columns: bool) -> Any:
+    """Replies by name: next to each other, or one below the other where lines stay."""
+    if not columns:
+        return Text("\n".join(f"{name}: {reply.strip()}" for name, reply in replies.items()))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+    for name in replies:
+        table.add_column(name, ratio=1, overflow="fold")
+    table.add_row(*(Text(reply.strip()) for reply in replies.values()))
+    return table
+
+
+def experts_table(speakers: Sequence[Speaker]) -> Any:
+    """Experts of each model's last token, a row a layer: ``expert (weight)``."""
+    if not all(speaker.ids for speaker in speakers):
+        return Text("nothing was said yet")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("layer", justify="right")
+    found = []
+    for speaker in speakers:
+        token = speaker.tokenizer.decode([speaker.ids[-1]])
+        table.add_column(f"{speaker.name}: {token!r}")
+        found.append(speaker.last_experts())
+    for rows in zip(*found, strict=True):
+        cells = ["  ".join(f"{expert} ({weight:.2f})" for expert, weight in row) for _, row in rows]
+        table.add_row(str(rows[0][0]), *cells)
+    return table
+
+
+def typed() -> Iterator[str]:
+    """Lines of standard input; asked for on a terminal until its end."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    print(HELP)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

@@ -1,0 +1,34 @@
+"""Which logged values a terminal shows, in what order, and how each is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from moe_finetune.metrics.words import word
+
+_SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entropy")
+
+
+def ordered(keys: Iterable[str]) -> list[str]:
+    """Keys to show, in the order of the table."""
+    known = list(keys)
+    return [
+        key
+        for shown in _SHOWN
+        for key in known
+        if key == shown or (shown.endswith("/") and key.startswith(shown))
+    ]
+
+
+def name(key: str) -> str:
+    """What a logged value is called on a terminal."""
+    if key.startswith("losses/"):
+        return key.removeprefix("losses/").replace("_", " ")
+    plain = {"loss": "loss", "eval_loss": "validation loss", "routing/entropy": "entropy"}
+    return plain.get(key, word(key).name)
+
+
+def number(value: float) -> str:
+    """Four digits of it."""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,131 @@
+"""``moe-finetune init``: a recipe to start from, for a checkpoint and rows that the user has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_finetune.data.readers import SourceReader
+from moe_finetune.errors import DataError, RecipeError, did_you_mean
+from moe_finetune.evaluation.suites import load_suite
+from moe_finetune.io.atomic import refuse_existing, write_new
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.models import family_of
+from moe_finetune.models.loading import load_config
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.sections import DataSection
+from moe_finetune.recipe.tree import Tree
+
+SMALL = 1 << 20
+"""Hidden size x experts x MoE layers below which float32 costs nothing and is exact."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a starter recipe is made of.
+
+    Attributes:
+        checkpoint: folder or hub id.
+        data: rows to learn from: file, folder or hub id.
+        validation: rows to measure on, or None.
+        method: a preset's name.
+        suite: tasks to evaluate, or None.
+    """
+
+    checkpoint: str
+    data: str
+    validation: str | None = None
+    method: str = "orthogonal_variance"
+    suite: str | None = None
+
+
+def describe(checkpoint: str) -> tuple[str, Any, Any]:
+    """A sentence on what the checkpoint is, its family and its config.
+
+    Raises:
+        CheckpointError: no such checkpoint.
+        UnsupportedModelError: no family has its ``model_type``.
+    """
+    config = load_config(checkpoint)
+    family = family_of(config)
+    layers = family.moe_layers(config)
+    said = (
+        f"{family.title}: {len(layers)} MoE layers, {family.num_experts(config)} routed experts, "
+        f"{family.top_k(config)} a token, router {family.score}"
+    )
+    return said, family, config
+
+
+def starter(answers: Answers) -> str:
+    """The recipe as YAML with comments.
+
+    Raises:
+        RecipeError: an unknown method.
+        DataError: the rows cannot be read, or their layout is not known.
+    """
+    if answers.method not in PRESETS:
+        raise RecipeError(
+            f"--method {answers.method}: unknown{did_you_mean(answers.method, PRESETS)}"
+        )
+    said, family, config = describe(answers.checkpoint)
+    small = config.hidden_size * family.num_experts(config) * config.num_hidden_layers < SMALL
+    data: dict[str, Any] = {"train": answers.data}
+    if answers.validation is not None:
+        data["validation"] = answers.validation
+    data["max_length"] = 2048
+    lines = [
+        f"# {said}",
+        _section(model={"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"}),
+        f"# Should show: {PRESETS[answers.method].shows} ({PRESETS[answers.method].source}).",
+        _section(method=answers.method),
+        _section(lora={"rank": 16}, router={"train": "full"}),
+        f"# {answers.data}: {layout(answers.data)}. 'moe-finetune preview' shows what rows become.",
+        _section(data=data),
+        "# Any field of TRL's SFTConfig. 4 x 8 rows a step on one device.",
+        _section(
+            trainer={
+                "num_train_epochs": 1,
+                "learning_rate": 1e-4,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 8,
+                "seed": 42,
+            }
+        ),
+    ]
+    if answers.suite is not None:
+        lines.append(_section(evaluation={"suite": answers.suite}))
+    return "\n".join(lines)
+
+
+def layout(source: str) -> str:
+    """What the first row of ``source`` was found to be.
+
+    Raises:
+        DataError: it cannot be read, or its fields are not known.
+    """
+    reader = SourceReader.of(source, DataSection(train=source))
+    if next(iter(reader), None) is None:
+        raise DataError(f"{source} is empty; wanted at least one row")
+    return reader.former.detected
+
+
+def write_starter(answers: Answers, output: Path) -> None:
+    """Write the recipe to a new file, when a run would take it.
+
+    Raises:
+        OutputExistsError: there is such a file.
+        EvaluationError: an unknown suite.
+    """
+    refuse_existing(output)
+    text = starter(answers)
+    recipe = recipe_from_tree(Tree(yaml.safe_load(text)))
+    if recipe.evaluation is not None:
+        load_suite(recipe.evaluation.suite)
+    write_new(output, text)
+
+
+def _section(**values: Any) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,81 @@
+"""A recipe to start from: it loads, it fits the checkpoint, and nothing bad is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from moe_finetune import cli
+from moe_finetune.recipe.schema import load_recipe
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "in" / "my.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
+    return path
+
+
+def test_a_starter_is_a_recipe_for_the_checkpoint(tiny_checkpoint, rows, tmp_path, capsys):
+    base, output = tiny_checkpoint("deepseek_v2"), tmp_path / "my.yaml"
+    arguments = ["init", str(base), "--data", str(rows), "--method", "erc", "--suite", "gsm8k"]
+    assert cli.main([*arguments, "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("DeepSeek-V2") and "12 routed experts, 3 a token" in said
+    assert f"moe-finetune preview {output}" in said
+    recipe = load_recipe([output])
+    assert (recipe.model.path, recipe.model.dtype) == (str(base), "float32")
+    assert recipe.method.preset == "erc" and recipe.data.train == str(rows)
+    assert recipe.evaluation is not None and recipe.evaluation.suite == "gsm8k"
+    text = output.read_text()
+    assert "wrapped as 'Question: {question}" in text and "ERC table down to 0" in text
+    assert cli.main([*arguments, "--output", str(output)]) == 2
+    assert "exists; choose another --output" in capsys.readouterr().err
+    assert output.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoint": "./nowhere"}, "nowhere"),
+        ({"--data": "gone.jsonl"}, "there is no data file or folder gone.jsonl"),
+        ({"--data": "empty.jsonl"}, "empty.jsonl is empty"),
+        ({"--data": "odd.jsonl"}, "the row has ask"),
+        ({"--method": "ercc"}, "--method ercc: unknown; did you mean 'erc'"),
+        ({"--suite": "gsm9k"}, "unknown suite 'gsm9k'; did you mean 'gsm8k'"),
+        ({"--data": None}, "--data: required, since nobody can be asked here"),
+    ],
+)
+def test_wrong_answers_write_nothing(
+    tiny_checkpoint, rows, tmp_path, monkeypatch, capsys, changes, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "odd.jsonl").write_text('{"ask": "Why?"}\n')
+    given = {"checkpoint": str(tiny_checkpoint("olmoe")), "--data": str(rows)} | changes
+    base = given.pop("checkpoint")
+    options = [word for pair in given.items() if pair[1] is not None for word in pair]
+    assert cli.main(["init", base, *options, "--output", "r.yaml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "r.yaml").exists()
+
+
+def test_on_a_terminal_it_asks(tiny_checkpoint, rows, tmp_path, monkeypatch, capsys):
+    answers = {"Checkpoint": str(tiny_checkpoint("olmoe")), "Rows to learn": str(rows),
+               "Rows to measure": "", "Method": "dpp"}  # fmt: skip
+    asked = []
+
+    def prompt(text, **_):
+        asked.append(text)
+        return next(answer for start, answer in answers.items() if text.startswith(start))
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.prompt", prompt)
+    assert cli.main(["init", "--output", str(tmp_path / "r.yaml")]) == 0
+    assert len(asked) == 4 and "shows" not in asked
+    made = yaml.safe_load((tmp_path / "r.yaml").read_text())
+    assert made["method"] == "dpp" and "validation" not in made["data"]
+    assert "output cosine below aux_loss" in capsys.readouterr().out
