@@ -64,3 +64,20 @@ def _points(flat_N2: np.ndarray, experts_N: np.ndarray) -> list[list[float | int
         [round(float(x), 4), round(float(y), 4), int(expert)]
         for (x, y), expert in zip(flat_N2, experts_N, strict=True)
     ]
+
+
+def spread_between(points_N2: np.ndarray, groups_N: np.ndarray) -> float:
+    """Share of the points' spread that lies between their groups (eta squared); NaN without points.
+
+    Sum of squared distances of the group means from the common mean, over that of the points:
+    0 when the groups lie on one another, 1 when each is one point of its own.
+    """
+    if not len(points_N2):
+        return float("nan")
+    center = points_N2.mean(0)
+    total = float(((points_N2 - center) ** 2).sum())
+    between = 0.0
+    for group in np.unique(groups_N):
+        mine = points_N2[groups_N == group]
+        between += len(mine) * float(((mine.mean(0) - center) ** 2).sum())
+    return between / total if total else float("nan")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
 import numpy as np
 
 from moe_finetune.metrics.arrays import Array, MeanStd, chunks, floats, integers
@@ -37,3 +41,17 @@ def conditional_mean_rank(
         own = np.take_along_axis(of_token, chosen[:, None], axis=-1)
         ranks[part] = 1 + (of_token > own).sum(-1)
     return MeanStd(float(ranks.mean()), float(ranks.std()))
+
+
+def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:
+    """Share of repeated tokens that go to the most frequent expert of their token.
+
+    ``tokens`` and ``experts`` have an entry each for every place in a text. 1 when the token alone
+    decides; NaN when no token is repeated.
+    """
+    taken: dict[Hashable, Counter[int]] = {}
+    for token, expert in zip(tokens, experts, strict=True):
+        taken.setdefault(token, Counter())[expert] += 1
+    repeated = [count for count in taken.values() if count.total() > 1]
+    total = sum(count.total() for count in repeated)
+    return sum(max(count.values()) for count in repeated) / total if total else math.nan

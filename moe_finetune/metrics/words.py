@@ -27,7 +27,7 @@ WORDS: dict[str, Word] = {
         "MaxVio", "how far the busiest expert is above an even share; 0 is even", -1
     ),
     "load_entropy": Word("Load entropy", "nats; log(experts) when all are used evenly", 1),
-    "routing/entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "routing/entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
     "routing/entropy_share": Word(
         "Routing entropy, share", "of log(experts); 1 when every expert is equally likely", 0
     ),
@@ -39,7 +39,25 @@ WORDS: dict[str, Word] = {
     ),
     "mean_token_accuracy": Word("Token accuracy", "share of next tokens right", 1),
     "num_tokens": Word("Tokens seen", "since the start", 1),
-    "routing_entropy": Word("Routing entropy", "nats; low when the router is sure", 0),
+    "routing_entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
+    "score_entropy": Word(
+        "Score entropy",
+        "how undecided the router is about a single token: the mean entropy of its top-k scores in "
+        "nats, 0 when one expert has it all",
+        -1,
+    ),
+    "expert_entropy": Word(
+        "Expert entropy",
+        "how evenly the experts are used over all tokens: the entropy of their mean scores in "
+        "nats, log(experts) when all get the same",
+        1,
+    ),
+    "collision_entropy": Word(
+        "Collision entropy",
+        "how seldom two tokens meet in one expert: −log of the chance that two random ones do, in "
+        "nats, at most the expert entropy",
+        1,
+    ),
     "score_variance": Word(
         "Score variance", "variance of a token's expert scores; high when the router is sure", 1
     ),

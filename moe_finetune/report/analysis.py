@@ -254,7 +254,8 @@ def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, 
             if not len(here):
                 break
             first = here[chunk["seq"][here] == chunk["seq"][here[0]]][:PASSAGE]
-            experts = top_choice(chunk["ids"][first][:, place], chunk["weights"][first][:, place])
+            selected_TK = chunk["ids"][first][:, place]
+            experts = top_choice(selected_TK, chunk["weights"][first][:, place])
             texts = [tokenizer.decode([int(token)]) for token in chunk["token_ids"][first]]
             found.append(
                 {
@@ -262,6 +263,7 @@ def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, 
                     "domain": trace.info.domains[domain],
                     "tokens": texts,
                     "experts": np.asarray(experts).tolist(),
+                    "selected": selected_TK.tolist(),
                 }
             )
     return found

@@ -106,7 +106,8 @@ class Score:
 class Difference:
     """``run − baseline`` with its 95 % interval; ``verdict`` is better, worse, unclear or unknown.
 
-    ``unknown``: there is no interval, or one of the scores is missing. ``paired``: item by item.
+    ``unknown``: there is no interval, or one of the scores is missing. ``paired``: item by item;
+    ``other_items``: both have their items, and these are not the same.
     """
 
     value: float
@@ -115,6 +116,7 @@ class Difference:
     verdict: str
     is_share: bool
     paired: bool = False
+    other_items: bool = False
 
     def text(self) -> str:
         """Return the difference for people: percentage points for shares."""
@@ -161,7 +163,10 @@ def difference(baseline: Score, run: Score) -> Difference:
         half = Z * math.hypot(baseline.stderr, run.stderr)
         low, high = delta - half, delta + half
     verdict = "unknown" if math.isnan(low) else _verdict(delta, low <= 0 <= high, run)
-    return Difference(delta, low, high, verdict, is_share)
+    both = bool(baseline.items and run.items)
+    return Difference(
+        delta, low, high, verdict, is_share, other_items=both and not _same_prompts(baseline, run)
+    )
 
 
 def _verdict(delta: float, unclear: bool, run: Score) -> str:
@@ -176,15 +181,18 @@ def _pairs(baseline: Score, run: Score) -> tuple[np.ndarray, np.ndarray] | None:
     None where the items are not the same, or not the score's.
     """
     first, second = baseline.items, run.items
-    if not first or first.keys() != second.keys() or baseline.metric != run.metric:
-        return None
-    if any(first[key][0] != second[key][0] for key in first):
+    if not first or baseline.metric != run.metric or not _same_prompts(baseline, run):
         return None
     base_1N, run_1N = (np.array([[side[key][1] for key in first]]) for side in (first, second))
     # A corpus metric has no items' values, and a mean over groups of items is not theirs.
     delta, scale = run.value - baseline.value, max(1.0, abs(run.value))
     same = math.isclose(float((run_1N - base_1N).mean()), delta, rel_tol=0.0, abs_tol=1e-4 * scale)
     return (run_1N, base_1N) if same else None
+
+
+def _same_prompts(baseline: Score, run: Score) -> bool:
+    first, second = baseline.items, run.items
+    return first.keys() == second.keys() and all(first[k][0] == second[k][0] for k in first)
 
 
 def _float(value: Any) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_finetune.report.colors import RUNS
-from moe_finetune.report.markup import Markup, number, tag
+from moe_finetune.report.charts.frame import nth_color
+from moe_finetune.report.compare import Difference, Score, difference
+from moe_finetune.report.markup import Markup, breakable, number, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
 
@@ -20,7 +21,7 @@ def swatch(label: str, color: str, *, hollow: bool = False) -> Markup:
     """Return a name behind a dot of its colour."""
     kind = "dot hollow" if hollow else "dot"
     dot = tag("span", class_=kind, style=f"--c:{color}", aria_hidden="true")
-    return tag("span", dot, tag("span", label), class_="run-name")
+    return tag("span", dot, tag("span", breakable(label)), class_="run-name")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Snapshot:
         return swatch(self.label, self.color, hollow=self.before)
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """A run's routing by step: ``START`` before fine-tuning, ``END`` after it."""
+
+    shot: Snapshot
+    routings: dict[float, Routing]
+
+
+START, END = -1.0, math.inf
+
+
 @dataclass
 class Report:
     """The runs, and the notes that sections leave on what they could not show."""
@@ -46,6 +58,7 @@ class Report:
     runs: list[Run]
     title: str
     missing: list[tuple[str, str]] = field(default_factory=list)
+    _differences: dict[tuple[int, int], Difference] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Run | None:
@@ -57,7 +70,7 @@ class Report:
         if self.baseline is None:
             return "var(--run-1)"
         index = self.runs.index(run)
-        return f"var(--run-{1 + (index - 1) % (len(RUNS) - 1) if index else 0})"
+        return nth_color(index - 1) if index else "var(--run-0)"
 
     def swatch(self, run: Run) -> Markup:
         """Return the run's label behind a dot in its colour."""
@@ -80,6 +93,24 @@ class Report:
                 shots.append(Snapshot(f"After{name}", self.color(run), run.after, run.label))
         return shots
 
+    def timelines(self) -> list[Timeline]:
+        """Return the routing of each run over its training; of each snapshot where no run is."""
+        found = []
+        for run in self.runs:
+            ends = {START: run.before, **run.routing_steps, END: run.after}
+            known = {step: routing for step, routing in ends.items() if routing is not None}
+            if known:
+                shot = Snapshot(run.label, self.color(run), list(known.values())[-1], run.label)
+                found.append(Timeline(shot, known))
+        return found or [Timeline(shot, {END: shot.routing}) for shot in self.snapshots()]
+
+    def difference(self, baseline: Score, score: Score) -> Difference:
+        """Return what :func:`difference` finds, which resamples, once for the page."""
+        pair = id(baseline), id(score)
+        if pair not in self._differences:
+            self._differences[pair] = difference(baseline, score)
+        return self._differences[pair]
+
     def lacks(self, what: str, remedy: str) -> None:
         """Note what is not shown, and what would bring it."""
         if (what, remedy) not in self.missing:
@@ -89,6 +120,11 @@ class Report:
 def _all_equal(routings: list[Routing]) -> bool:
     first = routings[0] if routings else None
     return all(first is not None and np.array_equal(first.load_LE, r.load_LE) for r in routings)
+
+
+def differ(runs: Sequence[Run], value: Callable[[Run], Hashable | None]) -> bool:
+    """Tell whether the runs that have this value have different ones."""
+    return len({found for run in runs if (found := value(run)) is not None}) > 1
 
 
 def listed(shots: Sequence[Snapshot], values: Sequence[float], digits: int = 3) -> str:
@@ -141,6 +177,12 @@ def group(title: str, *content: object, intro: str | None = None) -> Markup:
     )
 
 
+def folded(title: str, *content: Markup | None) -> Markup | None:
+    """Return content that a click unfolds; None without any."""
+    shown = [part for part in content if part]
+    return tag("details", tag("summary", title), *shown) if shown else None
+
+
 def table(
     caption: str,
     columns: list[object],
@@ -183,7 +225,7 @@ def table(
         body.append(tag("tr", cells, class_=row_classes[r] if row_classes else None))
     grid = tag(
         "table",
-        tag("caption", caption),
+        tag("caption", tag("span", caption)),
         tag("thead", tag("tr", head)),
         tag("tbody", body),
         class_="sortable" if sortable else None,

@@ -50,6 +50,11 @@ def join(parts: Iterable[Any]) -> Markup:
     return Markup("".join(escape(p) for p in parts))
 
 
+def breakable(name: str) -> Markup:
+    """Return a name such as orthogonal_variance that may break after an underscore."""
+    return Markup(escape(name).replace("_", "_<wbr>"))
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether ``value`` is an int or float (NaN included, bool excluded)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -28,9 +28,103 @@
     return String(Number(value.toPrecision(4))).replace("-", "−");
   };
 
+  // Heat maps: values come as 16-bit levels, a frame after the other, and are painted a pixel a cell.
+  const maps = new Map();
+  function heatMap(svg) {
+    if (maps.has(svg)) return maps.get(svg);
+    const map = JSON.parse(svg.dataset.cells);
+    const bytes = Uint8Array.from(atob(map.levels), (c) => c.charCodeAt(0)), levels = new DataView(bytes.buffer);
+    const wide = map.columns.length, tall = map.rows.length;
+    let frame = map.picks.at(-1);
+    map.value = (row, column) => {
+      const level = levels.getUint16(2 * ((frame * tall + row) * wide + column), true);
+      return level === 65535 ? null : map.low + level / 65534 * (map.high - map.low);
+    };
+    map.paint = (place) => {
+      frame = map.picks.at(place);
+      const canvas = document.createElement("canvas"), colors = palette(map.map);
+      canvas.width = wide;
+      canvas.height = tall;
+      const context = canvas.getContext("2d"), picture = context.createImageData(wide, tall);
+      for (let cell = 0; cell < wide * tall; cell++) {
+        const value = map.value(Math.floor(cell / wide), cell % wide);
+        if (value === null) continue;
+        const share = (value - map.limits[0]) / (map.limits[1] - map.limits[0]);
+        const level = Math.round(255 * Math.min(1, Math.max(0, share)));
+        picture.data.set(colors.subarray(4 * level, 4 * level + 4), 4 * cell);
+      }
+      context.putImageData(picture, 0, 0);
+      svg.querySelector("image").setAttribute("href", canvas.toDataURL());
+      const note = svg.closest(".panel")?.querySelector(".note");
+      if (note && map.notes.length) note.textContent = map.notes.at(place);
+    };
+    maps.set(svg, map);
+    return map;
+  }
+
+  const palettes = {};
+  // The 256 colours of one of the stylesheet's gradients.
+  function palette(name) {
+    if (palettes[name]) return palettes[name];
+    const stops = getComputedStyle(root).getPropertyValue("--" + name).match(/#\w+|rgb\([^)]*\)/g);
+    const canvas = document.createElement("canvas");
+    canvas.width = 256;
+    canvas.height = 1;
+    const context = canvas.getContext("2d"), gradient = context.createLinearGradient(0, 0, 256, 0);
+    stops.forEach((color, i) => gradient.addColorStop(i / (stops.length - 1), color));
+    context.fillStyle = gradient;
+    context.fillRect(0, 0, 256, 1);
+    return palettes[name] = context.getImageData(0, 0, 256, 1).data;
+  }
+
+  function setUpMaps() {
+    for (const svg of document.querySelectorAll("svg[data-cells]")) heatMap(svg).paint(-1);
+    for (const slider of document.querySelectorAll(".slider")) {
+      const bar = slider.querySelector("input"), told = slider.querySelector("output"), play = slider.querySelector("button");
+      const places = bar.dataset.places.split("\n"), figure = slider.closest("figure");
+      const show = () => {
+        told.textContent = places[bar.value];
+        bar.setAttribute("aria-valuetext", places[bar.value]);
+        figure.querySelectorAll("svg[data-cells]").forEach((svg) => heatMap(svg).paint(Number(bar.value)));
+      };
+      let timer = null;
+      const stop = () => { clearInterval(timer); timer = null; play.textContent = "Play"; };
+      bar.addEventListener("input", () => { stop(); show(); });
+      play.addEventListener("click", () => {
+        if (timer) { stop(); return; }
+        if (bar.value === bar.max) bar.value = 0;
+        show();
+        play.textContent = "Pause";
+        timer = setInterval(() => {
+          bar.value = Number(bar.value) + 1;
+          show();
+          if (bar.value === bar.max) stop();
+        }, 700);
+      });
+    }
+  }
+
+  function setUpFilters() {
+    for (const box of document.querySelectorAll(".filtered")) {
+      const text = box.querySelector(".filter-text"), expert = box.querySelector(".filter-expert");
+      const rows = [...box.querySelectorAll("tbody tr")], told = box.querySelector(".filters output");
+      const taken = rows.map((row) => [...row.cells].slice(2).flatMap((cell) => cell.textContent.replace(/\(\d+\)/g, "").match(/\d+/g) ?? []));
+      const show = () => {
+        const wanted = text.value.toLowerCase();
+        rows.forEach((row, i) => {
+          row.hidden = !row.cells[0].dataset.key.toLowerCase().includes(wanted) || Boolean(expert.value) && !taken[i].includes(expert.value);
+        });
+        told.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} tokens`;
+      };
+      text.addEventListener("input", show);
+      expert.addEventListener("change", show);
+    }
+  }
+
   function setUpTips() {
     const tip = document.getElementById("tip");
-    const hide = () => { tip.style.visibility = "hidden"; tip.textContent = ""; };
+    let follow = null; // puts the tip of a focused chart back in its place when the page scrolls
+    const hide = () => { follow = null; tip.style.visibility = "hidden"; tip.textContent = ""; };
     const show = (text, x, y) => {
       tip.textContent = text;
       const left = x + 16 + tip.offsetWidth > innerWidth ? x - 12 - tip.offsetWidth : x + 16;
@@ -76,19 +170,14 @@
         };
       },
       cells: (svg) => {
-        const data = JSON.parse(svg.dataset.cells);
-        const bytes = Uint8Array.from(atob(data.levels), (c) => c.charCodeAt(0));
-        const levels = new DataView(bytes.buffer);
-        const wide = data.columns.length, tall = data.rows.length;
+        const map = heatMap(svg), wide = map.columns.length, tall = map.rows.length;
         let row = 0, column = 0;
         const tell = () => {
           draw(svg, "frame", {
             x: 100 * column / wide + "%", y: 100 * row / tall + "%",
             width: 100 / wide + "%", height: 100 / tall + "%",
           });
-          const level = levels.getUint16(2 * (row * wide + column), true);
-          const value = level === 65535 ? null : data.low + level / 65534 * (data.high - data.low);
-          return `${data.rowName} ${data.rows[row]}, ${data.columnName} ${data.columns[column]}\n${format(value)} ${data.unit}`;
+          return `${map.rowName} ${map.rows[row]}, ${map.columnName} ${map.columns[column]}\n${format(map.value(row, column))} ${map.unit}`;
         };
         const within = (value, count) => Math.min(count - 1, Math.max(0, value));
         return {
@@ -108,11 +197,8 @@
       if (!kind) continue;
       let reader = null;
       const read = () => (reader ??= readers[kind](svg));
-      const area = () => {
-        // the drawn area is the SVG itself; labels overflow into its margin
-        const box = svg.getBoundingClientRect();
-        return box;
-      };
+      // the drawn area is the SVG itself; labels overflow into its margin
+      const area = () => svg.getBoundingClientRect();
       svg.addEventListener("pointermove", (event) => {
         const box = area();
         const x = (event.clientX - box.left) / box.width, y = (event.clientY - box.top) / box.height;
@@ -126,8 +212,9 @@
         if (event.key === "Escape") { hide(); erase(svg); }
         if (!step || (kind === "lines" && step[1])) return;
         event.preventDefault();
-        const text = read().move(...step), [x, y] = read().place(), box = area();
-        show(text, box.left + x * box.width, box.top + y * box.height);
+        const text = read().move(...step), [x, y] = read().place();
+        follow = () => { const box = area(); show(text, box.left + x * box.width, box.top + y * box.height); };
+        follow();
       });
     }
     document.addEventListener("pointerover", (event) => {
@@ -135,7 +222,7 @@
       if (target) show(target.dataset.tip, event.clientX, event.clientY);
     });
     document.addEventListener("pointerout", (event) => { if (event.target.closest("[data-tip]")) hide(); });
-    document.addEventListener("scroll", hide, { passive: true });
+    document.addEventListener("scroll", () => (follow ?? hide)(), { passive: true });
   }
 
   function setUpTables() {
@@ -187,6 +274,8 @@
 
   document.addEventListener("DOMContentLoaded", () => {
     setUpTheme();
+    setUpMaps();
+    setUpFilters();
     setUpTips();
     setUpTables();
     setUpCopying();

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from moe_finetune.errors import DataError, DiskSpaceError, OutputExistsError
 from moe_finetune.io import output_lock, write_atomic
-from moe_finetune.report.colors import css_variables
 from moe_finetune.report.context import Report, Section
-from moe_finetune.report.markup import Markup, escape, join, tag
+from moe_finetune.report.markup import Markup, breakable, join, tag
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections import SECTIONS
 
 log = logging.getLogger(__name__)
-LARGE = 6_000_000  # bytes
+LARGE = 2_000_000  # bytes
 
 
 def write_report(
@@ -55,7 +54,7 @@ def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
     """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
     rendered = [(section, section.render(report)) for section in sections]
     shown = [(section, content) for section, content in rendered if content]
-    style = Markup(css_variables() + _asset("page.css"))
+    style = Markup(_asset("page.css"))
     script = Markup(_asset("page.js"))
     # nothing but this very script runs, and nothing is loaded from anywhere
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -100,10 +99,8 @@ def _header(report: Report) -> Markup:
     toggle = tag(
         "button", "Theme", type="button", id="theme", aria_label="Switch between light and dark"
     )
-    # names such as orthogonal_variance may break after an underscore, not inside a word
-    title = Markup(escape(report.title).replace("_", "_<wbr>"))
     eyebrow = tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow")
-    return tag("header", eyebrow, toggle, tag("h1", title))
+    return tag("header", eyebrow, toggle, tag("h1", breakable(report.title)))
 
 
 def _menu(sections: list[Section]) -> Markup:

@@ -91,11 +91,16 @@ class Routing:
         """Experts selected per token, if the snapshot says so."""
         return self.data.get("top_k")
 
-    def relative_load_LE(self, load_LE: np.ndarray | None = None) -> np.ndarray:
+    @property
+    def measured_on(self) -> tuple[object, ...]:
+        """What tells one sample of tokens from another: how many, and those of its passages."""
+        passages = self.data.get("colored_text") or []
+        return (self.data.get("tokens"), *(t for text in passages for t in text.get("tokens", ())))
+
+    def relative_load_LE(self) -> np.ndarray:
         """Return each expert's load as a multiple of an even share; NaN in a layer without any."""
-        load_LE = self.load_LE if load_LE is None else load_LE
         with np.errstate(invalid="ignore", divide="ignore"):
-            return load_LE / load_LE.mean(1, keepdims=True)
+            return self.load_LE / self.load_LE.mean(1, keepdims=True)
 
     def matrix(self, key: str) -> np.ndarray | None:
         """Return an optional layers x experts matrix.

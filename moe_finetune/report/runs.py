@@ -48,6 +48,7 @@ class Run:
     last_values: dict[str, Any]  # logged values that are not numbers: the last of each
     before: Routing | None
     after: Routing | None
+    routing_steps: dict[float, Routing]  # at each evaluation
     scores: dict[str, Score]
     base_scores: dict[str, Score]
     evaluation: dict[str, Any]  # results.json without its scores: backend, checkpoint, ...
@@ -138,6 +139,7 @@ def read_run(folder: Path, label: str) -> Run:
         last_values=last_values,
         before=_read_routing(folder / "routing" / "before.json"),
         after=_read_routing(folder / "routing" / "after.json"),
+        routing_steps=_read_steps(folder / "routing" / "steps.jsonl"),
         scores=_scores(results, folder / "eval" / "results.json"),
         base_scores=_scores(base, folder / "eval_base" / "results.json"),
         evaluation={k: v for k, v in results.items() if k != "tasks"},
@@ -173,25 +175,36 @@ def _read_routing(path: Path) -> Routing | None:
     return Routing.parse(data, path) if data else None
 
 
+def _read_steps(path: Path) -> dict[float, Routing]:
+    if not path.exists():
+        return {}
+    records = [_record(line, where) for line, where in _lines(path)]
+    return {step: Routing.parse(record, path) for record, step in records}
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    lines = enumerate(_read_text(path).splitlines(), start=1)
+    return [(line, f"{path}:{number}") for number, line in lines if line.strip()]
+
+
 def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
     """Read ``metrics.jsonl``: numbers become curves by name, the rest is kept by its last value."""
     points: dict[str, dict[float, float]] = {}
     others: dict[str, Any] = {}
     if path.exists():
-        for index, line in enumerate(_read_text(path).splitlines(), start=1):
-            if line.strip():
-                record, step = _record(line, f"{path}:{index}")
-                kind = record.get("kind", "train")
-                for key, value in record.items():
-                    if key in AXES:
-                        continue
-                    name = key if kind in ("train", "eval") else f"{kind}/{key}"
-                    if value is None:
-                        value = math.nan
-                    if is_number(value):
-                        points.setdefault(name, {})[step] = float(value)
-                    else:
-                        others[name] = value
+        for line, where in _lines(path):
+            record, step = _record(line, where)
+            kind = record.get("kind", "train")
+            for key, value in record.items():
+                if key in AXES:
+                    continue
+                name = key if kind in ("train", "eval") else f"{kind}/{key}"
+                if value is None:
+                    value = math.nan
+                if is_number(value):
+                    points.setdefault(name, {})[step] = float(value)
+                else:
+                    others[name] = value
     curves = {}
     for name, by_step in points.items():
         steps = sorted(by_step)

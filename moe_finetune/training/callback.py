@@ -14,6 +14,7 @@ that a resume reads them from the path it is given), back with the best model, a
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
-from moe_finetune.training.sample import evaluation_metrics
+from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
@@ -66,6 +67,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     Attributes:
         specialization: the method at work, from the beginning of training on.
         run_metadata: what adapters in checkpoints say of the run, beside what the method knows.
+        routing_file: gets a line of JSON at every evaluation: who routed where, by step.
 
     Raises:
         RecipeError: an unknown preset, term or option.
@@ -86,6 +88,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self.kernel: Kernel = kernel
         self.specialization: Specialization | None = None
         self.run_metadata: dict[str, Any] = {}
+        self.routing_file: Path | None = None
         self._window = AccumulationWindow()
 
     def attach(self, trainer: Trainer) -> SpecializationCallback:
@@ -157,7 +160,13 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             or eval_dataloader is None
         ):
             return
-        values = evaluation_metrics(self.specialization.recorder, eval_dataloader)
+        sample = evaluation_sample(self.specialization.recorder, eval_dataloader)
+        if self.routing_file is not None and ranks.rank() == 0:
+            row = {"step": state.global_step, **sample.routing()}
+            self.routing_file.parent.mkdir(exist_ok=True)
+            with self.routing_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        values = evaluation_metrics(sample)
         if self._window.trainer is not None:
             self._window.trainer.log(values)
         else:

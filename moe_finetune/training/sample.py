@@ -20,6 +20,7 @@ from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
     coherence_barrier,
+    conditional_activation,
     coupling_mass,
     gram_cosine,
     max_violation,
@@ -162,6 +163,30 @@ class Sample:
             for below, above in pairwise(self.layers)
         ]
 
+    def routing(self) -> dict[str, Any]:
+        """Load of every layer, and the path from the middle layer to the next, for JSON.
+
+        ``conditional_activation`` has the two layers and the matrix ``(E, E)`` of
+        :func:`~moe_finetune.metrics.conditional_activation`; it is absent where no layer follows.
+        """
+        found: dict[str, Any] = {
+            "layers": self.layers,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "tokens": len(self.rows("index", self.layers[0])),
+            "load": [self.load_E(layer).tolist() for layer in self.layers],
+        }
+        if self.middle != self.layers[-1]:
+            above = self.layers[self.layers.index(self.middle) + 1]
+            matrix_EE = conditional_activation(
+                self.rows("index", self.middle), self.rows("index", above), self.num_experts
+            )
+            found["conditional_activation"] = {
+                "layers": [self.middle, above],
+                "matrix": np.asarray(matrix_EE).round(4).tolist(),
+            }
+        return found
+
     def coherence(self) -> dict[str, Any] | None:
         """Mutual coherence of the selected experts' outputs per layer; None for one expert."""
         if self.top_k == 1:
@@ -186,13 +211,11 @@ def sampling(recorder: Recorder, sample: Sample) -> Iterator[None]:
         recorder.observers, recorder.needs, recorder.observe = before
 
 
-def evaluation_metrics(
-    recorder: Recorder, batches: Iterable[Mapping[str, Any]]
-) -> dict[str, float]:
-    """Metrics that need vectors, on the first batches of an evaluation: ``eval_routing/<name>``.
+def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) -> Sample:
+    """Routing of the first batches of an evaluation, of this rank's share of the data.
 
-    Means over layers, of this rank's share of the data. Every rank must call: with a sharded model
-    each takes part in the others' forwards, which is why batches are counted and not tokens.
+    Every rank must call: with a sharded model each takes part in the others' forwards, which is why
+    batches are counted and not tokens.
     """
     from moe_finetune.moe.layers import model_facts
 
@@ -213,6 +236,11 @@ def evaluation_metrics(
                     break
     finally:
         model.train(was_training)
+    return sample
+
+
+def evaluation_metrics(sample: Sample) -> dict[str, float]:
+    """Metrics that need vectors, means over layers: ``eval_routing/<name>``."""
     found = sample.metrics()
     found["coupling_mass"] = list(sample.coupling())
     coherence = sample.coherence()

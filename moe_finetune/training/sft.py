@@ -25,6 +25,7 @@ from moe_finetune.training.zero3 import set_leaf_blocks
 
 _Trainer: Any = object
 METRICS_FILE = "metrics.jsonl"
+ROUTING_FILE = Path("routing") / "steps.jsonl"
 RECIPE_FILE = "recipe.yaml"
 LOGS_OF_A_SHORT_RUN = 10
 
@@ -125,7 +126,8 @@ class RunLog(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
-            drop_after(self.path, state.global_step)
+            for path in (self.path, self.path.parent / ROUTING_FILE):
+                drop_after(path, state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.logging_strategy == "no":
@@ -155,7 +157,7 @@ class RunLog(TrainerCallback):
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Forget rows of ``metrics.jsonl`` past ``step``: a resumed run writes them again."""
+    """Forget rows of a run's log past ``step``: a resumed run writes them again."""
     if not path.exists():
         return
     kept = []
@@ -164,7 +166,7 @@ def drop_after(path: Path, step: int) -> None:
             row = json.loads(line)
         except json.JSONDecodeError:
             break  # the last line of a killed run
-        if row["step"] <= step and row["kind"] != "end":
+        if row["step"] <= step and row.get("kind") != "end":
             kept.append(line)
     write_atomic(path, "".join(line + "\n" for line in kept))
 
@@ -221,6 +223,7 @@ def build_trainer(
         dropout=recipe.lora.dropout if recipe.lora else 0.0,
         kernel=recipe.model.experts_kernel,
     )
+    callback.routing_file = output / ROUTING_FILE
     stage = STAGES[recipe.stage]
     trainer = trainer_of(stage)(
         model=model,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from moe_finetune.io import write_atomic
-from moe_finetune.metrics import conditional_activation
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
@@ -99,11 +98,7 @@ def take_snapshot(
 def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:
     layers, middle = sample.layers, sample.middle
     found: dict[str, Any] = {
-        "layers": layers,
-        "num_experts": sample.num_experts,
-        "top_k": sample.top_k,
-        "tokens": len(sample.rows("index", layers[0])),
-        "load": [sample.load_E(layer).tolist() for layer in layers],
+        **sample.routing(),
         "mean_probability": [
             sample.rows("probabilities", layer).mean(0).round(6).tolist() for layer in layers
         ],
@@ -117,16 +112,6 @@ def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, A
     if sample.gate_rows_EDH is not None:
         experts = gate_experts(sample.num_experts)
         found["gate_rows_tsne"] = gate_row_points(middle, sample.gate_rows_EDH, experts)
-    place = layers.index(middle)
-    if place + 1 < len(layers):
-        above = layers[place + 1]
-        table = conditional_activation(
-            sample.rows("index", middle), sample.rows("index", above), sample.num_experts
-        )
-        found["conditional_activation"] = {
-            "layers": [middle, above],
-            "matrix": np.asarray(table).round(4).tolist(),
-        }
     domain_T = np.repeat([row["domain"] for row in rows], [len(row["input_ids"]) for row in rows])
     names = list(dict.fromkeys(row["domain"] for row in rows))
     if len(names) > 1:
@@ -149,8 +134,8 @@ def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
 def _passages(
     sample: Sample, rows: list[Example], tokenizer: Any, names: list[str]
 ) -> list[dict[str, Any]]:
-    """The start of each domain's first example, with the top expert of the middle layer."""
-    top_T = sample.top_T(sample.middle)
+    """The start of each domain's first example: top expert and all selected, middle layer."""
+    top_T, index_TK = sample.top_T(sample.middle), sample.rows("index", sample.middle)
     starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     found = []
     for name in names[:PASSAGES]:
@@ -163,6 +148,7 @@ def _passages(
                 "domain": name,
                 "tokens": [tokenizer.decode([int(token)]) for token in ids],
                 "experts": top_T[first : first + len(ids)].tolist(),
+                "selected": index_TK[first : first + len(ids)].tolist(),
             }
         )
     return found

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.context import Report, Section, Snapshot, figure, table
 from moe_finetune.report.markup import Markup, join
 from moe_finetune.report.routing import Routing
-from moe_finetune.report.sections.load import frequencies, load
+from moe_finetune.report.sections.load import frequencies, load, load_title
 from moe_finetune.report.sections.specialization import SPECIALIZATION
 from moe_finetune.upcycle.results import Arm
 from moe_finetune.upcycle.tables import Table
@@ -48,16 +49,17 @@ def render(
     """
     from moe_finetune.report.page import render_page
 
-    colors = {arm.name: f"var(--run-{i % 8})" for i, arm in enumerate(arms)}
+    colors = {arm.name: nth_color(i - 1) if i else "var(--run-0)" for i, arm in enumerate(arms)}
     shots = [_shot(arm, colors[arm.name], list(clusters)) for arm in arms if arm.routed]
+    report = ArmsReport([], title, shots=shots)
     sections = [
         Section("tables", "Tables", lambda _: join(map(_table, held))),
         Section("measures", "Measures on test", lambda _: _measures(arms, colors)),
-        Section("selection", "Selection frequency", lambda _: _selection(shots)),
+        Section("selection", "Selection frequency", _selection),
         SPECIALIZATION,
         Section("clusters", "Clusters", lambda _: _clusters(clusters)),
     ]
-    return render_page(ArmsReport([], title, shots=shots), sections)
+    return render_page(report, sections)
 
 
 def _table(held: Table) -> Markup:
@@ -85,8 +87,11 @@ def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
     return join(charts)
 
 
-def _selection(shots: list[Snapshot]) -> Markup | None:
-    return join([load(shots), frequencies(shots)]) if shots else None
+def _selection(report: Report) -> Markup | None:
+    shots = report.snapshots()
+    return (
+        join([load(report.timelines(), load_title(shots)), frequencies(shots)]) if shots else None
+    )
 
 
 def _clusters(clusters: dict[str, int]) -> Markup:

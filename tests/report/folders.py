@@ -96,6 +96,9 @@ def routing(
             {
                 "tokens": [f"{w} " for w in words * 4],
                 "experts": rng.choice(experts, size=4 * len(words), p=probs_LE[0]).tolist(),
+                "selected": rng.permuted(np.tile(np.arange(experts), (4 * len(words), 1)), axis=1)[
+                    :, :top_k
+                ].tolist(),
                 "layer": 2,
             }
         ],
@@ -224,6 +227,12 @@ def write_run(
         ("eval/results.json", results(rng, lift)),
     ):
         (folder / name).write_text(json.dumps(data))
+    held = ("layers", "num_experts", "top_k", "tokens", "load", "conditional_activation")
+    lines = []
+    for step in (steps // 3, 2 * steps // 3, steps):
+        found = routing(rng, layers=layers, experts=experts, evenness=evenness)
+        lines.append(json.dumps({"step": step, **{key: found[key] for key in held}}) + "\n")
+    (folder / "routing" / "steps.jsonl").write_text("".join(lines))
     if base:
         data = results(np.random.default_rng(99), 0.0)
         (folder / "eval_base" / "results.json").write_text(json.dumps(data))

@@ -18,7 +18,7 @@ from moe_finetune.metrics.experts import separation
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import DataSection, LoraSection
-from moe_finetune.training.sample import Sample, evaluation_metrics
+from moe_finetune.training.sample import Sample, evaluation_metrics, evaluation_sample
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny
 
@@ -201,6 +201,7 @@ def test_evaluations_measure_what_needs_vectors(tmp_path, attached):
                          processing_class=tiny.tokenizer(), callbacks=[callback])  # fmt: skip
     if attached:
         callback.attach(trainer)
+    callback.routing_file = tmp_path / "routing" / "steps.jsonl"
     trainer.train()
     history = trainer.state.log_history
     found = [row for row in history if "eval_routing/expert_overlap" in row]
@@ -210,8 +211,12 @@ def test_evaluations_measure_what_needs_vectors(tmp_path, attached):
     made.eval()
     recorder = Recorder(made)
     with recorder:
-        again = evaluation_metrics(recorder, trainer.get_eval_dataloader())
+        sample = evaluation_sample(recorder, trainer.get_eval_dataloader())
         assert recorder.observers == [] and recorder.observe == "train"
+    again = evaluation_metrics(sample)
+    lines = [json.loads(line) for line in callback.routing_file.read_text().splitlines()]
+    assert [line.pop("step") for line in lines] == [1, 2]
+    assert lines[1] == sample.routing()
     for name, value in again.items():
         assert found[1][name] == pytest.approx(value, rel=1e-5), name
     assert {"eval_routing/silhouette", "eval_routing/mutual_coherence",
@@ -223,5 +228,5 @@ def test_measuring_draws_nothing_that_training_would(model):
     recorder = Recorder(model)
     with recorder:
         before = torch.get_rng_state()
-        evaluation_metrics(recorder, loader)
+        evaluation_sample(recorder, loader)
         assert torch.equal(torch.get_rng_state(), before)

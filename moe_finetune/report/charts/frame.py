@@ -30,9 +30,10 @@ class Scale:
         low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
         if zero:
             low, high = min(low, 0.0), max(high, 0.0)
-        if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-            room = abs(low) * 0.1 or 1.0
-            low, high = low - room, high + room
+        size = max(abs(low), abs(high))
+        if high - low <= 0.01 * size or not size:  # noise must not fill the frame
+            middle, room = (low + high) / 2, 0.05 * size or 1.0
+            low, high = middle - room, middle + room
         step = _round_step((high - low) / count)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         ticks = tuple(i * step for i in range(first, last + 1))
@@ -55,6 +56,11 @@ class Scale:
 def _round_step(rough: float, round_numbers: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in round_numbers if m * power >= rough * (1 - 1e-9))
+
+
+def nth_color(rank: int) -> str:
+    """Return the page's colour of what comes at this place, from 0; there are six."""
+    return f"var(--run-{1 + rank % 6})"
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""Matrices as heat maps: one pixel a cell in a tiny PNG, labels and hover values around it."""
+"""Matrices as heat maps: the page's script paints the cells and reads them out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_finetune.report.charts.frame import percent
-from moe_finetune.report.colors import diverging, sequential
 from moe_finetune.report.markup import Markup, number, tag
-from moe_finetune.report.png import data_uri, indexed_png
 
-HOVER_CELLS = 20_000  # larger matrices come without hover values, for the page's size
 MISSING = 65535
+MOST_CELLS = 100_000
+"""Cells of all frames of one figure: 16 bits each, in base64."""
 
 
 def heat_map(
     title: str,
     description: str,
-    matrix_RC: np.ndarray,
+    frames_FRC: np.ndarray,
     *,
     rows: Sequence[str],
     columns: Sequence[str],
@@ -29,30 +28,26 @@ def heat_map(
     limits: tuple[float, float],
     unit: str = "",
     differences: bool = False,
+    picks: Sequence[int] = (),
+    notes: Sequence[str] = (),
 ) -> Markup:
     """Return a heat map; missing values (NaN) are left as holes.
 
     Args:
-        matrix_RC: the values.
+        title, description: what it is and what it shows, for those who cannot see it.
+        frames_FRC: one matrix, or one a frame of the figure's slider, the last shown first.
         rows, columns: a label for each row and column.
         row_name, column_name: what rows and columns are, for axes and hover.
         limits: the values at the ends of the colour map; beyond them the colour stays.
         unit: said after a value on hover.
         differences: use the diverging map; ``limits`` are then symmetric.
+        picks: the frame at each place of the slider.
+        notes: what the panel's head says at each place of the slider.
     """
-    low, high = limits
-    scaled_RC = np.clip((matrix_RC - low) / max(high - low, 1e-300), 0, 1)
-    known_RC = np.isfinite(scaled_RC)
-    # level 0 is transparent: a hole
-    levels_RC = np.where(known_RC, 1 + np.round(np.nan_to_num(scaled_RC) * 254), 0).astype(np.uint8)
-    colors = diverging(255) if differences else sequential(255)
-    picture = data_uri(indexed_png(levels_RC, [(0, 0, 0, 0), *colors]))
-
-    height, left = _height(*matrix_RC.shape), 10 + round(6.6 * max(map(len, rows)))
-    marks: list[Markup] = [
-        tag("image", href=picture, width="100%", height="100%", preserveAspectRatio="none")
-    ]
-    marks += _grid(*matrix_RC.shape)
+    frames_FRC = np.asarray(frames_FRC, float).reshape(-1, len(rows), len(columns))
+    height, left = _height(len(rows), len(columns)), 10 + round(6.6 * max(map(len, rows)))
+    marks: list[Markup] = [tag("image", width="100%", height="100%", preserveAspectRatio="none")]
+    marks += _grid(len(rows), len(columns))
     for i in _labelled(len(rows), max(1, height // 14)):
         at = percent((i + 0.5) / len(rows))
         marks.append(tag("text", rows[i], x="0", y=at, dx="-6", dy=".33em", class_="tick end"))
@@ -61,6 +56,18 @@ def heat_map(
         marks.append(tag("text", columns[i], x=at, y="100%", dy="15", class_="tick middle"))
     marks.append(tag("text", column_name, x="50%", y="100%", dy="31", class_="label middle"))
     marks.append(tag("text", row_name, x="0", y="0", dx=str(-left + 4), dy="-7", class_="label"))
+    cells = {
+        "rows": list(rows),
+        "columns": list(columns),
+        "rowName": row_name,
+        "columnName": column_name,
+        "unit": unit,
+        "limits": limits,
+        "map": "diverging" if differences else "sequential",
+        "picks": list(picks) or [len(frames_FRC) - 1],
+        "notes": list(notes),
+        **_levels(frames_FRC),
+    }
     return tag(
         "svg",
         tag("title", title),
@@ -70,8 +77,18 @@ def heat_map(
         role="img",
         tabindex="0",
         style=f"--left:{left}px;--bottom:37px;--top:20px;height:{height}px",
-        data_cells=_hover(matrix_RC, rows, columns, row_name, column_name, unit),
+        data_cells=json.dumps(cells, separators=(",", ":"), ensure_ascii=False),
     )
+
+
+def _levels(frames_FRC: np.ndarray) -> dict[str, float | str]:
+    """The values as 16-bit levels between the least and the greatest of them."""
+    known_FRC = np.isfinite(frames_FRC)
+    low, high = (float(end(frames_FRC[known_FRC], initial=0.0)) for end in (np.min, np.max))
+    share_FRC = np.nan_to_num((frames_FRC - low) / (high - low or 1.0), posinf=0, neginf=0)
+    levels_FRC = np.where(known_FRC, np.round(share_FRC * (MISSING - 1)), MISSING)
+    data = base64.b64encode(levels_FRC.astype("<u2").tobytes()).decode()
+    return {"low": low, "high": high, "levels": data}
 
 
 def _height(rows: int, columns: int) -> int:
@@ -94,34 +111,6 @@ def _labelled(count: int, most: int) -> range:
     """Return which of ``count`` rows get a label, at most ``most`` of them, evenly."""
     step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, 128, 256, 1024) if count / s <= most)
     return range(0, count, step)
-
-
-def _hover(
-    matrix_RC: np.ndarray,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    row_name: str,
-    column_name: str,
-    unit: str,
-) -> str | None:
-    """Return the cells as 16-bit levels between the least and the greatest value."""
-    finite = matrix_RC[np.isfinite(matrix_RC)]
-    if matrix_RC.size > HOVER_CELLS or not finite.size:
-        return None
-    low, high = float(finite.min()), float(finite.max())
-    share_RC = np.nan_to_num((matrix_RC - low) / (high - low or 1.0), posinf=0, neginf=0)
-    levels_RC = np.where(np.isfinite(matrix_RC), np.round(share_RC * (MISSING - 1)), MISSING)
-    data = {
-        "rows": list(rows),
-        "columns": list(columns),
-        "rowName": row_name,
-        "columnName": column_name,
-        "low": low,
-        "high": high,
-        "unit": unit,
-        "levels": base64.b64encode(levels_RC.astype("<u2").tobytes()).decode(),
-    }
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
 
 
 def legend(

@@ -6,10 +6,12 @@ import json
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_finetune.report.charts.frame import SIZE, Scale, inner, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
-KEPT = 400  # points of a line; more cannot be told apart at this size
+KEPT = 240  # points of a line; more cannot be told apart at this size
 SMOOTH_FROM = 60  # shorter curves are drawn as they are
 
 
@@ -45,9 +47,8 @@ def line_chart(
     Args:
         smooth: draw long curves as a moving mean over the faint original.
         zero: let y start at zero.
-        reference: a value to mark with a dashed level, and its name.
-        reference_label: str = "",
-    y_reach: values that the axis covers at least, to share it among pictures.
+        reference, reference_label: a value to mark with a dashed level, and its name.
+        y_reach: values that the axis covers at least, to share it among pictures.
     """
     shown = [v for s in series for v in s.y]
     shown += [*(y_reach or ()), *([] if reference is None else [reference])]
@@ -134,8 +135,9 @@ def moving_mean(values: list[float], window: int | None = None) -> list[float]:
     At the ends the window is cut, not shifted; a NaN stays a NaN.
     """
     half = (window or max(3, len(values) // 15)) // 2
-    means = []
-    for i, value in enumerate(values):
-        part = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
-        means.append(sum(part) / len(part) if math.isfinite(value) else math.nan)
-    return means
+    known, near = np.isfinite(values), np.ones(2 * half + 1)
+    sums, counts = (
+        np.convolve(part, near)[half : half + len(values)]
+        for part in (np.where(known, values, 0.0), known)
+    )
+    return np.where(known, sums / np.maximum(counts, 1), np.nan).tolist()

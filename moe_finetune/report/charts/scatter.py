@@ -6,17 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from moe_finetune.report.colors import RUNS
+from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.markup import Markup, tag
 
 SIDE = 320
 MARGIN = 10
 SHAPES = ("circle", "triangle", "square", "diamond", "cross", "ring")
-
-
-def group_color(rank: int) -> str:
-    """Return the colour of the group of this rank (0: the largest)."""
-    return f"var(--run-{1 + rank % (len(RUNS) - 1)})"
 
 
 def largest_groups(groups: Sequence[int], count: int) -> list[int]:
@@ -57,7 +52,7 @@ def scatter(
     marks = [tag("path", d=paths[-1], class_="others")]
     for rank in sorted(set(paths) - {-1}):
         shape = SHAPES[rank % len(SHAPES)]
-        style = f"--c:{group_color(rank)}"
+        style = f"--c:{nth_color(rank)}"
         marks.append(tag("path", d=paths[rank], class_=f"points {shape}", style=style))
     picture = tag(
         "svg",
@@ -77,7 +72,7 @@ def key(named: Sequence[int], *, others: bool, group_name: str = "expert") -> Ma
     for rank, g in enumerate(named):
         shape = SHAPES[rank % len(SHAPES)]
         mark = tag(
-            "path", d=_shape(rank, 7, 7), class_=f"points {shape}", style=f"--c:{group_color(rank)}"
+            "path", d=_shape(rank, 7, 7), class_=f"points {shape}", style=f"--c:{nth_color(rank)}"
         )
         icon = tag("svg", mark, viewBox="0 0 14 14", class_="icon", aria_hidden="true")
         entries.append(tag("li", icon, f"{group_name} {g}"))

@@ -8,11 +8,10 @@ for it (after a note by ``report.lacks``).
 from __future__ import annotations
 
 from moe_finetune.report.context import Section
-from moe_finetune.report.sections.changes import CHANGES
+from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.environment import ENVIRONMENT
 from moe_finetune.report.sections.missing import MISSING
-from moe_finetune.report.sections.overview import OVERVIEW
 from moe_finetune.report.sections.reproduce import REPRODUCE
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.scores import SCORES
@@ -21,13 +20,12 @@ from moe_finetune.report.sections.specialization import SPECIALIZATION
 from moe_finetune.report.sections.strength import STRENGTH
 
 SECTIONS: list[Section] = [
-    CHANGES,
-    OVERVIEW,
-    SCORES,
-    CURVES,
-    STRENGTH,
+    ANSWER,
     ROUTING,
     SPECIALIZATION,
+    CURVES,
+    STRENGTH,
+    SCORES,
     SETTINGS,
     ENVIRONMENT,
     REPRODUCE,

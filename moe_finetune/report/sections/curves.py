@@ -1,19 +1,26 @@
-"""Loss, loss terms, routing and everything else that was logged, over the training steps."""
+"""Everything that was logged over the training steps: charts where runs differ, the rest folded."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+import numpy as np
 
 from moe_finetune.metrics.words import word
-from moe_finetune.report.charts.lines import SMOOTH_FROM, Series, line_chart
-from moe_finetune.report.context import Report, Section, figure, group, table
+from moe_finetune.report.charts.lines import SMOOTH_FROM, Series, line_chart, moving_mean
+from moe_finetune.report.context import Report, Section, figure, folded, group, table
 from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
 
-GROUPS = ("Loss", "Loss terms", "Routing during training", "Optimisation")
-OTHERS = "Other logged values"
+GROUPS = ("Loss", "Loss terms", "Routing during training", "Optimisation", "Other logged values")
 OPTIMISATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
+POINTS = 3  # fewer are no curve: they stand in the table
+DIFFERENT = 0.05
+"""Runs differ where their curves lie this share of the chart's range apart on average; one run's
+curve is shown where it moves by this share of its size."""
+REDUNDANT = ("routing/entropy_share",)  # routing/entropy in another unit
 
 
 def _group(name: str) -> str:
@@ -23,7 +30,7 @@ def _group(name: str) -> str:
         return GROUPS[1]
     if name.startswith(("routing/", "eval_routing/")):
         return GROUPS[2]
-    return GROUPS[3] if name in OPTIMISATION else OTHERS
+    return GROUPS[3 if name in OPTIMISATION else 4]
 
 
 def _render(report: Report) -> Markup | None:
@@ -34,22 +41,59 @@ def _render(report: Report) -> Markup | None:
     for run in report.runs:
         if not run.curves:
             report.lacks(f"Training curves of {run.label}", "no metrics.jsonl in its folder")
-    parts: list[Markup | None] = [_legend(report), _smoothing(report)]
+    drawn = [name for name in names if _is_drawn(report, name, names)]
+    shown = [name for name in drawn if name.endswith("loss") or _differs(report, name)]
+    alike = "that hardly differ" if report.baseline else "that hardly change"
+    rest = [name for name in drawn if name not in shown]
+    return join(
+        [
+            _legend(report),
+            _smoothing(report),
+            *_groups(report, shown),
+            folded(f"{len(rest)} curves {alike}", *_groups(report, rest)),
+            _details(report, names),
+            _not_numbers(report),
+        ]
+    )
+
+
+def _is_drawn(report: Report, name: str, names: Iterable[str]) -> bool:
+    """Whether this is a curve, and no other shows the same quantity with more points."""
+    own = name.removeprefix("eval_")
+    twice = name in REDUNDANT or (name != own != "loss" and own in names)
+    points = max(len(run.curves[name].values) for run in report.runs if name in run.curves)
+    return points >= POINTS and not twice
+
+
+def _differs(report: Report, name: str) -> bool:
+    curves = [run.curves[name] for run in report.runs if name in run.curves]
+    finite = [v for curve in curves for v in curve.values if math.isfinite(v)]
+    if not finite or len(curves) < len(report.runs):
+        return True  # values that are missing or not finite want to be seen
+    if len(curves) == 1:
+        start, end = ends(curves[0])
+        return abs(end - start) > DIFFERENT * max(abs(start), abs(end))
+    reach = max(finite) - min(finite)
+    first, *others = (_smooth(curve) for curve in curves)
+    for other in others:
+        steps = sorted(set(first) & set(other))
+        apart = [abs(first[step] - other[step]) for step in steps]
+        if not steps or np.nanmean(apart) > DIFFERENT * reach:
+            return True
+    return False
+
+
+def _smooth(curve: Curve) -> dict[float, float]:
+    return dict(zip(curve.steps, moving_mean(curve.values), strict=True))
+
+
+def _groups(report: Report, names: list[str]) -> list[Markup]:
+    found = []
     for title in GROUPS:
-        members = [name for name in names if _group(name) == title]
-        if members:
-            grid = tag("div", [_figure(report, name) for name in members], class_="grid")
-            parts.append(group(title, grid))
-    # what was logged once, such as the totals at the end, is in the table only
-    others = [n for n in names if _group(n) == OTHERS and _points(report, n) > 1]
-    if others:
-        grid = tag("div", [_figure(report, name) for name in others], class_="grid")
-        parts.append(tag("details", tag("summary", OTHERS), grid))
-    return join([*parts, _details(report, names), _not_numbers(report)])
-
-
-def _points(report: Report, name: str) -> int:
-    return max(len(run.curves[name].values) for run in report.runs if name in run.curves)
+        figures = [_figure(report, name) for name in names if _group(name) == title]
+        if figures:
+            found.append(group(title, tag("div", figures, class_="grid")))
+    return found
 
 
 def _legend(report: Report) -> Markup | None:
@@ -83,36 +127,31 @@ def _figure(report: Report, name: str) -> Markup:
     broken = sum(not math.isfinite(v) for run in holders for v in run.curves[name].values)
     if broken:
         notes.append(f"{broken} values are not finite")
-    title = _title(report, about.name, [(run, run.curves[name]) for run in holders])
+    title = _title(about.name, [(run, run.curves[name]) for run in holders])
     chart = line_chart(f"{about.name} over training steps", title, series)
     return figure(title, chart, note="; ".join(notes) or None)
 
 
-def _title(report: Report, name: str, curves: list[tuple[Run, Curve]]) -> str:
-    """Say where the curve goes (one run) or which run ends where (several)."""
-    if len(curves) == 1:
-        start, end = ends(curves[0][1])
-        whose = "" if len(report.runs) == 1 else f" ({curves[0][0].label})"
-        if math.isnan(end):
-            return f"{name}{whose}: no finite value"
-        if len(curves[0][1].values) == 1 or start == end:
-            return f"{name}{whose}: {number(end)}"
-        change = abs(end - start) / max(abs(start), abs(end))
-        verb = "hardly changes" if change < 0.01 else "falls" if end < start else "rises"
-        return f"{name}{whose} {verb}: {number(start)} → {number(end)}"
+def _title(name: str, curves: list[tuple[Run, Curve]]) -> str:
+    """Say where the curve of one run goes, or which run ends where."""
     last = [(ends(curve)[1], run.label) for run, curve in curves]
-    if len(last) == 2:
-        return f"{name} ends at {number(last[1][0])} ({last[0][1]}: {number(last[0][0])})"
     finite = [end for end in last if not math.isnan(end[0])]
     if not finite:
         return f"{name}: no finite value"
+    if len(curves) == 1:
+        start, end = ends(curves[0][1])
+        change = abs(end - start) / (max(abs(start), abs(end)) or 1.0)
+        verb = "hardly changes" if change < 0.01 else "falls" if end < start else "rises"
+        return f"{name} {verb} in {curves[0][0].label}: {number(start)} → {number(end)}"
     (least, low_run), (most, high_run) = min(finite), max(finite)
     if number(least) == number(most):
         return f"{name} ends at {number(least)} in all runs"
+    if len(last) == 2:
+        return f"{name} ends at {' and '.join(f'{number(end)} ({run})' for end, run in last)}"
     return f"{name} ends between {number(least)} ({low_run}) and {number(most)} ({high_run})"
 
 
-def _details(report: Report, names: list[str]) -> Markup:
+def _details(report: Report, names: list[str]) -> Markup | None:
     rows: list[list[object]] = []
     for name in names:
         for run in report.runs:
@@ -125,21 +164,19 @@ def _details(report: Report, names: list[str]) -> Markup:
                 points = number(len(curve.values))
                 rows.append([name, run.label, points, number(start), number(end), least, most])
     columns: list[object] = ["Logged value", "Run", "Points", "Start", "End", "Least", "Greatest"]
-    grid = table("Curves in numbers", columns, rows)
-    return tag("details", tag("summary", "Curves in numbers"), grid)
+    return folded("Every logged value in numbers", table("Curves in numbers", columns, rows))
 
 
 def _not_numbers(report: Report) -> Markup | None:
-    """List what was logged but is no number, by its last value."""
+    """List logged text by its last value."""
     rows: list[list[object]] = []
     for run in report.runs:
         for name, value in run.last_values.items():
             text = str(value)
             rows.append([name, run.label, text if len(text) < 200 else f"{text[:200]}…"])
-    if not rows:
-        return None
-    grid = table("Logged values that are not numbers", ["Logged value", "Run", "Last value"], rows)
-    return tag("details", tag("summary", "Logged values that are not numbers"), grid)
+    caption = "Logged values that are not numbers"
+    grid = table(caption, ["Logged value", "Run", "Last value"], rows) if rows else None
+    return folded(caption, grid)
 
 
 CURVES = Section("curves", "Training", _render)

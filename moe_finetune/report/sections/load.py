@@ -2,122 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moe_finetune.report.charts.heatmap import legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import Report, Snapshot, figure, listed
+from moe_finetune.report.context import END, START, Report, Snapshot, Timeline, figure, listed
 from moe_finetune.report.markup import Markup, number, tag
-from moe_finetune.report.sections.panels import expert_map, panel, panels
+from moe_finetune.report.routing import Routing
+from moe_finetune.report.sections.panels import expert_map, over_time, panel, panels, slider
 
 LINES = 8  # layers drawn as curves
+UNIT = "× even share"
 
 
-def _max_violation(shot: Snapshot) -> float:
-    return shot.routing.metrics()["max_violation"].mean
+def _max_violation(routing: Routing) -> float:
+    return routing.metrics()["max_violation"].mean
 
 
-def load(shots: list[Snapshot]) -> Markup:
-    """Return the load of every expert in every layer."""
-    matrices = [shot.routing.relative_load_LE() for shot in shots]
-    limits, clipped = shared_limits(matrices)
+def load(timelines: Sequence[Timeline], title: str) -> Markup:
+    """Return the load of every expert in every layer, over the training."""
+    cells = max(line.shot.routing.load_LE.size for line in timelines)
+    places, frames = over_time(timelines, cells, lambda _: True)
+    loads = [np.stack([r.relative_load_LE() for r in routings]) for _, routings, _ in frames]
+    limits, clipped = shared_limits(loads)
     parts = []
-    for shot, matrix_LE in zip(shots, matrices, strict=True):
-        busiest = np.unravel_index(np.nanargmax(matrix_LE), matrix_LE.shape)
-        unused = int((matrix_LE == 0).sum())
-        description = (
-            f"MaxVio {number(_max_violation(shot))}. Busiest: expert {busiest[1]} in layer "
-            f"{shot.routing.layers[busiest[0]]} with {number(float(matrix_LE[busiest]))} times an "
-            f"even share. {unused} of {matrix_LE.size} never chosen."
+    for (line, routings, picks), load_FLE in zip(frames, loads, strict=True):
+        notes = [f"MaxVio {number(_max_violation(routings[i]))}" for i in picks]
+        last_LE, layers = load_FLE[-1], routings[-1].layers
+        busiest = np.unravel_index(np.nanargmax(last_LE), last_LE.shape)
+        described = (
+            f"{notes[-1]}. The busiest is expert {busiest[1]} of layer {layers[busiest[0]]}, with "
+            f"{number(float(last_LE[busiest]))} times an even share. {int((last_LE == 0).sum())} "
+            f"of {last_LE.size} are never chosen."
         )
+        name = f"Load of each expert in each layer: {line.shot.label}"
         picture = expert_map(
-            f"Load per expert and layer: {shot.label}", description, shot, matrix_LE, limits,
-            "× even share",
-        )  # fmt: skip
-        parts.append(panel(shot, picture, f"MaxVio {number(_max_violation(shot))}"))
-    bar = legend(limits, "load, as a multiple of an even share", clipped=clipped)
+            name, described, routings[-1], load_FLE, limits, UNIT, picks=picks, notes=notes
+        )
+        parts.append(panel(line.shot, picture, notes[-1]))
     return figure(
-        _load_title(shots),
-        panels(parts, shots[0].routing.num_experts),
-        bar,
+        title,
+        slider(places),
+        panels(parts, frames[0][1][0].num_experts),
+        legend(limits, "load, as a multiple of an even share", clipped=clipped),
         note="Each cell is one expert: how many tokens chose it, against an even share (1).",
         wide=True,
     )
 
 
-def _load_title(shots: list[Snapshot]) -> str:
-    """Say whether load became more even."""
-    first, last = _max_violation(shots[0]), _max_violation(shots[-1])
-    if len(shots) == 1:
-        return f"Load per expert and layer: MaxVio {number(first)}"
-    if not shots[0].before:
-        values = [_max_violation(shot) for shot in shots]
-        return f"Load per expert and layer, MaxVio: {listed(shots, values)}"
-    if len(shots) == 2:
-        verb = _compared(first, last, "more even", "less even", "as even")
-        tail = "after fine-tuning" if verb != "as even" else "after fine-tuning as before"
-        return f"Load is {verb} {tail}: MaxVio {number(first)} → {number(last)}"
-    best = min(shots, key=_max_violation)
-    where = "before fine-tuning" if best.before else f"after the run {best.run}"
-    values = [_max_violation(shot) for shot in shots]
-    return f"Load is most even {where}: MaxVio {listed(shots, values)}"
-
-
-def _compared(first: float, last: float, less: str, more: str, same: str) -> str:
-    if abs(last - first) <= 0.02 * max(abs(first), abs(last)):
-        return same
-    return less if last < first else more
+def load_title(shots: Sequence[Snapshot]) -> str:
+    """Say whether the load became more even, and in which run."""
+    values = [_max_violation(shot.routing) for shot in shots]
+    if len(shots) == 2 and shots[0].before:
+        first, last = values
+        verb = "stayed as even as before" if abs(last - first) <= 0.02 * abs(first) else (
+            "became more even" if last < first else "became less even")  # fmt: skip
+        return f"The load {verb} in {shots[1].run}: MaxVio {number(first)} → {number(last)}"
+    return f"Load of each expert in each layer, MaxVio {listed(shots, values)}"
 
 
 def load_change(report: Report) -> Markup | None:
     """Difference of relative load, after minus before, of each run."""
-    pairs = [
-        (Snapshot(run.label, report.color(run), run.after, run.label), run)
-        for run in report.runs
-        if run.before is not None
-        and run.after is not None
-        and run.before.load_LE.shape == run.after.load_LE.shape
-    ]
-    if not pairs:
-        return None
     changes = []
-    for shot, run in pairs:
-        assert run.before is not None
-        changes.append(shot.routing.relative_load_LE() - run.before.relative_load_LE())
-    reach = max(float(np.nanpercentile(np.abs(c), 99.5)) for c in changes) or 1.0
-    beyond = any(float(np.nanmax(np.abs(c))) > reach * 1.0001 for c in changes)
-    parts, moved = [], []
-    for (shot, _), change_LE in zip(pairs, changes, strict=True):
+    for line in report.timelines():
+        before, after = line.routings.get(START), line.routings.get(END)
+        if before is not None and after is not None and before.layers == after.layers:
+            change_LE = after.relative_load_LE() - before.relative_load_LE()
+            changes.append((line.shot, change_LE))
+    if not changes:
+        return None
+    reach = max(float(np.nanpercentile(np.abs(c), 99.5)) for _, c in changes) or 1.0
+    beyond = any(float(np.nanmax(np.abs(c))) > reach * 1.0001 for _, c in changes)
+    parts, told = [], []
+    for shot, change_LE in changes:
         # half the sum of absolute changes: the share of dispatches that went to another expert
-        moved.append(50 * float(np.nanmean(np.abs(change_LE))))
-        share = f"{number(moved[-1], 2)} %"
+        share = f"{number(50 * float(np.nanmean(np.abs(change_LE))), 2)} %"
+        told.append(share if len(changes) == 1 else f"{share} ({shot.label})")
         picture = expert_map(
-            f"Change of load: {shot.label}",
-            f"{share} of all load moved between experts.",
-            shot, change_LE, (-reach, reach), "× even share", differences=True,
+            f"Change of load: {shot.label}", f"{share} of all load moved between experts.",
+            shot.routing, change_LE, (-reach, reach), UNIT, differences=True,
         )  # fmt: skip
         parts.append(panel(shot, picture, f"{share} moved"))
-    told = " to ".join(dict.fromkeys(f"{number(part, 2)} %" for part in (min(moved), max(moved))))
     bar = legend(
         (-reach, reach), "change of load (after − before)", differences=True, clipped=beyond
     )
     return figure(
-        f"Fine-tuning sent {told} of the load to other experts",
-        panels(parts, pairs[0][0].routing.num_experts),
+        f"Fine-tuning sent part of the load to other experts: {', '.join(told)}",
+        panels(parts, changes[0][0].routing.num_experts),
         bar,
         note="Blue: chosen less often than before; orange: more often.",
         wide=True,
     )
 
 
-def frequencies(shots: list[Snapshot]) -> Markup:
+def frequencies(shots: Sequence[Snapshot]) -> Markup:
     """Return the selection frequency of the experts of each layer, the most chosen first."""
     parts = []
     most = max(len(shot.routing.layers) for shot in shots)
     top = max(float(np.nanmax(shot.routing.relative_load_LE())) for shot in shots)
     for shot in shots:
         ranked_LE = -np.sort(-shot.routing.relative_load_LE(), axis=1)
-        experts = [float(e) for e in range(1, shot.routing.num_experts + 1)]
+        ranks = [float(e) for e in range(1, shot.routing.num_experts + 1)]
         last = max(1, len(ranked_LE) - 1)
         # a few layers, evenly over the depth: more lines could not be told apart
         shown = {round(i * last / (LINES - 1)) for i in range(LINES)} & set(range(len(ranked_LE)))
@@ -125,7 +112,7 @@ def frequencies(shots: list[Snapshot]) -> Markup:
             Series(
                 f"layer {layer}",
                 f"color-mix(in oklab, var(--shallow), var(--deep) {round(100 * i / last)}%)",
-                experts,
+                ranks,
                 ranked_LE[i].tolist(),
             )
             for i, layer in enumerate(shot.routing.layers)
@@ -145,19 +132,14 @@ def frequencies(shots: list[Snapshot]) -> Markup:
         )
         parts.append(panel(shot, chart))
     heads = listed(shots, [_top_share(shot) for shot in shots])
+    few = f" ({LINES} of {most} layers)" if most > LINES else ""
+    ends = [tag("span", "first layer"), tag("span", class_="bar depth"), tag("span", "last layer")]
     return figure(
         f"Load of the busiest eighth of the experts, times an even share: {heads}",
         panels(parts),
-        tag(
-            "div",
-            tag("span", "first layer"),
-            tag("span", class_="bar depth"),
-            tag("span", "last layer"),
-            class_="legend",
-        ),
-        note="Selection frequency as a multiple of an even share, one line a layer"
-        + (f" ({LINES} of {most} layers)" if most > LINES else "")
-        + "; the dashed level is an even load.",
+        tag("div", ends, class_="legend"),
+        note=f"Selection frequency as a multiple of an even share, one line a layer{few}; the "
+        "dashed level is an even load.",
         wide=True,
     )
 

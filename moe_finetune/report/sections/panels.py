@@ -1,12 +1,16 @@
-"""Pictures of snapshots side by side, and the heat map of layers x experts."""
+"""Heat maps side by side, one a run, moved through the training by one slider."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
-from moe_finetune.report.charts.heatmap import heat_map
-from moe_finetune.report.context import Snapshot
-from moe_finetune.report.markup import Markup, tag
+from moe_finetune.report.charts.heatmap import MOST_CELLS, heat_map
+from moe_finetune.report.context import END, START, Snapshot, Timeline
+from moe_finetune.report.markup import Markup, join, tag
+from moe_finetune.report.routing import Routing
 
 
 def panel(shot: Snapshot, picture: Markup, note: str | None = None) -> Markup:
@@ -21,34 +25,62 @@ def panels(parts: list[Markup], columns: int = 0, *, square: bool = False) -> Ma
     return tag("div", parts, class_=f"panels {kind}".strip())
 
 
-def _layer_names(shot: Snapshot) -> list[str]:
-    return [str(layer) for layer in shot.routing.layers]
-
-
-def expert_names(shot: Snapshot) -> list[str]:
+def experts(count: int) -> list[str]:
     """Return the experts' numbers as labels."""
-    return [str(e) for e in range(shot.routing.num_experts)]
+    return [str(e) for e in range(count)]
 
 
 def expert_map(
-    title: str,
-    description: str,
-    shot: Snapshot,
-    matrix_LE: np.ndarray,
-    limits: tuple[float, float],
-    unit: str = "",
-    differences: bool = False,
-) -> Markup:
-    """Return a heat map of layers x experts."""
+    title: str, description: str, routing: Routing, values: np.ndarray,
+    limits: tuple[float, float], unit: str = "", **options: Any,
+) -> Markup:  # fmt: skip
+    """Return a heat map of layers x experts; see :func:`heat_map`."""
+    names = [str(layer) for layer in routing.layers]
     return heat_map(
-        title,
-        description,
-        matrix_LE,
-        rows=_layer_names(shot),
-        columns=expert_names(shot),
-        row_name="layer",
-        column_name="expert",
-        limits=limits,
-        unit=unit,
-        differences=differences,
-    )
+        title, description, values, rows=names, columns=experts(routing.num_experts),
+        row_name="layer", column_name="expert", limits=limits, unit=unit, **options,
+    )  # fmt: skip
+
+
+Frames = tuple[Timeline, list[Routing], list[int]]
+"""A run's routing over time: what is kept of it, and which of that each place shows."""
+
+
+def over_time(
+    timelines: Sequence[Timeline], cells: int, shown: Callable[[Routing], bool]
+) -> tuple[list[str], list[Frames]]:
+    """Choose what a slider goes through: the name of each place, and the frames of each run.
+
+    Args:
+        timelines: the runs.
+        cells: of one frame; the page's size limits how many are kept, evenly over the training.
+        shown: whether a routing has what is to be drawn.
+    """
+    kept: list[tuple[Timeline, dict[float, Routing]]] = []
+    most = max(2, MOST_CELLS // (cells * max(1, len(timelines))))
+    for line in timelines:
+        steps = sorted(step for step, routing in line.routings.items() if shown(routing))
+        at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
+        if steps:
+            kept.append((line, {steps[i]: line.routings[steps[i]] for i in at}))
+    places = sorted({step for _, routings in kept for step in routings})
+    frames = []
+    for line, routings in kept:
+        # a run that was not measured at a place keeps what it showed before
+        picks = [max(0, sum(own <= place for own in routings) - 1) for place in places]
+        frames.append((line, list(routings.values()), picks))
+    names = {START: "before fine-tuning", END: "after fine-tuning"}
+    return [names.get(place, f"step {place:g}") for place in places], frames
+
+
+def slider(places: Sequence[str]) -> Markup | None:
+    """Return the control that moves every heat map of its figure; None where nothing can move."""
+    if len(places) < 2:
+        return None
+    last = len(places) - 1
+    bar = tag(
+        "input", type="range", min="0", max=str(last), value=str(last), step="1",
+        aria_label="Point in training", aria_valuetext=places[-1], data_places="\n".join(places),
+    )  # fmt: skip
+    play = tag("button", "Play", type="button", class_="play")
+    return tag("div", join([play, bar, tag("output", places[-1])]), class_="slider")

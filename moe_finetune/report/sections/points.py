@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from moe_finetune.errors import TraceError
+from moe_finetune.metrics.projections import spread_between
 from moe_finetune.report.charts.scatter import key, largest_groups, scatter
 from moe_finetune.report.context import Report, Snapshot, figure, group, listed
 from moe_finetune.report.markup import Markup, number
@@ -42,7 +42,9 @@ def points(
         note = None
         if len(shown) < len(found):
             note = f"{number(len(shown))} of {number(len(found))} points"
-        separations.append(separation(found, named))
+        kept = [p for p in found if p[2] in named and math.isfinite(p[0] + p[1])]
+        where_N2 = np.array([p[:2] for p in kept]).reshape(-1, 2)
+        separations.append(spread_between(where_N2, np.array([p[2] for p in kept])))
         counts = Counter(p[2] for p in shown)
         listing = ", ".join(f"expert {e}: {counts[e]} points" for e in named if counts[e])
         picture = scatter(f"{title}: {shot.label}", listing, shown, named=named)
@@ -79,23 +81,3 @@ def _read_points(shot: Snapshot, name: str, data: Any) -> list[Point]:
 
 def _float(value: Any) -> float:
     return math.nan if value is None else float(value)
-
-
-def separation(points: Sequence[Point], named: Sequence[int]) -> float:
-    """Return the share of the named groups' spread that lies between them (eta squared).
-
-    Sum of squared distances of the group means from the common mean, over that of the points:
-    0 when the groups lie on one another, 1 when each is one point of its own.
-    """
-    kept = [p for p in points if p[2] in named and math.isfinite(p[0]) and math.isfinite(p[1])]
-    if not kept:
-        return math.nan
-    where_N2 = np.array([p[:2] for p in kept])
-    groups_N = np.array([p[2] for p in kept])
-    center = where_N2.mean(0)
-    total = float(((where_N2 - center) ** 2).sum())
-    between = 0.0
-    for group_id in np.unique(groups_N):
-        mine = where_N2[groups_N == group_id]
-        between += len(mine) * float(((mine.mean(0) - center) ** 2).sum())
-    return between / total if total else math.nan

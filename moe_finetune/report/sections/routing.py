@@ -9,10 +9,18 @@ import numpy as np
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import Report, Section, Snapshot, figure, group, listed, table
+from moe_finetune.report.context import Report, Section, Snapshot, figure, folded, group, listed
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.sections.load import frequencies, load, load_change
-from moe_finetune.report.sections.panels import expert_map, expert_names, panel, panels
+from moe_finetune.report.routing import Routing
+from moe_finetune.report.sections.load import frequencies, load, load_change, load_title
+from moe_finetune.report.sections.panels import (
+    expert_map,
+    experts,
+    over_time,
+    panel,
+    panels,
+    slider,
+)
 
 
 def _render(report: Report) -> Markup | None:
@@ -28,16 +36,22 @@ def _render(report: Report) -> Markup | None:
             report.lacks(f"Routing before {run.label}", "no routing/before.json in its folder")
         if run.after is None:
             report.lacks(f"Routing after {run.label}", "no routing/after.json in its folder")
-    pictures = [
-        group("Load", load(shots), load_change(report), frequencies(shots)),
-        _probabilities(report, shots),
-        _per_layer(report, shots),
-        _conditional(report, shots),
-    ]
-    return join([_measured(shots), *pictures, _metrics(report, shots)])
+    if not any(run.routing_steps for run in report.runs):
+        report.lacks("Routing during training", "no evaluation was made while training")
+    return join(
+        [
+            _measured(report, shots),
+            group("Load", load(report.timelines(), load_title(shots))),
+            _paths(report),
+            folded("Change of load, expert by expert", load_change(report)),
+            folded("How steeply the load falls off", frequencies(shots)),
+            folded("Mean routing probabilities", _probabilities(report, shots)),
+            folded("Layer by layer", _per_layer(shots)),
+        ]
+    )
 
 
-def _measured(shots: list[Snapshot]) -> Markup:
+def _measured(report: Report, shots: list[Snapshot]) -> Markup:
     """Say on what the pictures rest."""
     routing = shots[-1].routing
     facts = [f"{number(len(routing.layers))} MoE layers", f"{number(routing.num_experts)} experts"]
@@ -46,12 +60,18 @@ def _measured(shots: list[Snapshot]) -> Markup:
     tokens = dict.fromkeys(number(s.routing.data.get("tokens")) for s in shots)
     if DASH not in tokens:
         facts.append(f"measured on {' and '.join(tokens)} tokens")
-    trained = any(shot.routing.data.get("data") == "train" for shot in shots)
-    warning = (
-        " They are of the training data, because the run had no data.validation: what is learned "
-        "by heart shows here as well."
-    )
-    return tag("p", ", ".join(facts) + ".", warning if trained else None, class_="intro")
+    sentences = [f"{', '.join(facts)}."]
+    if any(shot.routing.data.get("data") == "train" for shot in shots):
+        sentences.append(
+            "They are of the training data, because the run had no data.validation: what is "
+            "learned by heart shows here as well."
+        )
+    if any(run.routing_steps for run in report.runs):
+        sentences.append(
+            "The steps in between are of the first batches of each evaluation, which are other "
+            "tokens than those of before and after."
+        )
+    return tag("p", " ".join(sentences), class_="intro")
 
 
 def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
@@ -61,94 +81,88 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
         report.lacks("Mean routing probabilities", "the snapshots hold no 'mean_probability'")
         return None
     limits, clipped = shared_limits([matrix for _, matrix in known])
+    even = number(1 / known[0][0].routing.num_experts)
     parts = []
     for shot, matrix_LE in known:
-        top = float(np.nanmax(matrix_LE))
+        least, top = (number(float(end(matrix_LE))) for end in (np.nanmin, np.nanmax))
         picture = expert_map(
-            f"Mean probability per expert and layer: {shot.label}",
-            f"From {number(float(np.nanmin(matrix_LE)))} to {number(top)}; even would be "
-            f"{number(1 / shot.routing.num_experts)}.",
-            shot, matrix_LE, limits,
+            f"Mean probability of each expert in each layer: {shot.label}",
+            f"From {least} to {top}; even would be {even}.",
+            shot.routing, matrix_LE, limits,
         )  # fmt: skip
-        parts.append(panel(shot, picture, f"up to {number(top, 2)}"))
-    even = number(1 / known[0][0].routing.num_experts)
+        parts.append(panel(shot, picture, f"up to {top}"))
     tops = listed([s for s, _ in known], [float(np.nanmax(m)) for _, m in known])
-    return group(
-        "Probabilities",
-        figure(
-            f"Highest mean probability of an expert: {tops} against an even {even}",
-            panels(parts, known[0][0].routing.num_experts),
-            legend(limits, "mean probability before top-k", clipped=clipped),
-            wide=True,
-        ),
+    return figure(
+        f"Highest mean probability of an expert: {tops} against an even {even}",
+        panels(parts, known[0][0].routing.num_experts),
+        legend(limits, "mean probability before top-k", clipped=clipped),
+        wide=True,
     )
 
 
-def _per_layer(report: Report, shots: list[Snapshot]) -> Markup | None:
-    """Every metric that is known for each layer, over depth."""
-    names = dict.fromkeys(
-        name
-        for shot in shots
-        for name, metric in shot.routing.metrics().items()
-        if metric.per_layer and len(metric.per_layer) == len(shot.routing.layers) > 1
-    )
+def _per_layer(shots: list[Snapshot]) -> Markup | None:
+    """Every metric that is known for each of three layers or more, over depth."""
+    by_shot = [(shot, shot.routing.metrics()) for shot in shots]
     figures = []
-    for name in names:
+    for name in dict.fromkeys(name for _, metrics in by_shot for name in metrics):
         series, means, holders = [], [], []
-        for shot in shots:
-            metric = shot.routing.metrics().get(name)
-            if metric is None or not metric.per_layer:
-                continue
+        for shot, metrics in by_shot:
             layers = [float(layer) for layer in shot.routing.layers]
-            if len(metric.per_layer) != len(layers):
-                continue
-            kind = "before" if shot.before else ""
-            series.append(Series(shot.label, shot.color, layers, metric.per_layer, kind))
-            means.append(metric.mean)
-            holders.append(shot)
-        about = word(f"routing/{name}")
-        title = f"{about.name}, mean over layers: {listed(holders, means)}"
-        chart = line_chart(
-            f"{about.name} in each layer", title, series, x_label="layer", smooth=False
-        )
-        figures.append(figure(title, chart, note=about.meaning or None))
+            metric = metrics.get(name)
+            if metric and len(layers) > 2 and len(metric.per_layer or ()) == len(layers):
+                kind = "before" if shot.before else ""
+                series.append(Series(shot.label, shot.color, layers, metric.per_layer or [], kind))
+                means.append(metric.mean)
+                holders.append(shot)
+        if series:
+            about = word(f"routing/{name}")
+            title = f"{about.name}, mean over layers: {listed(holders, means)}"
+            chart = line_chart(
+                f"{about.name} in each layer", title, series, x_label="layer", smooth=False
+            )
+            figures.append(figure(title, chart, note=about.meaning or None))
     if not figures:
         return None
     key = tag("ul", [tag("li", shot.name) for shot in shots], class_="key")
-    return group("Layer by layer", key, tag("div", figures, class_="grid"))
+    return join([key, tag("div", figures, class_="grid")])
 
 
-def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
-    found = [(shot, shot.routing.conditional()) for shot in shots]
-    known = [(shot, pair) for shot, pair in found if pair is not None]
-    if not known:
+def _paths(report: Report) -> Markup | None:
+    """Which expert of the next layer follows which of this one, over the training."""
+    timelines = report.timelines()
+    cells = max(line.shot.routing.num_experts for line in timelines) ** 2
+    places, frames = over_time(timelines, cells, lambda r: r.conditional() is not None)
+    if not frames:
         report.lacks(
-            "Conditional activation of adjacent layers",
-            "the snapshots hold no 'conditional_activation'",
+            "Paths between adjacent layers", "the snapshots hold no 'conditional_activation'"
         )
         return None
-    limits, clipped = shared_limits([matrix for _, (_, matrix) in known])
+    matrices = [np.stack([_transitions(r) for r in routings]) for _, routings, _ in frames]
+    limits, clipped = shared_limits(matrices)
+    below, above = _layers(frames[0][1][0])
     parts, tops = [], []
-    for shot, (layers, matrix_EE) in known:
-        used_EE = matrix_EE[matrix_EE.sum(1) > 0]
-        tops.append(float(used_EE.max(1).mean()) if len(used_EE) else math.nan)
+    for (line, routings, picks), matrix_FEE in zip(frames, matrices, strict=True):
+        means = [_mean_maximum(matrix_EE) for matrix_EE in matrix_FEE]
+        notes = [f"mean of the likeliest {number(means[i])}" for i in picks]
+        names = experts(routings[0].num_experts)
+        tops.append((line.shot.label, means))
         picture = heat_map(
-            f"Next layer's expert given this layer's: {shot.label}",
-            f"The likeliest next expert has probability {number(tops[-1])} on average.",
-            matrix_EE,
-            rows=expert_names(shot),
-            columns=expert_names(shot),
-            row_name=f"expert, layer {layers[0]}",
-            column_name=f"expert, layer {layers[1]}",
-            limits=limits,
-        )
-        parts.append(panel(shot, picture, f"mean maximum {number(tops[-1])}"))
-    layers = known[0][1][0]
+            f"Expert of the next layer given the expert of this one: {line.shot.label}",
+            f"The likeliest next expert has probability {number(means[-1])} on average.",
+            matrix_FEE, rows=names, columns=names, row_name=f"expert, layer {below}",
+            column_name=f"expert, layer {above}", limits=limits, picks=picks, notes=notes,
+        )  # fmt: skip
+        parts.append(panel(line.shot, picture, notes[-1]))
+    told = "; ".join(
+        f"{' → '.join(dict.fromkeys((number(means[0]), number(means[-1]))))} ({label})"
+        for label, means in tops
+    )
     return group(
         "Paths",
         figure(
-            f"Knowing the expert in layer {layers[0]}, the likeliest one in layer {layers[1]} has "
-            f"probability {listed([shot for shot, _ in known], tops)}",
+            f"Knowing the expert in layer {below}, the likeliest one in layer {above} has "
+            f"probability {told}",
+            slider(places),
             panels(parts, square=True),
             legend(limits, "P(expert in the next layer | expert in this layer)", clipped=clipped),
             note="Bright cells are habitual paths; rows sum to the number of experts a token uses.",
@@ -157,21 +171,21 @@ def _conditional(report: Report, shots: list[Snapshot]) -> Markup | None:
     )
 
 
-def _metrics(report: Report, shots: list[Snapshot]) -> Markup:
-    names = dict.fromkeys(name for shot in shots for name in shot.routing.metrics())
-    rows: list[list[object]] = []
-    keys: list[list[float | str | None]] = []
-    for name in names:
-        about = word(f"routing/{name}")
-        cell = join([about.name, tag("span", about.meaning, class_="note")])
-        values = [shot.routing.metrics().get(name) for shot in shots]
-        rows.append([cell, *(number(v.mean) if v else DASH for v in values)])
-        keys.append([about.name, *(v.mean if v and v.mean == v.mean else None for v in values)])
-    columns: list[object] = ["Metric", *(shot.label for shot in shots)]
-    return group(
-        "All routing metrics",
-        table("Routing metrics, means over layers", columns, rows, sortable=True, keys=keys),
-    )
+def _transitions(routing: Routing) -> np.ndarray:
+    found = routing.conditional()
+    assert found is not None
+    return found[1]
+
+
+def _layers(routing: Routing) -> list[int]:
+    found = routing.conditional()
+    assert found is not None
+    return found[0]
+
+
+def _mean_maximum(matrix_EE: np.ndarray) -> float:
+    used_EE = matrix_EE[matrix_EE.sum(1) > 0]
+    return float(used_EE.max(1).mean()) if len(used_EE) else math.nan
 
 
 ROUTING = Section("routing", "Routing", _render)

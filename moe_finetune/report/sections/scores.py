@@ -1,12 +1,12 @@
-"""Scores side by side: intervals drawn, then the table."""
+"""Scores side by side: the table with differences, the intervals drawn, every metric."""
 
 from __future__ import annotations
 
 import math
 
-from moe_finetune.report.charts.intervals import Dot, dot_plot
-from moe_finetune.report.compare import Score, difference
-from moe_finetune.report.context import BEFORE, Report, Section, figure, swatch, table
+from moe_finetune.report.charts.intervals import Dot, dot_plot, forest
+from moe_finetune.report.compare import Difference, Score
+from moe_finetune.report.context import BEFORE, Report, Section, figure, folded, swatch, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
 
@@ -14,7 +14,7 @@ SIGNS = {
     "better": "▲ better",
     "worse": "▼ worse",
     "unclear": "● no clear difference",
-    "unknown": "",
+    "unknown": "○ no interval",
 }
 
 
@@ -30,8 +30,110 @@ def _render(report: Report) -> Markup | None:
             "Scores before fine-tuning",
             "evaluate the base checkpoint into the run's folder `eval_base`",
         )
-    parts = [_pictures(report), _table(report), _note(report)]
-    return join([*parts, _every_metric(report), _remarks(report)])
+    return join([_pictures(report), _every_metric(report), _remarks(report)])
+
+
+def against(report: Report) -> str:
+    """What runs are compared with, for a sentence."""
+    return report.baseline.label if report.baseline else "the checkpoint before fine-tuning"
+
+
+def comparisons(report: Report, run: Run) -> list[tuple[str, Difference]]:
+    """Every benchmark of ``run`` against the baseline run, or against before fine-tuning."""
+    theirs = report.baseline.scores if report.baseline else run.base_scores
+    shared = [task for task in run.scores if task in theirs]
+    return [(task, report.difference(theirs[task], run.scores[task])) for task in shared]
+
+
+def score_table(report: Report) -> Markup | None:
+    """Return every score with its standard error, and the differences with their intervals."""
+    if not any(run.scores for run in report.runs):
+        return None
+    has_base = any(run.base_scores for run in report.runs)
+    compared = [
+        (run, dict(found)) for run in report.runs[bool(report.baseline) :]
+        if (found := comparisons(report, run))
+    ]  # fmt: skip
+    other = report.baseline.label if report.baseline else "before"
+    columns: list[object] = [
+        "Benchmark",
+        *(["Before"] if has_base else []),
+        *(report.swatch(run) for run in report.runs),
+        *(join([report.swatch(run), f"\u00a0− {other}"]) for run, _ in compared),
+        "Items",
+        "Chance",
+    ]
+    rows, keys = [], []
+    for task in _tasks(report):
+        any_score = _any_score(report, task)
+        scores = [_before(report, task)] if has_base else []
+        scores += [run.scores.get(task) for run in report.runs]
+        deltas = [found.get(task) for _, found in compared]
+        reach = max((abs(e) for d in deltas if d for e in (d.low, d.high, d.value) if e == e),
+                    default=1.0)  # fmt: skip
+        rows.append([
+            join([task, tag("span", any_score.metric.replace("_", " "), class_="note")]),
+            *map(_cell, scores),
+            *(_difference(f"{task}: {run.label}", d, reach, report.color(run))
+              for (run, _), d in zip(compared, deltas, strict=True)),
+            number(any_score.n),
+            any_score.text(any_score.chance),
+        ])  # fmt: skip
+        values = [x.value if x else math.nan for x in (*scores, *deltas)]
+        values += [math.nan if any_score.n is None else any_score.n, any_score.chance]
+        keys.append([task, *(None if math.isnan(v) else v for v in values)])
+    grid = table(
+        "Scores with standard errors" + (", differences with 95 % intervals" if compared else ""),
+        columns, rows, sortable=True, keys=keys,
+    )  # fmt: skip
+    return join([grid, _note([d for _, found in compared for d in found.values()])])
+
+
+def _cell(score: Score | None) -> object:
+    if score is None or math.isnan(score.value):
+        return DASH
+    if math.isnan(score.stderr):
+        return score.text()
+    error = f"{100 * score.stderr:.1f}" if score.is_share else number(score.stderr, 2)
+    return join([score.text(), tag("span", f"± {error}", class_="note")])
+
+
+def _difference(title: str, delta: Difference | None, reach: float, color: str) -> object:
+    if delta is None:
+        return DASH
+    said = f"{delta.text()}, {delta.interval_text()}: {SIGNS[delta.verdict][2:]}"
+    return join(
+        [
+            f"{delta.text()} ",
+            tag("small", delta.interval_text()),
+            forest(title, said, delta.value, delta.low, delta.high, 1.12 * reach or 1.0, color),
+            tag("span", SIGNS[delta.verdict], class_=f"verdict {delta.verdict}"),
+        ]
+    )
+
+
+def _note(deltas: list[Difference]) -> Markup:
+    paired = sum(delta.paired for delta in deltas)
+    how = {
+        0: "The runs are compared as independent samples (Newcombe's interval for shares of "
+        "items, else a normal one).",
+        len(deltas): "The runs answered the same prompts and are compared item by item: a "
+        "bootstrap interval, and McNemar's exact test where an item is right or wrong.",
+    }
+    mixed = (
+        f"{paired} of {len(deltas)} comparisons are item by item (bootstrap interval, McNemar's "
+        "exact test); the others treat the runs as independent samples."
+    )
+    return tag(
+        "p",
+        "± is the standard error. ",
+        "pp are percentage points. Intervals are not corrected for the number of benchmarks; one "
+        "that crosses the middle line leaves open which is better. "
+        if deltas
+        else None,
+        how.get(paired, mixed) if deltas else None,
+        class_="note",
+    )
 
 
 def _tasks(report: Report) -> list[str]:
@@ -43,7 +145,11 @@ def _before(report: Report, task: str) -> Score | None:
     return next((r.base_scores[task] for r in report.runs if task in r.base_scores), None)
 
 
-def _pictures(report: Report) -> Markup:
+def _any_score(report: Report, task: str) -> Score:
+    return next(run.scores[task] for run in report.runs if task in run.scores)
+
+
+def _pictures(report: Report) -> Markup | None:
     """Shares on one axis; every other metric in a picture of its own scale."""
     shares = [t for t in _tasks(report) if _any_score(report, t).is_share]
     others = [t for t in _tasks(report) if t not in shares]
@@ -52,10 +158,6 @@ def _pictures(report: Report) -> Markup:
         tasks = [t for t in others if _any_score(report, t).metric == metric]
         figures.append(_picture(report, tasks, metric.replace("_", " ") or "score", 1.0))
     return tag("div", figures, class_="pair" if len(figures) > 1 else None)
-
-
-def _any_score(report: Report, task: str) -> Score:
-    return next(run.scores[task] for run in report.runs if task in run.scores)
 
 
 def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Markup:
@@ -78,126 +180,15 @@ def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Mark
         legend.insert(0, tag("li", swatch("before fine-tuning", BEFORE, hollow=True)))
     if any(math.isfinite(chance) for _, _, chance in rows):
         legend.append(tag("li", tag("span", class_="tick-mark", aria_hidden="true"), "chance"))
-    return figure(_title(report, tasks), tag("ul", legend, class_="key"), picture)
-
-
-def _title(report: Report, tasks: list[str]) -> str:
-    """Say how many benchmarks each run is clearly better or worse on, and than what."""
-    against = report.baseline.label if report.baseline else "before fine-tuning"
-    compared = report.runs[1:] if report.baseline else report.runs
-    found = []
-    for run in compared:
-        pairs = [
-            (base, run.scores[task])
-            for task in tasks
-            if task in run.scores
-            and (
-                base := report.baseline.scores.get(task)
-                if report.baseline
-                else _before(report, task)
-            )
-        ]
-        verdicts = [difference(base, score).verdict for base, score in pairs]
-        if verdicts:
-            found.append((run.label, verdicts))
-    if not found:
-        run = compared[0]
-        known = [f"{t} {run.scores[t].text()}" for t in tasks[:4] if t in run.scores]
-        return f"{run.label}: {', '.join(known)}"
-    if not any(v in ("better", "worse") for _, verdicts in found for v in verdicts):
-        return f"No clear difference from {against}"
-    parts = []
-    for label, verdicts in found:
-        if not {"better", "worse"} & set(verdicts):
-            continue
-        counts = [f"{w} on {verdicts.count(w)}" for w in ("better", "worse") if w in verdicts]
-        parts.append(f"{label} {' and '.join(counts)} of {len(verdicts)}")
-    return f"Clearly different from {against}: {'; '.join(parts)}"
+    names = ", ".join(run.label for run in report.runs)
+    title = f"{label[:1].upper() + label[1:]} of {names}, each with its own 95 % interval"
+    return figure(title, tag("ul", legend, class_="key"), picture)
 
 
 def _dot(label: str, score: Score, color: str, hollow: bool = False) -> Dot:
     low, high = score.interval() or (math.nan, math.nan)
     between = f" [{score.text(low)}, {score.text(high)}]" if math.isfinite(low) else ""
     return Dot(score.value, low, high, color, f"{label} {score.text()}{between}", hollow)
-
-
-def _table(report: Report) -> Markup:
-    has_base = any(run.base_scores for run in report.runs)
-    columns: list[object] = ["Benchmark"]
-    if has_base:
-        columns.append("Before fine-tuning")
-    columns += [report.swatch(run) for run in report.runs]
-    compared = report.runs[1:] if report.baseline else (report.runs if has_base else [])
-    against = report.baseline.label if report.baseline else "before"
-    columns += [join([report.swatch(run), f"\u00a0− {against}"]) for run in compared]
-    columns += ["Items", "Chance"]
-    rows, keys = [], []
-    for task in _tasks(report):
-        any_score, before = _any_score(report, task), _before(report, task)
-        name = join([task, tag("span", any_score.metric.replace("_", " "), class_="note")])
-        row: list[object] = [name]
-        key: list[float | str | None] = [task]
-        if has_base:
-            row.append(_cell(before))
-            key.append(_key(before.value) if before else None)
-        for run in report.runs:
-            score = run.scores.get(task)
-            row.append(_cell(score))
-            key.append(_key(score.value) if score else None)
-        for run in compared:
-            cell, value = _difference_cell(report, run, task, before)
-            row.append(cell)
-            key.append(value)
-        row += [number(any_score.n), any_score.text(any_score.chance)]
-        key += [any_score.n, _key(any_score.chance)]
-        rows.append(row)
-        keys.append(key)
-    return table("Scores with standard errors", columns, rows, sortable=True, keys=keys)
-
-
-def _key(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _cell(score: Score | None) -> object:
-    if score is None or math.isnan(score.value):
-        return DASH
-    if math.isnan(score.stderr):
-        return score.text()
-    error = f"{100 * score.stderr:.1f}" if score.is_share else number(score.stderr, 2)
-    return join([score.text(), tag("span", f"± {error}", class_="note")])
-
-
-def _difference_cell(
-    report: Report, run: Run, task: str, before: Score | None
-) -> tuple[object, float | None]:
-    base = report.baseline.scores.get(task) if report.baseline else before
-    score = run.scores.get(task)
-    if base is None or score is None:
-        return DASH, None
-    delta = difference(base, score)
-    sign = SIGNS[delta.verdict]
-    cell = join(
-        [
-            delta.text(),
-            tag("span", delta.interval_text(), class_="note"),
-            tag("span", "in pairs", class_="note") if delta.paired else None,
-            tag("span", sign, class_=f"verdict {delta.verdict}") if sign else None,
-        ]
-    )
-    return cell, _key(delta.value)
-
-
-def _note(report: Report) -> Markup:
-    return tag(
-        "p",
-        "± is the standard error. Intervals are 95 %, not corrected for the number of benchmarks. "
-        "Runs that answered the same prompts are compared in pairs, item by item: a bootstrap "
-        "interval, and McNemar's exact test where an item is right or wrong. Others are treated "
-        "as independent (Newcombe's interval for shares of items, else normal). "
-        "pp: percentage points.",
-        class_="note",
-    )
 
 
 def _every_metric(report: Report) -> Markup | None:
@@ -221,7 +212,7 @@ def _every_metric(report: Report) -> Markup | None:
     if len(rows) <= len(_tasks(report)):
         return None
     columns: list[object] = ["Benchmark", "Metric", *(report.swatch(run) for run in report.runs)]
-    return tag("details", tag("summary", "Every metric"), table("Every metric", columns, rows))
+    return folded("Every metric", table("Every metric", columns, rows))
 
 
 def _remarks(report: Report) -> Markup | None:
@@ -241,4 +232,4 @@ def _remarks(report: Report) -> Markup | None:
     return tag("div", tag("h3", "Remarks"), tag("ul", entries, class_="missing"), class_="group")
 
 
-SCORES = Section("scores", "Scores", _render)
+SCORES = Section("scores", "Scores in detail", _render)

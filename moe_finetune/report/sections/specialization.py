@@ -89,7 +89,7 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
     curve = line_chart(
         "Mutual information in each layer", title, series, x_label="layer", smooth=False, zero=True
     )
-    layered = figure(title, _names(holders), curve, note="nats") if len(series[0].x) > 1 else None
+    layered = figure(title, _names(holders), curve, note="nats") if len(series[0].x) > 2 else None
     return group("Domains", maps, layered)
 
 
@@ -109,9 +109,10 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
     holders = [shot for shot, _ in known]
     values = listed(holders, means)
     side = "below" if means[-1] < barrier else "above"
-    title = f"Mutual coherence is {side} the barrier of {number(barrier)} at the end: {values}"
+    last = known[-1][0].run
+    title = f"Mutual coherence ends {side} the barrier of {number(barrier)} in {last}: {values}"
     content: list[Markup] = [_names(holders)]
-    if len(known[0][1]) > 1:
+    if len(known[0][1]) > 2:
         series = [
             Series(
                 shot.label,

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from moe_finetune.report.context import Report, Section, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
-from moe_finetune.report.sections.changes import last
 
 
 def _render(report: Report) -> Markup | None:
     rows: list[list[object]] = []
     for run in report.runs:
         for term in _terms(run):
-            values = {key: last(run, f"strength/{term}/{key}") for key in _COLUMNS}
+            values = {key: _last(run, f"strength/{term}/{key}") for key in _COLUMNS}
             cells: list[object] = [join([report.swatch(run), f" {term.replace('_', ' ')}"])]
             for key, value in values.items():
                 share = key.startswith("share")
@@ -41,6 +40,11 @@ def _terms(run: Run) -> Iterator[str]:
     for name in run.curves:
         if name.startswith("strength/") and name.endswith("/weight"):
             yield name.split("/")[1]
+
+
+def _last(run: Run, name: str) -> float:
+    curve = run.curves.get(name)
+    return curve.values[-1] if curve and curve.values else math.nan
 
 
 def _share(value: float) -> str:

@@ -1,23 +1,26 @@
-"""Text in the colours of the experts that its tokens were sent to."""
+"""Text in the colours of the experts that took its tokens, and the same as a table to search."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moe_finetune.errors import TraceError
-from moe_finetune.report.charts.scatter import group_color, largest_groups
+from moe_finetune.metrics.tokens import token_consistency
+from moe_finetune.report.charts.frame import nth_color
+from moe_finetune.report.charts.scatter import largest_groups
 from moe_finetune.report.context import Report, Snapshot, figure, group, listed, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.sections.panels import panel
 
 TOKENS = 600  # of coloured text per snapshot
 COLORED = 6
+Texts = list[dict[str, Any]]
 
 
 def text(report: Report, shots: list[Snapshot]) -> Markup | None:
-    """Return the passages, and how often a repeated token meets the same expert."""
+    """Return the passages, how often a repeated token meets the same expert, and the table."""
     known = [
         (s, s.routing.data["colored_text"]) for s in shots if s.routing.data.get("colored_text")
     ]
@@ -28,14 +31,14 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
     parts, kept = [], []
     for shot, texts in known:
         _check(shot, texts)
-        kept.append(100 * consistency(texts))
-        experts = [e for passage in texts for e in passage["experts"]]
-        named = named or largest_groups(experts, COLORED)
-        parts.append(panel(shot, join([_passages(texts, named), _favourites(texts, shot)])))
+        pairs = list(_tokens(texts))
+        kept.append(100 * token_consistency([t for t, _, _ in pairs], [e for _, e, _ in pairs]))
+        named = named or largest_groups([e for _, e, _ in pairs], COLORED)
+        parts.append(panel(shot, _passages(texts, named)))
     layers = {passage.get("layer") for _, texts in known for passage in texts} - {None}
     where = f" in layer {layers.pop()}" if len(layers) == 1 else ""
     legend_entries = [
-        tag("li", tag("mark", f"expert {e}", style=f"--c:{group_color(rank)}"))
+        tag("li", tag("mark", f"expert {e}", style=f"--c:{nth_color(rank)}"))
         for rank, e in enumerate(named)
     ]
     content = figure(
@@ -46,16 +49,25 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         note="Tokens have the colour of their first expert. Does it keep to kinds of words?",
         wide=True,
     )
-    return group("Text", content)
+    return group("Text", content, _token_table(known, where))
 
 
-def _passages(texts: list[dict[str, Any]], named: list[int]) -> Markup:
+def _tokens(texts: Texts) -> Iterator[tuple[str, int, list[int]]]:
+    """Each token with its first expert and all that took it."""
+    for passage in texts:
+        experts = passage["experts"]
+        selected = passage.get("selected") or [[e] for e in experts]
+        for token, first, taken in zip(passage["tokens"], experts, selected, strict=False):
+            yield str(token), first, taken
+
+
+def _passages(texts: Texts, named: list[int]) -> Markup:
     shown, left = [], TOKENS
     for passage in texts:
         pairs = list(zip(passage["tokens"], passage["experts"], strict=False))[:left]
         left -= len(pairs)
         spans = [
-            tag("mark", token, style=f"--c:{group_color(named.index(e))}", data_tip=f"expert {e}")
+            tag("mark", token, style=f"--c:{nth_color(named.index(e))}", data_tip=f"expert {e}")
             if e in named
             else tag("span", token, data_tip=f"expert {e}")
             for token, e in pairs
@@ -65,21 +77,39 @@ def _passages(texts: list[dict[str, Any]], named: list[int]) -> Markup:
     return join(shown)
 
 
-def _favourites(texts: list[dict[str, Any]], shot: Snapshot) -> Markup:
-    """The most frequent tokens of each expert: the same picture for those who cannot see colour."""
-    tokens: dict[int, Counter[str]] = {}
-    for passage in texts:
-        for token, e in zip(passage["tokens"], passage["experts"], strict=False):
-            if str(token).strip():
-                tokens.setdefault(e, Counter())[str(token).strip()] += 1
-    ordered = sorted(tokens.items(), key=lambda item: -sum(item[1].values()))
-    rows: list[list[object]] = [
-        [f"expert {e}", number(sum(count.values())), ", ".join(t for t, _ in count.most_common(8))]
-        for e, count in ordered
+def _token_table(known: Sequence[tuple[Snapshot, Texts]], where: str) -> Markup:
+    """Every token with the experts that took it in each snapshot; the page's script filters it."""
+    taken: dict[str, list[Counter[int]]] = {}
+    times: Counter[str] = Counter()
+    for place, (_, texts) in enumerate(known):
+        for token, _, experts in _tokens(texts):
+            taken.setdefault(token, [Counter() for _ in known])[place].update(experts)
+            times[token] += place == 0
+    ordered = sorted(taken, key=lambda token: (-times[token], token))
+    rows: list[list[object]] = []
+    keys: list[list[float | str | None]] = []
+    for token in ordered:
+        shown = token.replace("\n", "↵").replace(" ", "␣")
+        cells = [
+            ", ".join(f"{e} ({n})" if n > 1 else str(e) for e, n in counts.most_common()) or DASH
+            for counts in taken[token]
+        ]
+        rows.append([tag("code", shown), number(times[token]), *cells])
+        firsts = [max(counts, key=lambda e: counts[e], default=None) for counts in taken[token]]
+        keys.append([token, times[token], *firsts])
+    columns: list[object] = ["Token", "Times", *(shot.name for shot, _ in known)]
+    caption = f"Tokens and the experts that took them{where}; in brackets: how often"
+    numbers = sorted({e for counts in taken.values() for count in counts for e in count})
+    options = [tag("option", f"expert {e}", value=str(e)) for e in numbers]
+    every = tag("option", "every expert", value="")
+    search = tag("input", type="search", placeholder="part of a token", class_="filter-text")
+    fields = [
+        tag("label", "Token ", search),
+        tag("label", "Expert ", tag("select", every, *options, class_="filter-expert")),
+        tag("output", f"{len(rows)} of {len(rows)} tokens"),
     ]
-    columns: list[object] = ["Expert", "Tokens", "Most frequent"]
-    grid = table(f"Tokens of each expert: {shot.label}", columns, rows or [[DASH, DASH, DASH]])
-    return tag("details", tag("summary", "Tokens of each expert"), grid)
+    grid = table(caption, columns, rows, sortable=True, keys=keys)
+    return tag("div", tag("div", fields, class_="filters"), grid, class_="filtered")
 
 
 def _check(shot: Snapshot, texts: Any) -> None:
@@ -89,17 +119,3 @@ def _check(shot: Snapshot, texts: Any) -> None:
                 f"{shot.routing.path}: 'colored_text' must be a list of objects with 'tokens' and "
                 "'experts'"
             )
-
-
-def consistency(texts: list[dict[str, Any]]) -> float:
-    """Return how often a token that occurs more than once goes to its most frequent expert.
-
-    1 when the token alone decides; NaN when no token is repeated.
-    """
-    experts: dict[str, Counter[int]] = {}
-    for passage in texts:
-        for token, e in zip(passage["tokens"], passage["experts"], strict=False):
-            experts.setdefault(str(token), Counter())[e] += 1
-    repeated = [count for count in experts.values() if sum(count.values()) > 1]
-    total = sum(sum(count.values()) for count in repeated)
-    return sum(max(count.values()) for count in repeated) / total if total else math.nan

@@ -1,0 +1,143 @@
+"""The answer: what the losses changed in the experts, and what that did to the scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moe_finetune.report.compare import Difference
+from moe_finetune.report.context import Report, Section, differ, folded, group
+from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
+from moe_finetune.report.numbers import ends
+from moe_finetune.report.runs import Run
+from moe_finetune.report.sections.experts import change_text, expert_metrics, experts_table, told
+from moe_finetune.report.sections.scores import against, comparisons, score_table
+
+
+def _render(report: Report) -> Markup | None:
+    sentences = [_sentence(report, run) for run in report.runs[1:] or report.runs]
+    notes = [tag("li", note) for note in _different_data(report)]
+    return join(
+        [
+            tag("div", sentences, class_="lede"),
+            tag("ul", notes, class_="warning") if notes else None,
+            group("Scores", table) if (table := score_table(report)) else None,
+            group("Experts", table) if (table := experts_table(report)) else None,
+            folded("The runs", tag("div", [_run_card(report, r) for r in report.runs],
+                                   class_="cards")),
+        ]
+    )  # fmt: skip
+
+
+def _sentence(report: Report, run: Run) -> Markup:
+    """Say what a run changed against the baseline, or against the checkpoint before it."""
+    parts = [_experts(report, run), _scores(report, run), _loss(report, run)]
+    said = " ".join(part for part in parts if part)
+    where = tag("strong", run.label)
+    return tag("p", where, f" against {against(report)}. " if parts[0] or parts[1] else ". ",
+               said or "Nothing was measured that could be compared.")  # fmt: skip
+
+
+def _experts(report: Report, run: Run) -> str | None:
+    changes = [told(m) for m in expert_metrics(report, run) if m.moved]
+    if changes:
+        return f"In the experts, {_listed(changes[:4])}."
+    return "The experts hardly changed." if expert_metrics(report, run) else None
+
+
+def _scores(report: Report, run: Run) -> str | None:
+    found = comparisons(report, run)
+    parts = []
+    for verdict, word in (("better", "better on"), ("worse", "worse on")):
+        tasks = [_with_interval(task, d) for task, d in found if d.verdict == verdict]
+        if tasks:
+            parts.append(f"{word} {_listed(tasks)}")
+    unclear = [task for task, d in found if d.verdict in ("unclear", "unknown")]
+    if unclear:
+        named = _listed(unclear) if len(unclear) < 5 else f"{len(unclear)} benchmarks"
+        parts.append(f"no clear difference on {named}")
+    return f"Its scores are {'; '.join(parts)}." if parts and "clear" not in parts[0] else (
+        f"Its scores show {parts[0]}." if parts else None)  # fmt: skip
+
+
+def _with_interval(task: str, delta: Difference) -> str:
+    pairs = ", item by item" if delta.paired else ""
+    return f"{task} ({delta.text()}, 95 % interval {delta.interval_text()}{pairs})"
+
+
+def _loss(report: Report, run: Run) -> str | None:
+    """Say where the validation loss ended, or how far the training loss came."""
+    base = report.baseline
+    for name, title in (("eval_loss", "Validation loss"), ("loss", "Training loss")):
+        if name not in run.curves:
+            continue
+        start, end = ends(run.curves[name])
+        if base is None:
+            return f"{title} went from {number(start)} to {number(end)}."
+        if name in base.curves:
+            theirs = ends(base.curves[name])[1]
+            if number(theirs) == number(end):
+                return f"{title} ended at {number(end)} in both."
+            change = change_text(theirs, end)
+            return f"{title} ended at {number(end)} against {number(theirs)} ({change})."
+    return None if run.curves else "No training was logged."
+
+
+def _listed(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _different_data(report: Report) -> Iterator[str]:
+    """Say where runs were measured on different data, so that their numbers do not compare."""
+    runs = report.runs
+    if differ(runs, lambda r: r.after and (r.after.data.get("data"), r.after.measured_on)):
+        yield (
+            "The routing of these runs was measured on different tokens: their routing metrics "
+            "differ for that reason as well."
+        )
+    if differ(runs, lambda r: (r.recipe.get("data") or {}).get("validation")):
+        yield ("These runs have different validation data: their validation losses do not compare.")
+    suites = differ(runs, lambda r: (r.evaluation.get("suite") or {}).get("sha256"))
+    unlike = [task for run in runs[1:] for task, d in comparisons(report, run) if d.other_items]
+    if suites or unlike:
+        named = f" ({', '.join(dict.fromkeys(unlike))})" if unlike else ""
+        yield (
+            f"These runs did not answer the same prompts{named}: their scores are compared as "
+            "independent samples."
+        )
+
+
+def _run_card(report: Report, run: Run) -> Markup:
+    steps, tokens = run.last_step, run.curves.get("num_tokens")
+    seen = tokens.values[-1] if tokens else math.nan
+    seconds = run.summary.get("seconds")
+    facts = {
+        "Checkpoint": run.model,
+        "Method": run.method,
+        "Steps": number(int(steps)) if steps is not None else None,
+        "Trained on": f"{number(round(seen))} tokens" if math.isfinite(seen) else None,
+        "Time": duration(seconds) if is_number(seconds) else None,
+        "Hardware": _hardware(run),
+        "Evaluated in": run.evaluation.get("backend"),
+    }
+    rows = [tag("div", tag("dt", k), tag("dd", v or DASH)) for k, v in facts.items()]
+    badge = tag("span", "baseline", class_="badge") if run is report.baseline else None
+    return tag(
+        "article",
+        tag("h4", report.swatch(run), badge),
+        tag("dl", rows),
+        class_="card run",
+        style=f"--c:{report.color(run)}",
+    )
+
+
+def _hardware(run: Run) -> str | None:
+    accelerators = run.environment.get("accelerators")
+    if accelerators:
+        names = dict.fromkeys(accelerators)
+        return ", ".join(f"{accelerators.count(name)} × {name}" for name in names)
+    processor, cores = run.environment.get("processor"), run.environment.get("cores")
+    return f"{processor}, {cores} cores" if processor and cores else processor
+
+
+ANSWER = Section("answer", "The answer", _render)

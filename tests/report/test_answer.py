@@ -1,0 +1,131 @@
+"""The page's opening: what the losses changed in the experts, and what that did to the scores."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+
+import pytest
+
+from moe_finetune.report.context import Report
+from moe_finetune.report.runs import read_runs
+from moe_finetune.report.sections.answer import ANSWER
+from moe_finetune.report.sections.curves import CURVES
+from moe_finetune.report.sections.experts import change_text
+from moe_finetune.report.sections.strength import STRENGTH
+from tests.report.folders import write_run
+
+METRICS = {"expert_overlap": 0.4, "score_variance": 0.02, "entropy": 2.2, "max_violation": 0.5}
+STRENGTHS = {
+    "strength/variance/weight": 13.0,
+    "strength/variance/share_router": 0.9934,
+    "strength/variance/share_experts": 0.16,
+    "strength/variance/cosine_router": 0.12,
+    "strength/variance/cosine_experts": 0.03,
+    "strength/variance/weight_for_10_percent": 1.3,
+}
+
+
+def run_of(folder, seed, metrics=METRICS, **logged):
+    """A run whose routing has these metrics after fine-tuning."""
+    write_run(folder, seed)
+    change(folder / "routing" / "after.json", metrics={k: {"mean": v} for k, v in metrics.items()})
+    if logged:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "eval", "step": 300, **logged}) + "\n")
+    return folder
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def text(*folders, section=ANSWER):
+    found = section.render(Report(read_runs(folders), "title"))
+    return found and html.unescape(re.sub(r"<wbr>", "", found))
+
+
+def test_the_largest_changes_of_the_experts_are_said_first(tmp_path):
+    ours = {"expert_overlap": 0.25, "score_variance": 0.037, "entropy": 2.21, "max_violation": 0.6}
+    one = run_of(tmp_path / "aux_loss", 1, eval_loss=2.0)
+    two = run_of(tmp_path / "ours", 2, ours, **STRENGTHS, eval_loss=2.01)
+    shown = text(one, two)
+    assert (
+        "<strong>ours</strong> against aux_loss. In the experts, score variance rose by 85" in shown
+    )
+    order = [
+        shown.index(word) for word in ("score variance", "expert overlap fell by 38", "MaxVio rose")
+    ]
+    assert order == sorted(order)
+    assert 'verdict better">+85' in shown and 'verdict better">−37' in shown.replace("−38", "−37")
+    assert 'verdict worse">+20' in shown
+    folded = shown[shown.index("that hardly differ") :]
+    assert "Routing entropy" in folded and "Routing entropy" not in shown[: -len(folded)]
+    strength = text(one, two, section=STRENGTH)
+    assert "<td>99\u00a0%</td>" in strength and "<td>13.0</td>" in strength
+    assert text(one, section=STRENGTH) is None
+
+
+def test_a_single_run_is_compared_with_the_checkpoint_before(tmp_path):
+    run = run_of(tmp_path / "ours", 2)
+    change(run / "routing" / "before.json", metrics={"expert_overlap": {"mean": 0.5}})
+    shown = text(run)
+    assert "against the checkpoint before fine-tuning" in shown
+    assert "expert overlap fell by 20\u00a0% (0.500 → 0.400)" in shown
+
+
+def test_runs_on_different_data_are_named(tmp_path):
+    one, two = run_of(tmp_path / "a", 1), run_of(tmp_path / "b", 2)
+    for run in (one, two):
+        change(run / "routing" / "after.json", colored_text=[])
+    assert 'class="warning"' not in text(one, two)
+    change(two / "routing" / "after.json", tokens=19_999)
+    change(two / "eval" / "results.json", suite={"name": "demo", "sha256": "1" * 64})
+    recipe = (two / "recipe.yaml").read_text()
+    for run, file in ((one, "a.jsonl"), (two, "b.jsonl")):
+        (run / "recipe.yaml").write_text(recipe.replace("data:", f"data:\n  validation: {file}"))
+    shown = text(one, two)
+    assert "was measured on different tokens" in shown
+    assert "did not answer the same prompts" in shown
+    assert "validation losses do not compare" in shown
+
+
+def test_curves_that_hardly_differ_are_folded_and_two_points_are_none(tmp_path):
+    def log(name, factor):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [
+            {
+                "kind": "train",
+                "step": s,
+                "loss": 1 / s,
+                "grad_norm": 2.0 / s,
+                "mine": factor / s,
+                "routing/entropy": 1.0 / s,
+                "routing/entropy_share": 0.3 / s,
+            }
+            for s in range(1, 9)
+        ]
+        rows += [{"kind": "eval", "step": s, "eval_loss": 3.0} for s in (4, 8)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    shown = text(log("a", 1.0), log("b", 1.5), section=CURVES)
+    titles = re.findall(r"<strong>(.*?)</strong>", shown)
+    assert titles[:2] == [
+        "Training loss ends at 0.125 in all runs",
+        "Mine ends at 0.125 (a) and 0.188 (b)",
+    ]
+    assert [t.split(" ends")[0] for t in titles[2:]] == ["Routing entropy", "Gradient norm"]
+    assert shown.index("2 curves that hardly differ") < shown.index("Routing entropy ends")
+    assert '<th scope="row">eval_loss' in shown  # two points stand in the table
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [(0.4, 0.25, "−38\u00a0%"), (2.0, 2.01, "+0.5\u00a0%"), (0.0, 1.0, "–"), (math.nan, 1.0, "–")],
+)
+def test_change_in_percent(before, after, text):
+    assert change_text(before, after) == text
