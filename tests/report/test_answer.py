@@ -129,3 +129,16 @@ def test_curves_that_hardly_differ_are_folded_and_two_points_are_none(tmp_path):
 )
 def test_change_in_percent(before, after, text):
     assert change_text(before, after) == text
+
+
+def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
+    run = tmp_path / "analyzed"
+    (run / "routing").mkdir(parents=True)
+    found = {"layers": [1], "num_experts": 4, "load": [[5, 1, 1, 1]], "tokens": 4}
+    found["metrics"] = {"score_entropy": {"mean": 1.25}, "collision_entropy": {"mean": 1.1}}
+    (run / "routing" / "after.json").write_text(json.dumps(found))
+    shown = text(run)
+    said = "</strong>. In the experts, MaxVio is 1.50 and score entropy is 1.25.</p>"
+    assert f"<strong>analyzed{said}" in shown
+    assert "how seldom two tokens meet in one expert" in shown
+    assert "hardly differ" not in shown and "change" not in shown and "Before" not in shown

@@ -32,17 +32,20 @@ def _render(report: Report) -> Markup | None:
 def _sentence(report: Report, run: Run) -> Markup:
     """Say what a run changed against the baseline, or against the checkpoint before it."""
     parts = [_experts(report, run), _scores(report, run), _loss(report, run)]
-    said = " ".join(part for part in parts if part)
-    where = tag("strong", run.label)
-    return tag("p", where, f" against {against(report)}. " if parts[0] or parts[1] else ". ",
-               said or "Nothing was measured that could be compared.")  # fmt: skip
+    compared = any(math.isfinite(m.share) for m in expert_metrics(report, run)) or parts[1]
+    against_what = f" against {against(report)}" if compared else ""
+    said = " ".join(part for part in parts if part) or "Nothing was measured."
+    return tag("p", tag("strong", run.label), f"{against_what}. {said}")
 
 
 def _experts(report: Report, run: Run) -> str | None:
-    changes = [told(m) for m in expert_metrics(report, run) if m.moved]
-    if changes:
-        return f"In the experts, {_listed(changes[:4])}."
-    return "The experts hardly changed." if expert_metrics(report, run) else None
+    metrics = expert_metrics(report, run)
+    said = [told(m) for m in metrics if m.moved] or [
+        told(m) for m in metrics if not math.isfinite(m.share)
+    ]
+    if said:
+        return f"In the experts, {_listed(said[:4])}."
+    return "The experts hardly changed." if metrics else None
 
 
 def _scores(report: Report, run: Run) -> str | None:
@@ -80,7 +83,7 @@ def _loss(report: Report, run: Run) -> str | None:
                 return f"{title} ended at {number(end)} in both."
             change = change_text(theirs, end)
             return f"{title} ended at {number(end)} against {number(theirs)} ({change})."
-    return None if run.curves else "No training was logged."
+    return None
 
 
 def _listed(parts: list[str]) -> str:

@@ -64,7 +64,7 @@ def expert_metrics(report: Report, run: Run) -> list[Changed]:
     for name in FIRST:
         before, value = measured(run, name)
         reference = measured(report.baseline, name)[1] if report.baseline else before
-        if math.isfinite(reference + value):
+        if math.isfinite(value):
             found.append(Changed(word(f"routing/{name}"), reference, value))
     return sorted(found, key=lambda m: -abs(m.share) if m.moved else 0.0)
 
@@ -80,9 +80,11 @@ def _names(report: Report) -> list[str]:
 
 
 def told(changed: Changed) -> str:
-    """A change as part of a sentence."""
+    """A change as part of a sentence; the value where there is nothing to compare it with."""
     name = changed.word.name
     name = name if name == "MaxVio" else name[:1].lower() + name[1:]
+    if not math.isfinite(changed.share):
+        return f"{name} is {number(changed.value)}"
     verb = "rose" if changed.value > changed.reference else "fell"
     percent = change_text(changed.reference, changed.value).lstrip("+−")
     return f"{name} {verb} by {percent} ({number(changed.reference)} → {number(changed.value)})"
@@ -99,40 +101,44 @@ def change_text(reference: float, value: float) -> str:
 
 def experts_table(report: Report) -> Markup | None:
     """The metrics that some run moved; those that hardly differ below, folded."""
-    compared = report.runs[1:] or report.runs
+    base = report.baseline
+    measures = {name: [measured(run, name) for run in report.runs] for name in _names(report)}
+    has_before = any(math.isfinite(before) for values in measures.values() for before, _ in values)
+    compared = report.runs[1:] if base else report.runs if has_before else []
     moving: list[list[object]] = []
     still: list[list[object]] = []
-    for name in _names(report):
-        values = [measured(run, name) for run in report.runs]
+    for name, values in measures.items():
         if not any(math.isfinite(after) for _, after in values):
             continue
         about = word(f"routing/{name}")
         before = next((b for b, _ in values if math.isfinite(b)), math.nan)
-        reference = values[0][1] if report.baseline else before
-        changes = [Changed(about, reference, after) for _, after in values[-len(compared) :]]
-        row = _row(about, before, [after for _, after in values], changes)
-        (moving if any(c.moved for c in changes) else still).append(row)
+        reference = values[0][1] if base else before
+        changes = [
+            Changed(about, reference, after) for _, after in values[len(values) - len(compared) :]
+        ]
+        row: list[object] = [join([about.name, tag("span", about.meaning, class_="note")])]
+        row += [number(before)] if has_before else []
+        row += [number(after) for _, after in values]
+        row += [
+            tag("span", change_text(c.reference, c.value), class_=f"verdict {c.verdict}")
+            for c in changes
+        ]
+        same = changes and all(abs(c.share) < NOTHING for c in changes)
+        (still if same else moving).append(row)
     columns: list[object] = [
         "Metric, mean over layers",
-        "Before",
-        *([report.swatch(run) for run in report.runs] if report.baseline else ["After"]),
+        *(["Before"] if has_before else []),
+        *(
+            [report.swatch(run) for run in report.runs]
+            if base
+            else ["After" if has_before else "Value"]
+        ),
         *(join([report.swatch(run), " change"]) for run in compared),
     ]
-    whose = report.baseline.label if report.baseline else "before fine-tuning"
-    parts = [
-        table(f"Experts and router, change against {whose}", columns, moving) if moving else None,
-        folded(
-            f"{len(still)} metrics that hardly differ (less than {100 * NOTHING:g} %)",
-            table("Experts and router: what hardly differs", columns, still) if still else None,
-        ),
-    ]
-    return join(parts) if moving or still else None
-
-
-def _row(about: Word, before: float, values: list[float], changes: list[Changed]) -> list[object]:
-    told = [
-        tag("span", change_text(c.reference, c.value), class_=f"verdict {c.verdict}")
-        for c in changes
-    ]
-    name = join([about.name, tag("span", about.meaning, class_="note")])
-    return [name, number(before), *map(number, values), *told]
+    caption = "Experts and router"
+    if compared:
+        caption += f", change against {base.label if base else 'before fine-tuning'}"
+    rest = table("Experts and router: what hardly differs", columns, still) if still else None
+    title = f"{len(still)} metrics that hardly differ (less than {100 * NOTHING:g} %)"
+    parts = [table(caption, columns, moving) if moving else None, folded(title, rest)]
+    return join(parts) if any(parts) else None
