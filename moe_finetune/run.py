@@ -188,9 +188,9 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import name_base, run_metadata, save_trained
-    from moe_finetune.training.sft import build_trainer, describe_steps
     from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.snapshot import sample_examples, take_snapshot
+    from moe_finetune.training.trainer import build_trainer, describe_steps
 
     if recipe.numerics.deterministic:
         make_deterministic()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from moe_finetune.data.padding import fill, mask, pad
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
@@ -173,26 +174,7 @@ def padded_batches(
 
     A batch holds at most ``limit`` positions, padding included, or one row. Padding is masked.
     """
-    batch: list[Mapping[str, Sequence[int]]] = []
-    width = 0
-    for row in rows:
-        longest = max(width, len(row["input_ids"]))
-        if batch and longest * (len(batch) + 1) > limit:
-            yield _padded(batch, width)
-            batch, longest = [], len(row["input_ids"])
-        batch.append(row)
-        width = longest
-    if batch:
-        yield _padded(batch, width)
-
-
-def _padded(batch: Sequence[Mapping[str, Sequence[int]]], width: int) -> dict[str, Tensor]:
-    def stack(values: list[list[int]], fill: int) -> Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in values])
-
-    ids = [list(row["input_ids"]) for row in batch]
-    return {
-        "input_ids": stack(ids, 0),
-        "attention_mask": stack([[1] * len(row) for row in ids], 0),
-        "labels": stack([list(row["labels"]) for row in batch], IGNORED),
-    }
+    for batch in fill(rows, limit, lambda row: len(row["input_ids"])):
+        ids = [row["input_ids"] for row in batch]
+        labels_BS = pad([row["labels"] for row in batch], IGNORED)
+        yield {"input_ids": pad(ids), "attention_mask": mask(ids), "labels": labels_BS}

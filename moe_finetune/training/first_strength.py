@@ -27,8 +27,8 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
         ObjectiveError: a term reaches nothing trainable; a share without a gradient.
     """
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.sft import build_trainer
     from moe_finetune.training.start import check_inputs, start_model
+    from moe_finetune.training.trainer import build_trainer
 
     if STAGES[recipe.stage].form != "tokens":
         raise RecipeError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.errors import ObjectiveError
+from moe_finetune.io.tables import aligned
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.strength import PARTS
 
@@ -73,18 +74,8 @@ def strength_table(rows: Iterable[Mapping[str, Any]]) -> str:
         cosines = [number(row[f"cosine_{part}"], "+.2f") for part in PARTS]
         weights = [number(row[name], ".3g") for name in ("weight", "weight_for_10_percent")]
         table.append((row["term"], weights[0], *shares, *cosines, weights[1]))
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = [
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        )
-        for line in table
-    ]
-    return "\n".join(
-        [
-            *lines,
-            "%: norm of the loss's gradient in percent of the language loss's, on the parameters "
-            "that train; cos: the cosine between the two",
-        ]
+    return (
+        aligned(table)
+        + "\n%: norm of the loss's gradient in percent of the language loss's, on the parameters "
+        "that train; cos: the cosine between the two"
     )

@@ -15,7 +15,7 @@ from moe_finetune.data.tokenize import IGNORED
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.rehearsal import count_steps
-from moe_finetune.training.sft import training_arguments
+from moe_finetune.training.trainer import training_arguments
 
 BINS, BAR = 8, 40
 COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")

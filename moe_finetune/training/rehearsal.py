@@ -169,7 +169,7 @@ def check_arguments(recipe: Recipe) -> None:
     Raises:
         RecipeError: the key under ``trainer:`` that transformers or TRL refuses.
     """
-    from moe_finetune.training.sft import training_arguments
+    from moe_finetune.training.trainer import training_arguments
 
     with tempfile.TemporaryDirectory() as folder:
         _with_culprit(recipe, lambda tried: training_arguments(tried, Path(folder)))
@@ -221,7 +221,7 @@ def _build(
     recipe: Recipe, model: nn.Module, tokenizer: Any, train: Dataset, validation: Dataset | None
 ) -> None:
     """The trainer with its optimizer, schedule and first loader, on a few rows."""
-    from moe_finetune.training.sft import build_trainer
+    from moe_finetune.training.trainer import build_trainer
 
     few = [None if rows is None else rows.select(range(min(ROWS, len(rows))))
            for rows in (train, validation)]  # fmt: skip
@@ -258,7 +258,7 @@ def _plan(
 ) -> Plan:
     import pyarrow.compute as pc
 
-    from moe_finetune.training.sft import training_arguments
+    from moe_finetune.training.trainer import training_arguments
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(recipe, Path(folder))

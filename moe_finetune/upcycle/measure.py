@@ -6,7 +6,7 @@ Shape legend: T tokens, L MoE layers, N experts, K selected, C categories, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +130,7 @@ def _of_split(
 ) -> dict[str, Any]:
     import torch
 
+    from moe_finetune.data.padding import fill
     from moe_finetune.moe.hooks import Recorder
     from moe_finetune.moe.layers import model_facts
 
@@ -151,10 +152,10 @@ def _of_split(
     losses: list[tuple[int, float, int]] = []
     try:
         with torch.no_grad():
-            for batch in batches(rows, section.tokens_per_batch):
-                ids_BS, mask_BS = pad([ids for _, ids in batch])
+            rows.sort(key=lambda row: len(row[1]))
+            for batch in fill(rows, section.tokens_per_batch, lambda row: len(row[1])):
                 records.clear()
-                loss_B = text_losses(model, ids_BS, mask_BS)
+                loss_B = text_losses(model, [ids for _, ids in batch])
                 losses += [
                     (category, float(loss), len(ids))
                     for (category, ids), loss in zip(batch, loss_B, strict=True)
@@ -184,39 +185,14 @@ def _of_split(
     return found | ({"routing": pool.summary()} if pool is not None else {})
 
 
-def batches(
-    rows: Sequence[tuple[int, np.ndarray]], tokens: int
-) -> Iterator[list[tuple[int, np.ndarray]]]:
-    """Rows of similar length together, at most ``tokens`` padded tokens (or one row) a batch."""
-    batch: list[tuple[int, np.ndarray]] = []
-    for row in sorted(rows, key=lambda row: len(row[1])):
-        if batch and (len(batch) + 1) * len(row[1]) > tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def pad(rows: Sequence[np.ndarray]) -> tuple[Any, Any]:
-    """Ids padded on the right with 0, and the mask: ``(B, S)`` int64 each."""
+def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
+    """Mean loss per predicted token of each text, nats, in float32."""
     import torch
 
-    longest = max(map(len, rows))
-    ids_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask_BS = torch.zeros_like(ids_BS)
-    for i, row in enumerate(rows):
-        ids_BS[i, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
-        mask_BS[i, : len(row)] = 1
-    return ids_BS, mask_BS
-
-
-def text_losses(model: Any, ids_BS: Any, mask_BS: Any) -> list[float]:
-    """Mean loss per predicted token of each row, nats, in float32."""
-    import torch
+    from moe_finetune.data.padding import mask, pad
 
     device = next(model.parameters()).device
-    ids_BS, mask_BS = ids_BS.to(device), mask_BS.to(device)
+    ids_BS, mask_BS = pad(texts).to(device), mask(texts).to(device)
     logits_BSV = model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).logits
     losses_BS = torch.nn.functional.cross_entropy(
         logits_BSV[:, :-1].float().transpose(1, 2), ids_BS[:, 1:], reduction="none"

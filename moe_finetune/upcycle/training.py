@@ -78,7 +78,7 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
-    from moe_finetune.training.sft import METRICS_FILE
+    from moe_finetune.training.trainer import METRICS_FILE
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.signals import StopUpcycle
 
@@ -129,7 +129,7 @@ def build(
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.numerics import NumericsGuard
-    from moe_finetune.training.sft import RunLog, trainer_of, training_arguments
+    from moe_finetune.training.trainer import RunLog, trainer_of, training_arguments
 
     plain: Any = trainer_of(STAGES["sft"])
 

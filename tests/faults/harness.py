@@ -169,7 +169,7 @@ def _serve() -> None:
     import trl  # noqa: F401
 
     import moe_finetune.report
-    import moe_finetune.training.sft  # noqa: F401
+    import moe_finetune.training.trainer  # noqa: F401
     from moe_finetune.cli import main
 
     torch.set_num_threads(1)

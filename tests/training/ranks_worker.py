@@ -22,8 +22,8 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
-from moe_finetune.training.sft import build_trainer
 from moe_finetune.training.specialization import Specialization
+from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.whole import trained_weights, whole_model
 from tests import tiny
 

@@ -15,7 +15,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.sft import GuardedTrainer
+from moe_finetune.training.trainer import GuardedTrainer
 from tests import tiny
 from tests.training.test_callback import collate, rows
 

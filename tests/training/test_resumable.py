@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 def guarded(tmp_path, on_nan, poison=(3,)):
     from moe_finetune.training.numerics import NumericsGuard
-    from moe_finetune.training.sft import GuardedTrainer
+    from moe_finetune.training.trainer import GuardedTrainer
 
     class Poisoned(GuardedTrainer, ResumableTrainer, Trainer):
         seen = 0

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.data.padding import fill
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import ANSWERS, judge, questions
-from moe_finetune.upcycle.measure import Pool, batches, measure, pad, text_losses
+from moe_finetune.upcycle.measure import Pool, measure, text_losses
 from moe_finetune.upcycle.passages import passages
 from moe_finetune.upcycle.recipe import JudgementSection, UpcycleRecipe
 from moe_finetune.upcycle.texts import SPLITS, Texts
@@ -144,11 +145,11 @@ def test_batching_and_padding_change_nothing():
     generator = np.random.default_rng(0)
     rows = [(i, generator.integers(4, 260, n)) for i, n in enumerate((9, 2, 31, 17, 5, 31))]
     with torch.no_grad():
-        alone = {i: text_losses(model, *pad([ids]))[0] for i, ids in rows}
+        alone = {i: text_losses(model, [ids])[0] for i, ids in rows}
         seen = {}
-        for batch in batches(rows, 40):
+        for batch in fill(rows, 40, lambda row: len(row[1])):
             assert len(batch) == 1 or len(batch) * max(len(ids) for _, ids in batch) <= 40
-            losses = text_losses(model, *pad([ids for _, ids in batch]))
+            losses = text_losses(model, [ids for _, ids in batch])
             seen |= {i: loss for (i, _), loss in zip(batch, losses, strict=True)}
     assert seen == pytest.approx(alone, abs=1e-5)
 

@@ -1,0 +1,46 @@
+"""Rows of different length in one batch, padded on the right.
+
+Shape legend: B rows, S positions of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Row = TypeVar("Row")
+
+
+def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Neighbours together, in order: at most ``positions`` with padding, or one row, a batch.
+
+    Args:
+        rows: what is batched; sorted by length there is least padding.
+        positions: most rows times the longest of them.
+        length: tokens of a row.
+    """
+    batch: list[Row] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, length(row))
+        if batch and (len(batch) + 1) * longest > positions:
+            yield batch
+            batch, longest = [], length(row)
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def pad(rows: Sequence[Sequence[int] | np.ndarray], value: int = 0) -> Tensor:
+    """``(B, S)`` int64: each row, and ``value`` behind it."""
+    tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
+    """``(B, S)`` int64: 1 at each row's own positions, 0 behind them."""
+    return pad([np.ones(len(row), np.int64) for row in rows])
