@@ -48,7 +48,6 @@ class Adapter:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
         return sum(info.size for info in self.tensors.values())
 
     def targets_parameter(self, key: str) -> bool:

@@ -96,7 +96,6 @@ class Merged:
     norms: dict[str, float] = field(default_factory=dict)
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         source = self.plan.source
         assert source is not None
         stacked = self.plan.stacked

@@ -43,7 +43,6 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
         return sum(info.size for header in self.files.values() for info in header.tensors.values())
 
 

@@ -88,7 +88,6 @@ class MergePlan:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole output."""
         weights = sum(
             len(header.raw) + sum(info.size for info in header.tensors.values())
             for header in self.files.values()

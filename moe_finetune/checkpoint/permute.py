@@ -49,7 +49,6 @@ class Rows:
     order: tuple[int, ...]
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         from moe_finetune.checkpoint.tensors import read_bytes
         from moe_finetune.checkpoint.values import check_values
 
@@ -68,7 +67,6 @@ class Renumbered:
     order: tuple[int, ...]
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         import torch
 
         from moe_finetune.checkpoint.tensors import read_tensor

@@ -45,7 +45,6 @@ class QuantizedReport:
     tolerance: float
 
     def text(self) -> str:
-        """The report for a reader."""
         return (
             f"against the {self.kind} base + adapter that was trained: logits within "
             f"{self.merged:.1e}, bound {self.tolerance:.1e} ({FACTOR:g} x the {self.base:.1e} by "

@@ -47,7 +47,6 @@ class Copy:
     source: TensorInfo
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`Content`."""
         copy_range(self.source.file, self.source.offset, out, target.offset, target.size)
 
 
@@ -58,7 +57,6 @@ class Literal:
     content: bytes
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`Content`."""
         out.write(torch.frombuffer(bytearray(self.content), dtype=torch.uint8), target.offset)
 
 
@@ -204,7 +202,6 @@ class Output:
             self._finish()
 
     def close(self) -> None:
-        """Close without syncing; repeatable."""
         for fd in {self._fd, self._direct} - {-1}:
             os.close(fd)
         self._fd = self._direct = -1

@@ -19,7 +19,6 @@ class _Pipe:
         self._stream, self._name, self._other = stream, name, other
 
     def write(self, text: str) -> int:
-        """As of any text stream."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -27,12 +26,10 @@ class _Pipe:
             return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """As of any text stream."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """As of any text stream."""
         try:
             self._stream.flush()
         except BrokenPipeError:

@@ -53,7 +53,6 @@ class Backend:
         return getattr(self.lm, "max_length", None)
 
     def close(self) -> None:
-        """Free the engine."""
         if self.kind == "vllm":
             shutdown(self.lm)
         if self.routing is not None:

@@ -102,7 +102,6 @@ class ReplyStore:
             )
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()
 
 

@@ -76,7 +76,6 @@ class CachedLM(LM):
         return self._answer("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
-        """See lm-eval."""
         if self._max_tokens is not None:
             for request in requests:
                 context, arguments = request.args
@@ -178,7 +177,6 @@ class CachedLM(LM):
         return self._inner.apply_chat_template(chat_history, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's text."""
         return self._inner.chat_template(chat_template)
 
     @property

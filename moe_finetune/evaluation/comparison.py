@@ -76,7 +76,6 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
         return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:

@@ -148,7 +148,6 @@ class Judge:
                 raise
 
     def close(self) -> None:
-        """Close the file of verdicts."""
         if self._store is not None:
             self._store.close()
 

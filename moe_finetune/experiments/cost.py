@@ -76,7 +76,6 @@ class Estimator:
         self._sizes: dict[str, Size | MoeFinetuneError] = {}
 
     def __call__(self, recipe: Recipe) -> Cost:
-        """Estimate one run."""
         tokens, source = training_tokens(recipe, self.assumed)
         size = self._size(recipe)
         if isinstance(size, MoeFinetuneError):

@@ -49,7 +49,6 @@ class RunResult:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is complete."""
         return self.state == "finished"
 
     @property
@@ -149,7 +148,6 @@ class StudyResults:
 
     @property
     def finished(self) -> list[RunResult]:
-        """The runs that are complete."""
         return [run for run in self.runs if run.finished]
 
     def of(self, arm: str) -> list[RunResult]:

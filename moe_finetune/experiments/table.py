@@ -101,7 +101,6 @@ class Table:
         return list(dict.fromkeys(row.label for _, row in self.rows))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
 

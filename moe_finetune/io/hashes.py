@@ -82,7 +82,6 @@ class KnownDigests:
         return digest
 
     def save(self) -> None:
-        """Keep what is known."""
         write_atomic(self.memo, json.dumps(self._known) + "\n")
 
 

@@ -49,7 +49,6 @@ class Terminal:
 
     @property
     def style(self) -> Style:
-        """The style in use."""
         if self._style is not None:
             return self._style
         dumb = os.environ.get("TERM") == "dumb" or os.environ.get("CI")

@@ -200,5 +200,4 @@ class Coupling(Term):
         return {f"transitions.{layer}": table for layer, table in sorted(self._tables.items())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the running tables."""
         self._tables = {int(key.rpartition(".")[2]): table for key, table in state.items()}

@@ -98,6 +98,5 @@ class Dpp(Term):
         return frozenset({"outputs_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Determinantal loss of this layer."""
         assert record.outputs_gram_TKK is not None
         return dpp_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.eps)

@@ -266,7 +266,6 @@ class Erc(Term):
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """ERC loss of this layer."""
         options = self.options
         assert record.expert_factors is not None
         weight_EH = record.router_weight_EH

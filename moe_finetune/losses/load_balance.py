@@ -188,7 +188,6 @@ class LoadBalance(Term):
     options: LoadBalanceOptions
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Balance loss of this layer."""
         options = self.options
         inputs = (record.distribution_TE, record.index_TK, record.mask_T, options.variant)
         lengths = totals = None

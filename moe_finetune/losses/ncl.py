@@ -99,6 +99,5 @@ class Ncl(Term):
         return frozenset({"outputs_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Negative correlation loss of this layer."""
         assert record.outputs_gram_TKK is not None
         return ncl_from_gram(record.outputs_gram_TKK, record.mask_T, self.options.normalize)

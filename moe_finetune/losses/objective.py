@@ -155,7 +155,6 @@ class Objective:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         for term in self.terms:
             if term.options.share is not None:
                 self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)

@@ -148,7 +148,6 @@ class Orthogonality(Term):
         return frozenset({"outputs"} if self.options.one_sided else {"outputs_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Orthogonality loss of this layer."""
         options = self.options
         shared = (record.scores_TK, record.mask_T, options.form, options.tau_gate, options.eps)
         if options.one_sided:

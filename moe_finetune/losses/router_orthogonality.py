@@ -46,5 +46,4 @@ class RouterOrthogonality(Term):
     Options = RouterOrthogonalityOptions
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Router orthogonality loss of this layer."""
         return router_orthogonality_loss(record.router_weight_EH)

@@ -64,6 +64,5 @@ class Specialization(Term):
         return frozenset({"activations_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Specialization loss of this layer."""
         assert record.activations_gram_TKK is not None
         return specialization_from_gram(record.activations_gram_TKK, record.mask_T)

@@ -132,7 +132,6 @@ class SupervisedRouting(Term):
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Supervised routing loss of this layer."""
         if record.token_ids_T is None:
             raise ObjectiveError(
                 "method.terms.supervised_routing reads token ids, and the model was called with "

@@ -48,5 +48,4 @@ class Variance(Term):
     trains = frozenset({"router"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Variance loss of this layer."""
         return variance_loss(record.scores_TE, record.mask_T)

@@ -44,5 +44,4 @@ class ZLoss(Term):
     trains = frozenset({"router"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
-        """Z-loss of this layer."""
         return router_z_loss(record.logits_TE, record.mask_T)

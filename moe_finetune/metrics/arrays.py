@@ -123,11 +123,9 @@ class MeanStd(float):
     std: float
 
     def __new__(cls, mean: float, std: float) -> MeanStd:
-        """Build from both numbers."""
         made = super().__new__(cls, mean)
         made.std = float(std)
         return made
 
     def __iter__(self) -> Iterator[float]:
-        """Mean, then standard deviation."""
         return iter((float(self), self.std))

@@ -65,7 +65,6 @@ class BiasBalancer(Perturbation):
         return self._adapter.names if self._adapter is not None else frozenset()
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
-        """Delegate to the inner perturbation."""
         return self._inner.router_input(layer, hidden)
 
     def routing(
@@ -117,6 +116,5 @@ class BiasBalancer(Perturbation):
         return {f"bias.{layer}": bias for layer, bias in self.bias.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         for layer in self.bias:
             self.bias[layer] = state[f"bias.{layer}"].clone()

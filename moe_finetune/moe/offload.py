@@ -174,7 +174,6 @@ class OffloadedStack(Tensor):
         return _seen(self._offload.stack(*self._place), self._views)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape and place."""
         return f"OffloadedStack(shape={tuple(self.shape)}, place={self._place})"
 
     @classmethod

@@ -110,7 +110,6 @@ class QuantizedWeight(Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of packed weights and scales."""
         return sum(part.numel() * part.element_size() for part in (self._packed, self._scales))
 
     def dequantize(self, experts: slice | Sequence[int] | Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -148,7 +147,6 @@ class QuantizedWeight(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], held: tuple[_Layout, torch.dtype], *_: Any
     ) -> QuantizedWeight:
-        """Undo :meth:`__tensor_flatten__`."""
         return cls(inner["_packed"], inner["_scales"], *held)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -132,7 +132,6 @@ class Difference:
         return max(0, 1 - math.floor(math.log10(size))) if size > 0 else 1
 
     def interval_text(self) -> str:
-        """Return the interval for people."""
         if math.isnan(self.low):
             return "no interval"
         scale, digits = (100, 1) if self.is_share else (1, self._digits())

@@ -169,7 +169,6 @@ class TraceWriter:
         return info
 
     def __enter__(self) -> TraceWriter:
-        """Return the writer itself."""
         return self
 
     def __exit__(

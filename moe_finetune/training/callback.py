@@ -215,7 +215,6 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         return self._at_work().statistics.state_dict()
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`rank_state` returned."""
         self._at_work().statistics.load_state_dict(state)
 
     def _at_work(self) -> Specialization:

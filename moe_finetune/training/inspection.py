@@ -50,7 +50,6 @@ class Inspection:
     memory_unknown: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         plain = asdict(replace(self, verdict=None))
         plain |= {"coverage": self.coverage.to_mapping(), "verdict": None}
         if self.memory is not None:
@@ -60,7 +59,6 @@ class Inspection:
         return plain
 
     def text(self) -> str:
-        """The facts for a reader."""
         lines = [
             f"{self.path}: {self.title} ({self.model_type}, family {self.family})",
             f"parameters     {self.parameters:,}, {self.active_parameters:,} active per token",

@@ -39,7 +39,6 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether every fact is right."""
         return not self.problems
 
     @property
@@ -48,11 +47,9 @@ class Proof:
         return [check.problem for check in self.checks if check.problem is not None]
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        """A line for each check."""
         sizes = ", ".join(f"{value} {name}" for name, value in self.sizes.items())
         end = "proved: the declared facts are those of transformers' class"
         if not self.ok:

@@ -73,7 +73,6 @@ class Plan:
     remarks: list[str]
 
     def text(self) -> str:
-        """The plan for a reader."""
         losses = f" ({', '.join(self.terms)})" if self.terms else ""
         validation = "none" if self.validation is None else f"{self.validation:,} rows"
         about = "about " if self.packed else ""

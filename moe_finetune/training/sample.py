@@ -109,7 +109,6 @@ class Sample:
         return held[0]
 
     def load_E(self, layer: int) -> np.ndarray:
-        """Dispatches."""
         return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
 
     def top_T(self, layer: int) -> np.ndarray:

@@ -60,7 +60,6 @@ class Pretrain:
     upcycle: Upcycle
 
     def __call__(self, attempt: Attempt) -> None:
-        """Train it on all texts."""
         from moe_finetune.upcycle.dense import new_llama
 
         upcycle = self.upcycle
@@ -123,7 +122,6 @@ class TrainExpert:
     expert: int
 
     def __call__(self, attempt: Attempt) -> None:
-        """Train it."""
         upcycle, section = self.upcycle, self.upcycle.recipe.experts
         own = np.flatnonzero(upcycle.clusters_C == self.expert).tolist()
         seed = 1000 * self.seed + 1 + self.expert
@@ -139,7 +137,6 @@ class TrainRouter:
     seed: int
 
     def __call__(self, attempt: Attempt) -> None:
-        """Train them on all texts."""
         upcycle = self.upcycle
         table = str(upcycle.output / "clusters" / TABLE_FILE)
         term = {"supervised_routing": {"table": table}}
@@ -164,7 +161,6 @@ class TrainArm:
     name: str
 
     def __call__(self, attempt: Attempt) -> None:
-        """Fine-tune it."""
         upcycle, recipe = self.upcycle, self.upcycle.recipe
         arm, at = recipe.arms[self.name], upcycle.output / f"seed-{self.seed}"
         start = {"dense": upcycle.dense, "merged": at / "merged", "router": at / "router"}

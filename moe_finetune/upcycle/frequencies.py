@@ -30,7 +30,6 @@ class FrequencyTable:
     tokenizer: str
 
     def save(self, path: Path) -> None:
-        """Write the file."""
         from safetensors.numpy import save_file
 
         tensors = {FREQUENCIES: self.frequencies_VN, COUNTS: self.counts_VN}

@@ -59,7 +59,6 @@ class Average:
     sources: tuple[TensorInfo, ...]
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         import torch
 
         from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, typed
@@ -82,7 +81,6 @@ class RandomRows:
     seed: int
 
     def write(self, out: Output, target: TensorInfo) -> None:
-        """See :class:`moe_finetune.checkpoint.writer.Content`."""
         import torch
 
         from moe_finetune.checkpoint.tensors import DTYPES

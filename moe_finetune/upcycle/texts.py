@@ -190,7 +190,6 @@ class Texts:
 
     @classmethod
     def load(cls, folder: Path) -> Texts:
-        """Read what :meth:`save` wrote."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 

@@ -53,7 +53,6 @@ class Upcycle:
 
     @property
     def experts(self) -> int:
-        """Number of experts."""
         return self.recipe.clusters.count
 
     @cached_property

@@ -99,7 +99,6 @@ class _Process:
                 raise _Stopped("the program ended early") from None
 
     def receive(self, deadline: float) -> bytes:
-        """Return the next line."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)

@@ -77,7 +77,6 @@ class MemoryPlan:
         return self.total - self.fixed
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self) | {"total": self.total, "activations": self.activations}
 
 

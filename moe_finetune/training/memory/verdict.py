@@ -38,7 +38,6 @@ class Verdict:
         return self.plan.total <= self.room
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {
             "fits": self.fits,
             "gpu": self.gpu,
@@ -48,7 +47,6 @@ class Verdict:
         }
 
     def text(self) -> str:
-        """The verdict for a reader."""
         room = f"{self.room / GIB:.1f} of {self.gpu / GIB:.1f} GiB"
         need = f"{self.plan.total / GIB:.1f} GiB"
         lines = [*memory_lines(self.plan), ""]

@@ -47,7 +47,6 @@ class Weights:
 
     @property
     def device(self) -> int:
-        """Bytes of weights on the device."""
         return sum(self.by_type.values()) - self.host + self.staged
 
 
