@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test families lint format format-check types bench gpu-check clean
+.PHONY: help demo test docs tables families lint format format-check types bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -46,6 +46,15 @@ format-check: $(STAMP)  ## Say what `make format` would change
 
 types: $(STAMP)  ## mypy on the package
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## Build the documentation's site into build/docs
+	@$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
+	@echo "build/docs/index.html"
+
+tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figures
+	$(BIN)/python docs/site/keys.py
+	$(BIN)/python docs/site/figures.py
 
 families: $(STAMP)  ## Write the README's table of families (tests and vLLM's registry)
 	$(BIN)/python -m tests.support_table

@@ -1,32 +1,33 @@
-"""README and recipes/README.md name every verb and every key."""
+"""What the pages say exists: verbs, families, keys, figures, links, messages."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from moe_finetune import cli
-from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.models import FAMILIES
-from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.validation import _models
-from tests import support_table
+from tests import documents, support_table
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 VERBS = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
 
 
-def table(text: str, heading: str) -> dict[str, str]:
-    """First cell -> the rest of the row, of the table that follows ``heading``."""
-    rows = text.partition(heading)[2].partition("| --- |")[2].partition("\n\n")[0].splitlines()[1:]
-    return {row.split("|")[1].strip(): "|".join(row.split("|")[2:]) for row in rows}
+def script(name: str):
+    """A script of ``docs/site``, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_table_of_verbs_has_every_verb_and_no_other():
-    found = table((ROOT / "README.md").read_text(), "## Command line")
-    assert {cell.strip("`") for cell in found} == VERBS
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    rows = text.partition("| verb | does |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    assert {row.split("|")[1].strip(" `") for row in rows} == VERBS
 
 
 def test_the_table_of_families_is_current():
@@ -44,23 +45,49 @@ def test_every_family_is_named():
     assert not [name for name in FAMILIES if f"`{name}`" not in text]
 
 
-@pytest.mark.parametrize(
-    ("model", "heading"),
-    [(Recipe, "## Every key"), (StudyRecipe, "A study file has keys of its own:")],
-)
-def test_every_key_is_listed(model, heading):
-    found = table((ROOT / "recipes" / "README.md").read_text(), heading)
-    for key, field in model.model_fields.items():
-        rows = [cell + text for cell, text in found.items() if f"`{key}`" in cell + text]
-        assert rows, f"{heading} lacks {key}"
-        own = next((text for cell, text in found.items() if f"`{key}`" in cell), "")
-        for section in sections(field.annotation):
-            lacking = [name for name in section.model_fields if name not in own]
-            assert not lacking, f"{heading}: {key} lacks {lacking}"
+def test_the_tables_of_keys_are_current():
+    keys = script("keys")
+    old = [
+        name for name in keys.TABLES if keys.written(name) != (keys.REFERENCE / name).read_text()
+    ]
+    assert not old, f"run `make tables`: {', '.join(old)}"
 
 
-def sections(annotation: object) -> list[type[BaseModel]]:
-    return list(_models(annotation))
+def test_the_examples_figures_are_the_saved_ones():
+    figures = script("figures")
+    texts = {page: page.read_text(encoding="utf-8") for page in figures.PAGES}
+    assert len(texts) == 5
+    old = [page.name for page, text in texts.items() if figures.written(text) != text]
+    assert not old, f"run `make tables`: {', '.join(old)}"
+
+
+def test_links_lead_somewhere():
+    dead = []
+    for page in documents.pages():
+        text = documents.FENCE.sub("", page.read_text(encoding="utf-8"))
+        for name, anchor in documents.LINK.findall(text):
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists():
+                dead.append(f"{page.name}: {name}")
+            elif anchor and anchor not in documents.anchors(target):
+                dead.append(f"{page.name}: {name}#{anchor}")
+    assert not dead
+
+
+def test_every_page_of_the_site_is_in_its_navigation():
+    config = (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    assert not [page for page in pages if f"- {page}\n" not in config]
+
+
+def test_messages_that_are_explained_are_said():
+    source = "\n".join(file.read_text() for file in ROOT.glob("moe_finetune/**/*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # adjacent strings are one
+    text = Path(ROOT / "docs" / "troubleshooting.md").read_text()
+    explained = re.findall(r"^### `(.+)`$", text, re.M)
+    assert len(explained) >= 20
+    parts = [part for message in explained for part in message.split("...")]
+    assert not [part for part in parts if part.strip("' ") not in source]
 
 
 def test_the_callback_and_the_context_manager_are_both_shown():

@@ -1,6 +1,6 @@
 """The reference tables of keys, made from the classes that check them.
 
-``python docs/site/keys.py`` (``make keys``) writes them into ``docs/reference``; a test asks that
+``python docs/site/keys.py`` (``make tables``) writes them into ``docs/reference``; a test asks that
 they are current.
 """
 
@@ -29,7 +29,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
-START, END = "<!-- keys: make keys -->\n", "<!-- end of keys -->\n"
+START, END = "<!-- keys: make tables -->\n", "<!-- end of keys -->\n"
 HEAD = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 _NAMES = {
     str: "text",

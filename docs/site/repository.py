@@ -72,4 +72,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         return os.path.relpath(place(known[name]), here or ".") + anchor
 
+    # Without an empty line the comment before a table would take it along.
+    markdown = re.sub(r"^(<!-- .+ -->)\n(?=\|)", r"\1\n\n", markdown, flags=re.M)
     return LINK.sub(moved, markdown)

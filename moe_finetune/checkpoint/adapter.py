@@ -77,7 +77,7 @@ def open_adapter(path: str | Path) -> Adapter:
     if not folder.is_dir():
         raise AdapterError(f"{folder}: no such adapter folder")
     if not (folder / CONFIG).is_file():
-        raise AdapterError(f"{folder}: {CONFIG} is missing; this is no adapter folder")
+        raise AdapterError(f"{folder}: {CONFIG} is missing; this is not an adapter's folder")
     if not (folder / WEIGHTS).is_file():
         hint = "; save it again as safetensors" if (folder / "adapter_model.bin").is_file() else ""
         raise AdapterError(f"{folder}: {WEIGHTS} is missing{hint}")

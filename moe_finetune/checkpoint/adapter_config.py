@@ -27,8 +27,8 @@ def check_adapter_config(config: Mapping[str, Any], place: object) -> None:
     """Check the values of a LoRA config; ``place`` begins the messages.
 
     Raises:
-        AdapterError: names the key: a rank that is no whole number, an alpha that is not finite, a
-            list of something else than names, or an expression that is wrong or too costly.
+        AdapterError: names the key: a rank that is not a whole number, an alpha that is not finite,
+            a list of something else than names, or an expression that is wrong or too costly.
     """
     ranks, alphas = (_patterns(config, f"{key}_pattern", place) for key in ("rank", "alpha"))
     for key, rank in {"r": config.get("r"), **ranks}.items():

@@ -204,7 +204,7 @@ class Merged:
 def _buffer(name: str, rows: int, columns: int, dtype: str, offset: int = 0) -> Tensor:
     """A thread's buffer as (rows, columns) of a stored dtype, to be written at ``offset``."""
     item = ITEM_BYTES[dtype]
-    # An offset that is no multiple of the item cannot be met; the bytes are then written buffered.
+    # An offset that is not a multiple of the item cannot be met; the bytes are written buffered.
     raw = thread_buffer(name, rows * columns * item, offset - offset % item)
     return typed(raw, dtype).view(rows, columns)
 

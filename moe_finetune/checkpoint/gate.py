@@ -129,7 +129,7 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
             )
     if extra:
         raise AdapterError(
-            f"{adapter.folder}: adapter tensor '{extra[0]}' is none of those that {CONFIG} asks "
+            f"{adapter.folder}: adapter tensor '{extra[0]}' is not one of those that {CONFIG} asks "
             f"for ({len(extra)} such tensors); take the config that belongs to this file"
         )
 

@@ -98,8 +98,8 @@ def permute_experts(
         workers: threads.
 
     Raises:
-        CheckpointError: a layer without experts, a list that is no permutation, or one that tears
-            the groups of a family with grouped routing apart.
+        CheckpointError: a layer without experts, a list that is not a permutation, or one that
+            tears the groups of a family with grouped routing apart.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.checkpoint.writer import Copy, write_files

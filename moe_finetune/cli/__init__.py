@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = common.debug
     for argument in arguments:
         shown = argument.encode("utf-8", "backslashreplace").decode()
-        if shown != argument:  # bytes of a file's name that are no text reach Python as surrogates
+        if shown != argument:  # a file name that is not UTF-8 reaches Python as surrogates
             print(f"error: {shown}: is not UTF-8; rename the file", file=sys.stderr)
             return 2
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -109,7 +109,7 @@ def _hub_dataset(source: str, split: str) -> Any:
     except Exception as error:  # the libraries raise a dozen unrelated types here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"'{source}' is no file or folder here (looked from {Path.cwd()}), and as a hub "
+            f"'{source}' is not a file or folder here (looked from {Path.cwd()}), and as a hub "
             f"dataset it cannot be loaded: {reason}"
         ) from error
 

@@ -24,7 +24,7 @@ def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
     """The runs of ``stages:``: the folder and the recipe of each; empty without that key.
 
     Raises:
-        RecipeError: ``stages`` is not a list of mappings, or an entry is no valid recipe.
+        RecipeError: ``stages`` is not a list of mappings, or an entry is not a valid recipe.
     """
     if STAGES_KEY not in tree.values:
         return []

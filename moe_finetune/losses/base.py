@@ -184,7 +184,7 @@ class Term(ABC):
     trains: frozenset[Literal["router", "experts"]]
     Options: ClassVar[type[TermOptions]] = TermOptions
     hinge: ClassVar[bool] = False
-    """Whether it is 0, and pushes nothing, while what it asks for holds."""
+    """Whether it is a hinge: 0, without a gradient, once its aim is met."""
     selection: ClassVar[bool] = False
     """Whether it is about which experts are selected: left out where they are looked up."""
 

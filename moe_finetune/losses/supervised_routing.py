@@ -74,7 +74,7 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     except FileNotFoundError:
         raise ObjectiveError(f"{place} does not exist; make it with `upcycle`") from None
     except (OSError, SafetensorError) as error:
-        raise ObjectiveError(f"{place} is no readable safetensors file: {error}") from None
+        raise ObjectiveError(f"{place} cannot be read as a safetensors file: {error}") from None
     if TABLE_KEY not in tensors:
         raise ObjectiveError(f"{place} holds {sorted(tensors)}, wanted the tensor '{TABLE_KEY}'")
     table_VE = tensors[TABLE_KEY].float()
@@ -85,7 +85,7 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     if wrong_V.any():
         token = int(wrong_V.nonzero()[0])
         raise ObjectiveError(
-            f"{place}: row {token} is no distribution (sum {float(table_VE[token].sum()):.4g}, "
+            f"{place}: row {token} is not a distribution (sum {float(table_VE[token].sum()):.4g}, "
             f"least {float(table_VE[token].min()):.4g}); every row must be >= 0 and sum to 1"
         )
     return table_VE

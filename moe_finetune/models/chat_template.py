@@ -14,7 +14,7 @@ _RANGE = 100_000  # the sandbox's own limit
 
 
 def check_template(template: str, place: object) -> None:
-    """Raise CheckpointError when ``template`` is no template, or its own loops take too long."""
+    """Raise CheckpointError when ``template`` is not a template, or its loops take too long."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
 

@@ -43,8 +43,8 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     for key, value in changes.items():
         if key not in known:
             raise RecipeError(
-                f"model.config.{key}: is no key of {base.model_type}'s config that can be changed"
-                f"{did_you_mean(str(key), known)}"
+                f"model.config.{key}: is not a key of {base.model_type}'s config that can be "
+                f"changed{did_you_mean(str(key), known)}"
             )
         wanted = _kind(getattr(base, key, None))
         if value is not None and wanted is not None and not isinstance(value, wanted):

@@ -23,7 +23,7 @@ _WIDTHS = (72, 40, 56, 88, 104)
 def shrunk_config(config: Any, family: Family) -> Any:
     """``config`` itself where its model is small, else one of fewer and narrower layers.
 
-    Groups of experts, head sizes, kinds of layers and everything that is no size stay.
+    Groups of experts, head sizes, kinds of layers and everything that is not a size stay.
 
     Raises:
         CheckpointError: no smaller config of this type gives a model that runs.

@@ -53,7 +53,7 @@ _POSITIVE = (lambda v: v > 0, "more than 0")
 _DECAY = (lambda v: 0 <= v < 1, "from 0 to below 1")
 _SEED = (lambda v: 0 <= v < 2**32, "from 0 to 4294967295")
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    # Above 1 every optimizer here makes weights that are no numbers after a step or two.
+    # Above 1 every optimizer here makes weights of NaN after a step or two.
     "learning_rate": (lambda v: 0 <= v <= 1, "from 0 to 1, such as 1.0e-4"),
     "per_device_train_batch_size": _AT_LEAST_1,
     "per_device_eval_batch_size": _AT_LEAST_1,

@@ -184,7 +184,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
     if recipe.model.init == "random":
         if lora is not None:
-            yield "lora: an adapter over random weights learns nothing of use; set lora: null"
+            yield "lora: an adapter over random weights is useless; set lora: null"
         if router == "frozen":
             yield "router.train: 'frozen' would keep random routers; set it to full"
     elif recipe.model.config:

@@ -93,8 +93,10 @@ def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
     for parent in parents:
         file = path.parent / parent
         if not file.is_file():
+            file = find_recipe(Path(parent))
+        if not file.is_file():
             raise RecipeError(
-                f"{own.origin(('extends',))}: extends: there is no file {file} "
+                f"{own.origin(('extends',))}: extends: there is no file {path.parent / parent} "
                 f"(paths are relative to {path.parent})"
             )
         tree.merge(_read(file, (*above, resolved), read))
@@ -163,7 +165,7 @@ def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> Non
                 )
             index = int(part)
         elif not isinstance(target, dict) or (not last and part not in target):
-            hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is no list"
+            hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is not a list"
             raise RecipeError(f"'{override}': {here} has no '{part}'{hint}")
         if last:
             target[index] = value

@@ -106,7 +106,7 @@ def in_words(message: str) -> str:
 
 
 def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Keys that the section at ``loc`` cannot do without; none where it is no section."""
+    """Keys that the section at ``loc`` cannot do without; none where it is not a section."""
     sections: list[type[BaseModel]] = [model]
     for part in loc:
         if not sections or part not in sections[0].model_fields:

@@ -137,7 +137,7 @@ def _write(page: str, output: Path) -> Path:
 
 def _replace(page: str, output: Path) -> None:
     if output.exists() and 'content="moe-finetune"' not in _start(output):
-        raise OutputExistsError(f"{output}: exists and is no report; give another --output")
+        raise OutputExistsError(f"{output}: exists and is not a report; choose another --output")
     try:
         write_atomic(output, page)
     except DiskSpaceError:

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> TraceInfo:
     path = folder / MANIFEST
     if not path.is_file():
         raise TraceError(
-            f"{folder}: no {MANIFEST} there; the recording did not finish or this is no trace"
+            f"{folder}: no {MANIFEST} there; the recording did not finish, or this is not a trace"
         )
     try:
         document = parse_json(path.read_bytes())

@@ -111,7 +111,7 @@ def selection(
     shape = None if told is None else told.shape
     if told is None or len(told) < tokens or told.shape[1] <= max(layers) or told.shape[2] != top_k:
         raise CaptureError(
-            f"vLLM told the experts of shape {shape}, wanted ({tokens} tokens, at least "
+            f"vLLM returned experts of shape {shape}, wanted ({tokens} tokens, at least "
             f"{max(layers) + 1} layers, {top_k}); record with --backend hf"
         )
     return told[:tokens, list(layers)].astype(np.int64)

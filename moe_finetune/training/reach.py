@@ -29,8 +29,8 @@ def check_reach(
     """Trace each term's gradient on a few random tokens; return the parameters it reaches.
 
     Parameters that are still at an exact-zero gradient (a LoRA ``A`` behind a ``B`` of zeros) are
-    not in the list. A hinge that is at 0 pushes nothing yet: its list is empty, with a warning. The
-    random state and the terms' own state are left as they were.
+    not in the list. A hinge that is at 0 has no gradient yet: its list is empty, with a warning.
+    The random state and the terms' own state are left as they were.
 
     Raises:
         ObjectiveError: a term reaches no trainable parameter; the message says what would mend it.
@@ -117,8 +117,8 @@ def _reach_of_sharded(
 
 def _say_met(name: str) -> None:
     log.warning(
-        "method.terms.%s is 0 in every layer from the start: what it asks for holds, and it pushes "
-        "nothing until that changes",
+        "method.terms.%s is 0 in every layer from the start: its aim is already met, and it has no "
+        "effect until that changes",
         name,
     )
 

@@ -147,7 +147,7 @@ class Replay:
         kept = recorder.objective, recorder.observers, recorder.scale, recorder.token_mask
         recorder.observers, recorder.token_mask = [], "attention"
         if self._window is not None:
-            self._window.close()  # what follows is no part of it
+            self._window.close()  # what follows is not part of it
         try:
             yield
         finally:

@@ -213,7 +213,7 @@ class StrengthMeter:
         if weight is None:
             raise ObjectiveError(
                 f"method.terms.{row.term}.share: no weight gives it a share of {wanted:g}: on the "
-                "first batches its gradient is 0 (what it asks for holds already), or the language "
+                "first batches its gradient is 0 (its aim is already met), or the language "
                 "loss has none where it acts; give a weight instead"
             )
         self.objective.set_full_weight(row.term, weight)
@@ -265,7 +265,7 @@ def _say(row: TermStrength) -> None:
     """A line; a warning where the term whispers or drowns the language loss."""
     aim = row.weight_for(AIM)
     advice = (
-        "no weight changes that while what it asks for holds"
+        "no weight changes that while its aim is met"
         if aim is None
         else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 in the place of weight"
     )

@@ -56,7 +56,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
         # 0 turns off the balance loss that TRL would take from the checkpoint's config.
         "router_aux_loss_coef": 0.0,
         "seed": recipe.seed,
-        # The fields that rewards read are no arguments of the model.
+        # The fields that rewards read are not arguments of the model.
         "remove_unused_columns": False,
         "reward_weights": [section.weight for section in recipe.rewards],
     }

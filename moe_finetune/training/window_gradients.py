@@ -12,7 +12,8 @@ from torch import Tensor, nn
 class WindowGradients:
     """Sums the gradients that reach ``parameters`` on this rank until :meth:`close`.
 
-    ``parameter.grad`` is no such sum: when an optimizer steps, it is averaged over ranks, clipped.
+    ``parameter.grad`` is not such a sum: when an optimizer steps, it is averaged over ranks,
+    clipped.
 
     Args:
         parameters: leaves, whole on this rank.

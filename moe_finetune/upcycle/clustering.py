@@ -36,7 +36,7 @@ def cluster_categories(
 
     Raises:
         RecipeError: fewer categories than clusters, or pins that leave no equal sizes.
-        ValueError: counts that are no non-negative matrix.
+        ValueError: counts that are not a matrix of non-negative numbers.
     """
     counts_CV = np.asarray(counts_CV)
     if counts_CV.ndim != 2 or (counts_CV < 0).any():

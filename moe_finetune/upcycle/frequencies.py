@@ -50,8 +50,8 @@ class FrequencyTable:
                 table = cls(file.get_tensor(FREQUENCIES), file.get_tensor(COUNTS), held)
         except (OSError, SafetensorError) as error:
             raise DataError(
-                f"clusters.table: {path} is no table of token frequencies ({error}); make it with "
-                "the stage 'cluster'"
+                f"clusters.table: {path} is not a table of token frequencies ({error}); make it "
+                "with the stage 'cluster'"
             ) from None
         wanted = (vocabulary, experts)
         for name, array in ((FREQUENCIES, table.frequencies_VN), (COUNTS, table.counts_VN)):

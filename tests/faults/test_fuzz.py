@@ -69,7 +69,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=6,
 )
-# Ways to spoil text: cut, doubled keys, deep nesting, bytes that are no UTF-8.
+# Ways to spoil text: cut, doubled keys, deep nesting, bytes that are not UTF-8.
 SPOILED = st.sampled_from([b"", b"[" * 3000, b"\xff\xfe", b"{}", b"null", b"[]", b'{"a":1,"a":2}'])
 
 

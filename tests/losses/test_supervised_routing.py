@@ -75,9 +75,11 @@ def test_bad_tables(tmp_path):
     with pytest.raises(ObjectiveError, match=r"none\.safetensors does not exist"):
         build(tmp_path / "none.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(ObjectiveError, match=r"cut\.safetensors is no readable safetensors file"):
+    with pytest.raises(
+        ObjectiveError, match=r"cut\.safetensors cannot be read as a safetensors file"
+    ):
         build(tmp_path / "cut.safetensors")
-    with pytest.raises(ObjectiveError, match=r"no readable safetensors file"):
+    with pytest.raises(ObjectiveError, match=r"cannot be read as a safetensors file"):
         build(tmp_path)
     with pytest.raises(ObjectiveError, match=r"holds \['counts'\], wanted .*'token_frequencies'"):
         build(write(tmp_path / "key.safetensors", table, "counts"))
@@ -85,16 +87,16 @@ def test_bad_tables(tmp_path):
         build(write(tmp_path / "flat.safetensors", table.flatten()))
     scaled = table.clone()
     scaled[5] *= 2
-    with pytest.raises(ObjectiveError, match=r"row 5 is no distribution \(sum 2"):
+    with pytest.raises(ObjectiveError, match=r"row 5 is not a distribution \(sum 2"):
         build(write(tmp_path / "scaled.safetensors", scaled))
     negative = table.clone()
     negative[4, 0] -= 1
     negative[4, 1] += 1
-    with pytest.raises(ObjectiveError, match=r"row 4 is no distribution \(sum 1, least -"):
+    with pytest.raises(ObjectiveError, match=r"row 4 is not a distribution \(sum 1, least -"):
         build(write(tmp_path / "negative.safetensors", negative))
     missing = table.clone()
     missing[3, 2] = torch.nan
-    with pytest.raises(ObjectiveError, match="row 3 is no distribution"):
+    with pytest.raises(ObjectiveError, match="row 3 is not a distribution"):
         build(write(tmp_path / "nan.safetensors", missing))
 
 

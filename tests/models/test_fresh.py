@@ -73,8 +73,11 @@ def test_number_of_experts(without_weights):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_expert": 3}, "model.config.num_expert: is no key .*did you mean 'num_experts'"),
-        ({"model_type": "olmoe"}, "model.config.model_type: is no key of .* that can be changed"),
+        ({"num_expert": 3}, "model.config.num_expert: is not a key .*did you mean 'num_experts'"),
+        (
+            {"model_type": "olmoe"},
+            "model.config.model_type: is not a key of .* that can be changed",
+        ),
         ({"num_experts_per_tok": 13}, "13 experts of 12 cannot be selected"),
         ({"num_experts": "many"}, "model.config.num_experts: 'many' is not right; .*such as 12"),
         ({"norm_topk_prob": 1}, "model.config.norm_topk_prob: 1 is not right; .*such as True"),

@@ -265,7 +265,7 @@ def test_output(runs: list[Path], tmp_path: Path):
     assert write_report(runs[:2], tmp_path / "report") == tmp_path / "report" / "index.html"
     other = tmp_path / "notes.html"
     other.write_text("<p>mine</p>")
-    with pytest.raises(OutputExistsError, match=r"notes\.html: exists and is no report"):
+    with pytest.raises(OutputExistsError, match=r"notes\.html: exists and is not a report"):
         write_report(runs[:1], other)
     assert other.read_text() == "<p>mine</p>"
     with pytest.raises(OutputError, match=r"notes\.html: is not a folder"):

@@ -54,10 +54,10 @@ def test_a_table_of_something_else_is_refused(counts_CV, tmp_path):
         FrequencyTable.load(file, "t", VOCABULARY, 4)
     with pytest.raises(DataError, match="counted with another tokenizer"):
         FrequencyTable.load(file, "other", VOCABULARY, EXPERTS)
-    with pytest.raises(DataError, match="no table of token frequencies"):
+    with pytest.raises(DataError, match="is not a table of token frequencies"):
         FrequencyTable.load(tmp_path / "nowhere", "t", VOCABULARY, EXPERTS)
     save_file({"something": np.ones(3)}, file)
-    with pytest.raises(DataError, match="no table of token frequencies"):
+    with pytest.raises(DataError, match="is not a table of token frequencies"):
         FrequencyTable.load(file, "t", VOCABULARY, EXPERTS)
 
 

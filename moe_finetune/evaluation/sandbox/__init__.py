@@ -154,7 +154,7 @@ _PROBES = (
     (Program("def f(x):\n    return x + 1", "assert f(2) == 3", entry=("f",)), True),
     (Program("def f(x):\n    return x", "assert f(2) == 3", entry=("f",)), False),
 )
-# What the isolation must forbid; tried for real, because a flag that is accepted is no proof.
+# What the isolation must forbid; tried for real, because a flag that is accepted proves nothing.
 _FORBIDDEN = {
     "write a file": "open(os.path.join(os.environ.get('HOME', '/'), 'x'), 'w')",
     "write outside": "open('/outside', 'w')",

@@ -112,7 +112,7 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
     """Carry the setting out and return its peak.
 
     A small model is trained first, in the same way: what libraries load and reserve when they are
-    first used is no part of the run's memory.
+    first used is not part of the run's memory.
     """
     from transformers import AutoConfig
 
