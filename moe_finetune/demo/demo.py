@@ -71,10 +71,11 @@ def run_demo(
             data_dir=data,
             vllm=recipe.evaluation.vllm,
         )
-    for run in runs:
-        base = (output / "base" / "results.json").read_bytes()
-        write_atomic(run / "eval_base" / "results.json", base)
-    page = write_report(runs, output / "report" / "index.html", title="moe-finetune demo")
+    for run in runs:  # with the answers, so that the page compares item by item
+        base, copy = output / "base", run / "eval_base"
+        shutil.copytree(base / "tasks", copy / "tasks", dirs_exist_ok=True)
+        write_atomic(copy / "results.json", (base / "results.json").read_bytes())
+    page = write_report(runs, output / "report" / "index.html")
     write_atomic(output / "seconds.json", json.dumps(seconds, indent=2) + "\n")
     return page
 

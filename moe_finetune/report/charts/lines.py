@@ -11,7 +11,7 @@ import numpy as np
 from moe_finetune.report.charts.frame import SIZE, Scale, inner, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
-KEPT = 240  # points of a line; more cannot be told apart at this size
+KEPT = 200  # points of a line; more cannot be told apart at this size
 SMOOTH_FROM = 60  # shorter curves are drawn as they are
 
 

@@ -19,7 +19,7 @@ def _render(report: Report) -> Markup | None:
     notes = [tag("li", note) for note in _different_data(report)]
     return join(
         [
-            tag("div", sentences, class_="lede"),
+            tag("div", sentences, _since_before(report), class_="lede"),
             tag("ul", notes, class_="warning") if notes else None,
             group("Scores", table) if (table := score_table(report)) else None,
             group("Experts", table) if (table := experts_table(report)) else None,
@@ -50,17 +50,39 @@ def _experts(report: Report, run: Run) -> str | None:
 
 def _scores(report: Report, run: Run) -> str | None:
     found = comparisons(report, run)
-    parts = []
-    for verdict, word in (("better", "better on"), ("worse", "worse on")):
-        tasks = [_with_interval(task, d) for task, d in found if d.verdict == verdict]
-        if tasks:
-            parts.append(f"{word} {_listed(tasks)}")
+    clear = _clear(found)
     unclear = [task for task, d in found if d.verdict in ("unclear", "unknown")]
+    parts = [f"Its scores are {clear}"] if clear else []
     if unclear:
         named = _listed(unclear) if len(unclear) < 5 else f"{len(unclear)} benchmarks"
-        parts.append(f"no clear difference on {named}")
-    return f"Its scores are {'; '.join(parts)}." if parts and "clear" not in parts[0] else (
-        f"Its scores show {parts[0]}." if parts else None)  # fmt: skip
+        start = "there is" if clear else "Its scores show"
+        parts.append(f"{start} no clear difference on {named}")
+    return f"{'; '.join(parts)}." if parts else None
+
+
+def _clear(found: list[tuple[str, Difference]]) -> str | None:
+    """What is better and what is worse, with intervals."""
+    parts = []
+    for verdict in ("better", "worse"):
+        tasks = [_with_interval(task, d) for task, d in found if d.verdict == verdict]
+        if tasks:
+            parts.append(f"{verdict} on {_listed(tasks)}")
+    return " and ".join(parts) or None
+
+
+def _since_before(report: Report) -> Markup | None:
+    """What all runs did to the scores of the checkpoint that they began with."""
+    if report.baseline is None:
+        return None
+    said = []
+    for run in report.runs:
+        shared = [task for task in run.scores if task in run.base_scores]
+        found = [(t, report.difference(run.base_scores[t], run.scores[t])) for t in shared]
+        if found:
+            said.append(f"{run.label} is {_clear(found) or 'not clearly different'}")
+    return (
+        tag("p", f"Against the checkpoint before fine-tuning, {'; '.join(said)}.") if said else None
+    )
 
 
 def _with_interval(task: str, delta: Difference) -> str:

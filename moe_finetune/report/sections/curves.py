@@ -42,7 +42,7 @@ def _render(report: Report) -> Markup | None:
         if not run.curves:
             report.lacks(f"Training curves of {run.label}", "no metrics.jsonl in its folder")
     drawn = [name for name in names if _is_drawn(report, name, names)]
-    shown = [name for name in drawn if name.endswith("loss") or _differs(report, name)]
+    shown = [name for name in drawn if _differs(report, name)]
     alike = "that hardly differ" if report.baseline else "that hardly change"
     rest = [name for name in drawn if name not in shown]
     return join(
@@ -72,7 +72,7 @@ def _differs(report: Report, name: str) -> bool:
         return True  # values that are missing or not finite want to be seen
     if len(curves) == 1:
         start, end = ends(curves[0])
-        return abs(end - start) > DIFFERENT * max(abs(start), abs(end))
+        return _group(name) == GROUPS[0] or abs(end - start) > DIFFERENT * max(abs(start), abs(end))
     reach = max(finite) - min(finite)
     first, *others = (_smooth(curve) for curve in curves)
     for other in others:

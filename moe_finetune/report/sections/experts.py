@@ -100,12 +100,13 @@ def change_text(reference: float, value: float) -> str:
 
 
 def experts_table(report: Report) -> Markup | None:
-    """The metrics that some run moved; those that hardly differ below, folded."""
+    """The metrics to lead with that some run moved; below, folded, the others and what is alike."""
     base = report.baseline
     measures = {name: [measured(run, name) for run in report.runs] for name in _names(report)}
     has_before = any(math.isfinite(before) for values in measures.values() for before, _ in values)
     compared = report.runs[1:] if base else report.runs if has_before else []
-    moving: list[list[object]] = []
+    lead: list[list[object]] = []
+    others: list[list[object]] = []
     still: list[list[object]] = []
     for name, values in measures.items():
         if not any(math.isfinite(after) for _, after in values):
@@ -124,7 +125,7 @@ def experts_table(report: Report) -> Markup | None:
             for c in changes
         ]
         same = changes and all(abs(c.share) < NOTHING for c in changes)
-        (still if same else moving).append(row)
+        (still if same else lead if name in FIRST or not changes else others).append(row)
     columns: list[object] = [
         "Metric, mean over layers",
         *(["Before"] if has_before else []),
@@ -138,7 +139,10 @@ def experts_table(report: Report) -> Markup | None:
     caption = "Experts and router"
     if compared:
         caption += f", change against {base.label if base else 'before fine-tuning'}"
-    rest = table("Experts and router: what hardly differs", columns, still) if still else None
-    title = f"{len(still)} metrics that hardly differ (less than {100 * NOTHING:g} %)"
-    parts = [table(caption, columns, moving) if moving else None, folded(title, rest)]
+    folds = (
+        (others, f"{len(others)} more metrics that differ"),
+        (still, f"{len(still)} metrics that hardly differ (less than {100 * NOTHING:g} %)"),
+    )
+    parts = [table(caption, columns, lead) if lead else None]
+    parts += [folded(title, table(title, columns, rows)) for rows, title in folds if rows]
     return join(parts) if any(parts) else None
