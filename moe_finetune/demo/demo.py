@@ -6,6 +6,7 @@ Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

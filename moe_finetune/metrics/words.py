@@ -37,7 +37,7 @@ WORDS: dict[str, Word] = {
     "eval_entropy": Word(
         "Token entropy, validation", "nats, of the model's next-token predictions"
     ),
-    "mean_token_accuracy": Word("Token accuracy", "share of next tokens right", 1),
+    "mean_token_accuracy": Word("Token accuracy", "share of next tokens predicted correctly", 1),
     "num_tokens": Word("Tokens seen", "since the start", 1),
     "routing_entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
     "score_entropy": Word(
@@ -67,20 +67,26 @@ WORDS: dict[str, Word] = {
     "expert_overlap": Word(
         "Expert overlap", "share of near neighbours that go to another expert", -1
     ),
-    "silhouette": Word("Silhouette", "how well experts part the tokens, −1 to 1", 1),
+    "silhouette": Word("Silhouette", "how well the experts separate the tokens, −1 to 1", 1),
     "activation_cosine": Word(
         "Activation cosine", "mean squared cosine of a token's experts; 0 is orthogonal", -1
     ),
     "output_cosine": Word(
         "Output cosine", "mean squared cosine of a token's expert outputs; 0 is orthogonal", -1
     ),
-    "coupling_mass": Word("Coupling mass", "how well one layer's expert tells the next's", 1),
+    "coupling_mass": Word(
+        "Coupling mass", "how surely one layer's experts predict the next layer's", 1
+    ),
     "router_cosine": Word("Router cosine", "mean |cos| of the router's rows; 0 is orthogonal", -1),
     "effective_rank": Word("Effective rank", "independent directions among the experts", 1),
     "mutual_coherence": Word("Mutual coherence", "largest |cos| among a token's experts", -1),
-    "mutual_information": Word("Mutual information", "nats that the expert tells of the token", 1),
+    "mutual_information": Word(
+        "Mutual information", "nats that the expert reveals about the token", 1
+    ),
     "erc_loss": Word("ERC loss at alpha 1", "0 when experts answer to their own router row", -1),
-    "erc_least_alpha": Word("ERC least alpha", "the least alpha of no ERC loss; at most 1", -1),
+    "erc_least_alpha": Word(
+        "ERC least alpha", "the smallest alpha without an ERC loss; at most 1", -1
+    ),
     "router_norm_mean": Word("Router row norm", "mean over experts", 0),
     "router_norm_std": Word("Router row norm, spread", "standard deviation over experts", 0),
     "gate_norm_mean": Word("Gate norm", "Frobenius, mean over experts", 0),
@@ -88,7 +94,9 @@ WORDS: dict[str, Word] = {
     "peak_memory_gib": Word("Peak memory", "GiB of the first rank's device", -1),
     "noise_level": Word("ERC noise level", "how far the router's rows lie apart", 1),
     "below_barrier": Word(
-        "Below the coherence barrier", "share of tokens whose experts are sure to be told apart", 1
+        "Below the coherence barrier",
+        "share of tokens whose experts can certainly be told apart",
+        1,
     ),
     "conditional_mean_rank": Word("Conditional mean rank", "1 is the best", -1),
 }

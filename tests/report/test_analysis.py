@@ -100,7 +100,7 @@ def test_summary_snapshot_and_page_agree_with_the_trace(analyzed):
     page = (output / "report" / "index.html").read_text()
     top = max(set(passage["experts"]), key=passage["experts"].count)
     assert f"expert {top}" in page
-    assert "Repeated tokens that go to their usual expert in layer 1" in page
+    assert "repeated tokens go to their usual expert in layer 1" in page
 
 
 def test_norms_and_erc_of_routers_and_gates(analyzed):

@@ -280,7 +280,7 @@ def test_the_page_is_the_same_every_time(runs: list[Path], tmp_path: Path):
 
 def test_what_the_pictures_rest_on_is_said(tmp_path: Path):
     run = write_run(tmp_path / "run", 3)
-    said = "They are of the training data"
+    said = "These are tokens of the training data"
     assert said not in _page([run], tmp_path / "page.html")[1].text
     file = run / "routing" / "after.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "data": "train"}))

@@ -20,7 +20,13 @@ POINTS = 3  # fewer are no curve: they stand in the table
 DIFFERENT = 0.05
 """Runs differ where their curves lie this share of the chart's range apart on average; one run's
 curve is shown where it moves by this share of its size."""
-REDUNDANT = ("routing/entropy_share",)  # routing/entropy in another unit
+REDUNDANT = (
+    "routing/entropy_share",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+)
+"""routing/entropy in another unit, and the evaluations' speed: in the table only."""
 
 
 def _group(name: str) -> str:

@@ -63,13 +63,13 @@ def _measured(report: Report, shots: list[Snapshot]) -> Markup:
     sentences = [f"{', '.join(facts)}."]
     if any(shot.routing.data.get("data") == "train" for shot in shots):
         sentences.append(
-            "They are of the training data, because the run had no data.validation: what is "
-            "learned by heart shows here as well."
+            "These are tokens of the training data, because the run had no data.validation: what "
+            "was learned by heart shows here as well."
         )
     if any(run.routing_steps for run in report.runs):
         sentences.append(
-            "The steps in between are of the first batches of each evaluation, which are other "
-            "tokens than those of before and after."
+            "The steps in between were measured on the first batches of each evaluation: other "
+            "tokens than before and after fine-tuning."
         )
     return tag("p", " ".join(sentences), class_="intro")
 
@@ -143,7 +143,7 @@ def _paths(report: Report) -> Markup | None:
     parts, tops = [], []
     for (line, routings, picks), matrix_FEE in zip(frames, matrices, strict=True):
         means = [_mean_maximum(matrix_EE) for matrix_EE in matrix_FEE]
-        notes = [f"mean of the likeliest {number(means[i])}" for i in picks]
+        notes = [f"the likeliest: {number(means[i])} on average" for i in picks]
         names = experts(routings[0].num_experts)
         tops.append((line.shot.label, means))
         picture = heat_map(

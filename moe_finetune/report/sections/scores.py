@@ -181,7 +181,8 @@ def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Mark
     if any(math.isfinite(chance) for _, _, chance in rows):
         legend.append(tag("li", tag("span", class_="tick-mark", aria_hidden="true"), "chance"))
     names = ", ".join(run.label for run in report.runs)
-    title = f"{label[:1].upper() + label[1:]} of {names}, each with its own 95 % interval"
+    what = "Scores in %" if scale == 100 else label[:1].upper() + label[1:]
+    title = f"{what} of {names}, each with its own 95 % interval"
     return figure(title, tag("ul", legend, class_="key"), picture)
 
 

@@ -68,7 +68,7 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
     holders = [shot for shot, _ in known]
     told = listed(holders, [information[shot.label][layer] for shot in holders])
     maps = figure(
-        f"Experts part the domains most in layer {name}, mutual information in nats: {told}",
+        f"The experts separate the domains most in layer {name}; mutual information: {told} nats",
         panels(parts, shares[0].shape[1]),
         legend(limits, "share of the domain's choices", clipped=clipped),
         note="Rows that differ are domains with experts of their own.",

@@ -42,7 +42,7 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         for rank, e in enumerate(named)
     ]
     content = figure(
-        f"Repeated tokens that go to their usual expert{where}, in %: "
+        f"How many repeated tokens go to their usual expert{where}, in %: "
         f"{listed([shot for shot, _ in known], kept, 2)}",
         tag("ul", [*legend_entries, tag("li", "others: no colour")], class_="key"),
         tag("div", parts, class_="panels broad"),
