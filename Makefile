@@ -32,7 +32,7 @@ demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in 
 	$(BIN)/moe-finetune demo
 
 test: $(STAMP)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff check, and the order of imports
 	$(BIN)/ruff check .
