@@ -98,9 +98,9 @@ def installed(tmp_path_factory):
     return python
 
 
-def outside(command, folder):
+def outside(command, folder, **more):
     """Run ``command`` in ``folder`` without the checkout on the path; return what it printed."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
     ran = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -131,6 +131,14 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path, checkpoint):
     assert re.findall(r"exit code (\d)", said) == ["0", "0", "2"], said
     version = outside([installed.with_name("moe-finetune"), "--version"], tmp_path)
     assert version == f"moe-finetune {PROJECT['project']['version']}\n"
+    typed = {"COMP_WORDS": "moe-finetune pl", "COMP_CWORD": "1"}
+    completed = outside(
+        [installed.with_name("moe-finetune")],
+        tmp_path,
+        _MOE_FINETUNE_COMPLETE="complete_bash",
+        **typed,
+    )
+    assert completed.split() == ["place"]
 
 
 def test_the_citation_names_this_version():

@@ -1,0 +1,226 @@
+"""Every fenced command and Python block of the pages is carried out, with a tiny checkpoint.
+
+The folder has what the pages name: ``./my-moe``, ``my.jsonl``, the ``my.yaml`` that a page shows.
+``train`` runs twice and is a dry run afterwards. What needs a hub, a GPU, or an hour is parsed with
+all its options, and its recipe is read and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from datasets import Dataset
+
+from moe_finetune import cli
+from moe_finetune.cli.app import split_items
+from moe_finetune.experiments.recipe import find_study, load_study
+from moe_finetune.experiments.reproductions import reproduction_of
+from moe_finetune.recipe.schema import load_recipe
+from moe_finetune.upcycle.recipe import load_upcycle_recipe
+from tests import documents, tiny
+from tests.conftest import ROOT
+from tests.upcycle import dense
+
+BLOCKS = documents.blocks()
+COMMANDS = [
+    (block.page, words) for block in BLOCKS if not block.language for words in block.commands()
+]
+PROGRAMS = typer.main.get_command(cli.app).commands
+SMALL = ["trainer.max_steps=2", "data.max_length=48", "model.dtype=float32", "evaluation=null",
+         "trainer.per_device_train_batch_size=2", "lora.rank=4"]  # fmt: skip
+TRAINED = ("runs/first", "runs/second")
+RUN = {"inspect", "init", "convert", "preview", "report", "merge", "analyze", "select", "place",
+       "permute"}  # fmt: skip
+# Added to commands that would take a hub, an engine or an hour.
+LOOK = {"train": "--dry-run", "eval": "--check"}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_checkpoint):
+    """The folder that a reader works in, with what the pages take for granted."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "my-moe").symlink_to(tiny_checkpoint("deepseek_v2"))
+    sums = [
+        {"prompt": f"{n} + {n * n % 7} =", "completion": f" {n + n * n % 7}"} for n in range(40)
+    ]
+    write_rows(folder / "my.jsonl", sums)
+    for name, word in (("law", "court"), ("math", "sum")):
+        texts = [{"text": f"The {word} of {n} and {n * 3 % 11} is the {word}."} for n in range(30)]
+        write_rows(folder / f"{name}.jsonl", texts)
+    questions = [
+        {"question": f"What is {n} and 1?", "answer": f"{n + 1}\n#### {n + 1}"} for n in range(9)
+    ]
+    choices = [{"prompt": f"{n}?", "chosen": f" {n}", "rejected": " no"} for n in range(20)]
+    write_rows(folder / "preferences.jsonl", choices)
+    write_rows(folder / "DATA" / "gsm8k_test.jsonl", questions)
+    write_rows(folder / "DATA" / "gsm8k_train.jsonl", questions)
+    for name in ("annotations.csv", "study/sheets/gsm8k/key.json", "table.safetensors"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    shown = next(b for b in BLOCKS if b.page == "docs/first-run.md" and b.language == "yaml")
+    (folder / "my.yaml").write_text(shown.text)
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parsed(words: list[str]) -> None:
+    """Let the verb's own parser read the words: unknown options and missing ones are errors."""
+    PROGRAMS[words[1]].make_context(words[1], list(words[2:]))
+
+
+def checked(words: list[str]) -> None:
+    """Read what the command would read, without a checkpoint."""
+    parsed(words)
+    items = [word for word in words[2:] if word.endswith(".yaml") or re.match(r"[\w.]+=", word)]
+    if words[1] == "train":
+        load_recipe(*split_items(items))
+    elif words[1] == "upcycle":
+        load_upcycle_recipe(*split_items(items))
+    elif words[1] == "study":
+        file, overrides = find_study(words[2]), items[1:]
+        if paper := reproduction_of(file):
+            assert paper.plan(file, overrides)
+        else:
+            load_study(file, overrides)
+
+
+def local(words: list[str]) -> bool:
+    """Whether every checkpoint that the words name is the tiny one."""
+    return any(word in ("my.yaml", "model.path=./my-moe", "./my-moe") for word in words)
+
+
+def carry_out(words: list[str], trained: set[str]) -> str:
+    """Run or check one ``moe-finetune`` command; say which."""
+    if len(words) == 2 and words[1].startswith("--"):
+        if words[1] != "--install-completion":  # it would change the shell's own files
+            assert cli.main(words[1:]) == 0, words
+        return "run"
+    verb = words[1]
+    if verb == "train" and local(words) and words[-1] in TRAINED and words[-1] not in trained:
+        trained.add(words[-1])
+        assert cli.main([*words[1:], *SMALL]) == 0, words
+        return "run"
+    if verb in RUN or (verb == "train" and local(words) and "supervised_routing" not in str(words)):
+        parsed(words)
+        look = [LOOK[verb]] if verb in LOOK and LOOK[verb] not in words else []
+        assert cli.main([*words[1:], *look]) == 0, words
+        return "run"
+    if verb == "eval" and "DATA" in words and "runs/first" in words:
+        assert cli.main([*words[1:], *([] if "--check" in words else ["--check"])]) == 0, words
+        return "run"
+    checked(words)
+    return "checked"
+
+
+def other(words: list[str]) -> None:
+    """A command of another program: what it names exists here."""
+    program, text = words[0], " ".join(words)
+    if program == "make":
+        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), words
+    elif program == "accelerate":
+        at = words.index("moe_finetune.cli")
+        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        checked(["moe-finetune", *words[at + 1 :]])
+    elif program == "python":
+        ran = subprocess.run(
+            [sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True, check=True
+        )
+        assert all(word in ran.stdout for word in words if word.startswith("--"))
+    elif program == "docker":
+        named = re.search(r"-f (\S+)", text)
+        assert named is None or (ROOT / named[1]).is_file(), words
+    else:
+        assert program in ("pip", "pipx", "uv"), f"unknown program: {words}"
+        found = re.search(r"\[(\w+)\]", text)
+        assert found is None or found[1] in EXTRAS, words
+
+
+def test_every_command(place):
+    """In order and in one process. A command that several pages show is carried out once."""
+    seen: set[tuple[str, ...]] = set()
+    trained: set[str] = set()
+    done = {"run": 0, "checked": 0}
+    for page, words in COMMANDS:
+        if tuple(words) in seen:
+            continue
+        seen.add(tuple(words))
+        try:
+            if words[0] == "moe-finetune":
+                done[carry_out(words, trained)] += 1
+            else:
+                other(words)
+        except BaseException as problem:
+            raise AssertionError(f"{page}: {' '.join(words)}: {problem}") from problem
+    assert trained == set(TRAINED)
+    assert done["run"] >= 25, done
+
+
+def test_every_python_block(place, tiny_checkpoint, monkeypatch):
+    """Names that a block does not make itself are those that its page explains."""
+    import trl
+
+    given = trl.SFTConfig
+    few = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none"}
+    monkeypatch.setattr(trl, "SFTConfig", lambda *args, **kwargs: given(*args, **few, **kwargs))
+    for seed, name in enumerate(("law", "code", "prose", "mathematics")):
+        dense.save("llama", place / name, seed)
+    blocks = [block for block in BLOCKS if block.language == "python"]
+    assert len(blocks) >= 7
+    for block in blocks:
+        model = tiny.model("qwen3_moe")
+        model.config._name_or_path = str(tiny_checkpoint("qwen3_moe"))
+        batches = [tiny.batch(seed=seed) for seed in range(2)]
+        rows = [{"text": f"{n} and {n * n}"} for n in range(6)]
+        names = {
+            "model": model.train(),
+            "batches": batches,
+            "loader": batches,
+            "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+            "dataset": Dataset.from_list(rows),
+            "tokenizer": tiny.tokenizer(),
+        }
+        try:
+            exec(compile(block.text, block.page, "exec"), names)
+        except BaseException as problem:
+            raise AssertionError(f"{block.page}: {problem}\n{block.text}") from problem
+
+
+def test_every_yaml_block_is_a_recipe_or_suite(place):
+    """Keys are right; a part of a recipe is completed."""
+    from moe_finetune.evaluation.suites import Suite
+    from moe_finetune.upcycle.recipe import UpcycleRecipe
+
+    whole = {"model": {"path": "x"}, "data": {"train": "x"}, "lora": {"rank": 4}}
+    checked = 0
+    for block in BLOCKS:
+        if block.language != "yaml":
+            continue
+        keys = yaml.safe_load(block.text.replace(", ...}", "}"))
+        if "tasks" in keys:
+            Suite.model_validate(keys)
+        elif "dense" in keys:
+            assert set(keys) <= set(UpcycleRecipe.model_fields), block.page
+        elif "stages" not in keys:
+            file = place / f"block{checked}.yaml"
+            file.write_text(yaml.safe_dump({**whole, **keys}))
+            load_recipe(file)
+        checked += 1
+    assert checked >= 6
