@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -140,10 +138,8 @@ def other(words: list[str]) -> None:
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
         checked(["moe-finetune", *words[at + 1 :]])
     elif program == "python":
-        ran = subprocess.run(
-            [sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True, check=True
-        )
-        assert all(word in ran.stdout for word in words if word.startswith("--"))
+        source = (ROOT / words[1]).read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
     elif program == "docker":
         named = re.search(r"-f (\S+)", text)
         assert named is None or (ROOT / named[1]).is_file(), words
