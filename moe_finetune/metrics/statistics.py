@@ -202,6 +202,11 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
+def normal(value: float, stderr: float) -> tuple[float, float]:
+    """Return the normal interval of a value with this standard error."""
+    return value - Z * stderr, value + Z * stderr
+
+
 def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float, float]:
     """Return the hybrid score interval of ``share_b - share_a``, of two independent samples.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_finetune.evaluation.comparison import item_values
 from moe_finetune.evaluation.results import TaskResult
-from moe_finetune.metrics.statistics import ALPHA, Z, compare_items, newcombe, wilson
+from moe_finetune.metrics.statistics import ALPHA, compare_items, newcombe, normal, wilson
 from moe_finetune.report.markup import DASH, is_number, number, signed
 
 ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
@@ -92,7 +92,7 @@ class Score:
             return wilson(self.value, self.n)
         if math.isnan(self.stderr):
             return None
-        return self.value - Z * self.stderr, self.value + Z * self.stderr
+        return normal(self.value, self.stderr)
 
     def text(self, value: float | None = None) -> str:
         """Return the value (or another on the same scale) for people: shares as percentages."""
@@ -159,8 +159,7 @@ def difference(baseline: Score, run: Score) -> Difference:
         assert baseline.n is not None and run.n is not None
         low, high = newcombe(baseline.value, baseline.n, run.value, run.n)
     elif not math.isnan(baseline.stderr + run.stderr + delta):
-        half = Z * math.hypot(baseline.stderr, run.stderr)
-        low, high = delta - half, delta + half
+        low, high = normal(delta, math.hypot(baseline.stderr, run.stderr))
     verdict = "unknown" if math.isnan(low) else _verdict(delta, low <= 0 <= high, run)
     both = bool(baseline.items and run.items)
     return Difference(
