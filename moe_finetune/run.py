@@ -200,6 +200,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     if recipe.model.offload == "experts":
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
+    checkpoint = find_checkpoint(output / "checkpoints") if resume else None
     trainer, callback = build_trainer(
         recipe,
         output,
@@ -208,6 +209,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         inputs.train,
         inputs.validation,
         functools.partial(second_model, recipe),
+        checkpoint,
     )
     if adapts(recipe.lora, recipe.router.train):
         name_base(model, recipe)  # checkpoints name it, too
@@ -228,7 +230,6 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     )
     if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
         take(output / "routing" / "before.json")
-    checkpoint = find_checkpoint(output / "checkpoints") if resume else None
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
         try:

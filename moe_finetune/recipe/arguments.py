@@ -42,6 +42,7 @@ OWNED = {
     "do_predict": "use the verb `eval`",
     "use_liger_kernel": "it replaces the experts' forward that the losses read",
     "liger_kernel_config": "it replaces the experts' forward that the losses read",
+    "deepspeed": "use FSDP2; see recipes/hardware",
     "parallelism_config": "use an accelerate config; see recipes/hardware",
     "push_to_hub": "use `merge --push`",
 }

@@ -34,6 +34,7 @@ from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
+from moe_finetune.training.statistics import TrainingStatistics
 from moe_finetune.training.window import AccumulationWindow
 
 if TYPE_CHECKING:
@@ -216,6 +217,11 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         self._at_work().statistics.load_state_dict(state)
+
+    @staticmethod
+    def share_rank_states(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+        """What ``rank`` loads of the states of another number of ranks."""
+        return TrainingStatistics.share(states, rank)
 
     def _at_work(self) -> Specialization:
         assert self.specialization is not None, "training has not begun"

@@ -23,10 +23,16 @@ FORMAT = 1
 _PREFIX = "checkpoint-"
 
 Writer = Callable[[Path], None]
+Entry = dict[str, int | str]
+"""Size and hash of a file, as the manifest has them."""
 
 
-def write_checkpoint(target: Path, parts: Mapping[str, Writer]) -> None:
+def write_checkpoint(
+    target: Path, parts: Mapping[str, Writer], hashed: Mapping[str, Entry] | None = None
+) -> None:
     """Make ``target`` out of ``parts``, each a function that writes files into the folder it gets.
+
+    ``hashed`` are entries of files that other ranks wrote, synced and read already.
 
     Raises ``sys.audit("moe_finetune.checkpoint", place)`` before each part and step, so that tests
     can stop a save anywhere.
@@ -35,40 +41,41 @@ def write_checkpoint(target: Path, parts: Mapping[str, Writer]) -> None:
         OSError: the disk is full or fails; ``target`` is what it was.
     """
     staged = target.parent / f".{target.name}.partial"
+    known = hashed or {}
     try:
-        _audit("clear", target)
+        audit("clear", target)
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
         for name, write in parts.items():
-            _audit(name, target)
+            audit(name, target)
             write(staged)
         entries = {}
         for path in sorted(p for p in staged.rglob("*") if p.is_file()):
-            sync(path)
-            entries[path.relative_to(staged).as_posix()] = {
-                "bytes": path.stat().st_size,
-                "sha256": file_hash(path),
-            }
-        _audit("manifest", target)
+            name = path.relative_to(staged).as_posix()
+            if name not in known:
+                sync(path)
+            entries[name] = known[name] if name in known else entry_of(path)
+        audit("manifest", target)
         manifest = {"format": FORMAT, "step": step_of(target), "files": entries}
         write_json(staged / MANIFEST, manifest)
         sync(staged)
-        _audit("rename", target)
+        audit("rename", target)
         remove_checkpoint(target)  # a damaged one of the same step
         staged.rename(target)
-        _audit("sync", target)
+        audit("sync", target)
         sync(target.parent)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
 
 
-def verify_checkpoint(folder: Path, hashes: bool = True) -> None:
+def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> None:
     """Check ``folder`` against its manifest.
 
     Args:
         folder: the checkpoint.
         hashes: read every byte; otherwise names and sizes alone.
+        share: (rank, ranks) of which each reads its share of the bytes.
 
     Raises:
         CheckpointError: what is missing or damaged.
@@ -81,14 +88,14 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> None:
         entries = {
             str(k): (int(v["bytes"]), str(v["sha256"])) for k, v in manifest["files"].items()
         }
-        number, step = int(manifest["format"]), int(manifest["step"])
+        version, step = int(manifest["format"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: is damaged ({type(problem).__name__})") from None
-    if number != FORMAT:
-        raise CheckpointError(f"{path}: has format {number}, and this version reads {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(f"{path}: has format {version}, and this version reads {FORMAT}")
     if step != step_of(folder) or not entries:
         raise CheckpointError(f"{path}: is of another checkpoint, or damaged")
-    for name, (size, digest) in entries.items():
+    for number, (name, (size, digest)) in enumerate(entries.items()):
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{path}: names a file outside its folder: {name}")
@@ -96,7 +103,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> None:
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:
             raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, wanted {size}")
-        if hashes and file_hash(file) != digest:
+        if hashes and number % share[1] == share[0] and file_hash(file) != digest:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the manifest's)")
 
 
@@ -189,6 +196,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def entry_of(path: Path) -> Entry:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with path.open("rb") as stream:
@@ -203,5 +215,6 @@ def _has_its_size(folder: Path) -> bool:
     return True
 
 
-def _audit(place: str, target: Path) -> None:
+def audit(place: str, target: Path) -> None:
+    """Say that a save has come to ``place``; tests stop it there."""
     sys.audit("moe_finetune.checkpoint", place, str(target))

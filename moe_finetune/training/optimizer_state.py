@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -24,6 +25,51 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     if ranks.rank() > 0:
         return {"groups": [], "state": {}}
     return {"groups": gathered["param_groups"], "state": gathered["state"]}
+
+
+def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As :func:`optimizer_state`, without its sharded tensors; and these, as they lie on this rank.
+
+    The second are named ``parameter/key``. All ranks call it, and the first is equal on all.
+
+    Raises:
+        CheckpointError: the optimizer keeps state of a sharded parameter that is not sharded as it.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    held: Any = get_optimizer_state_dict(model, inner)
+    moments: dict[str, Tensor] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for name, entry in held["state"].items():
+        rest[name] = {}
+        for key, value in entry.items():
+            if hasattr(value, "device_mesh"):
+                moments[f"{name}/{key}"] = value
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"{type(inner).__name__} keeps '{key}' of {name} apart on every rank, which "
+                    "cannot be saved; use trainer.optim: adamw_torch"
+                )
+            else:
+                rest[name][key] = value
+    return {"groups": held["param_groups"], "state": rest}, moments
+
+
+def empty_moments(
+    model: nn.Module, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Tensors of these names, as :func:`sharded_state` gives them, to be read into.
+
+    One with its parameter's shape is sharded as that is.
+    """
+    parameters = {name: p for p, name in _names(model).items()}
+    made = {}
+    for name, (shape, dtype) in shapes.items():
+        like_it = parameters.get(name.rpartition("/")[0])
+        if like_it is not None and like_it.shape == shape:
+            made[name] = torch.empty_like(like_it, dtype=dtype, requires_grad=False)
+        else:
+            made[name] = torch.empty(shape, dtype=dtype)
+    return made
 
 
 def load_optimizer_state(
@@ -61,7 +107,8 @@ def load_optimizer_state(
 
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:
     """A moment is sharded as its parameter; a step counter is one number everywhere."""
-    return like(parameter, value) if value.shape == parameter.shape else value
+    whole = not hasattr(value, "device_mesh") and value.shape == parameter.shape
+    return like(parameter, value) if whole else value
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -19,6 +19,25 @@ OWN_BALANCE_LOSS = (
 _FP16 = "fp16 scales the trainer's loss and not the injected terms; train in bf16"
 
 
+def check_launcher() -> None:
+    """Refuse a start by DeepSpeed, whose engine keeps gradients and optimizer to itself.
+
+    Raises:
+        RecipeError: says what to use.
+    """
+    if _launched_by("DEEPSPEED"):
+        raise RecipeError(
+            "the launcher's config has distributed_type: DEEPSPEED, with which runs cannot resume "
+            "(it keeps the optimizer in pickle files, which are never loaded); use FSDP2: "
+            "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
+        )
+
+
+def _launched_by(name: str) -> bool:
+    """Whether accelerate's launcher set ``ACCELERATE_USE_...``."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")
+
+
 def check_quantization(kind: str) -> None:
     """Refuse a recipe's ``model.quantization`` that this machine or launch cannot carry out.
 
@@ -28,13 +47,12 @@ def check_quantization(kind: str) -> None:
     """
     if check_kind(kind, "model.quantization") is None:
         return
-    for name, key in (("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")):
-        if os.environ.get(key, "false").lower() in ("1", "true", "yes"):
-            raise RecipeError(
-                f"model.quantization: '{kind}' does not go with {name}, which would shard the "
-                "quantised weights; start it without that config (each process then holds the "
-                "quantised model), or set model.quantization: none"
-            )
+    if _launched_by("FSDP"):
+        raise RecipeError(
+            f"model.quantization: '{kind}' does not go with FSDP, which would shard the quantised "
+            "weights; start it without that config (each process then holds the quantised model), "
+            "or set model.quantization: none"
+        )
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:

@@ -4,8 +4,9 @@
 
 It replaces how a checkpoint is written and read: weights (an ordinary PEFT adapter where there is
 one, else an ordinary checkpoint), optimizer, scheduler, random numbers of every rank, callbacks'
-tables, and what was counted since the last log. The stock ``optimizer.pt``, ``scheduler.pt``,
-``rng_state.pth`` and ``training_args.bin`` are neither written nor read. See
+tables, and what was counted since the last log. Ranks that hold parts of a model (FSDP2) write and
+read their own, and any number of ranks reads what another wrote. The stock ``optimizer.pt``,
+``scheduler.pt``, ``rng_state.pth`` and ``training_args.bin`` are neither written nor read. See
 :mod:`moe_finetune.training.checkpoint` for the folder.
 """
 
@@ -17,9 +18,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training import ranks
@@ -28,27 +28,29 @@ from moe_finetune.training.checkpoint import (
     newest_checkpoint,
     rotate,
     verify_checkpoint,
-    write_bytes,
     write_checkpoint,
 )
-from moe_finetune.training.optimizer_state import (
-    load_optimizer_state,
-    optimizer_state,
-    unshared,
+from moe_finetune.training.checkpoint_parts import (
+    OPTIMIZER,
+    OPTIMIZER_FILE,
+    WEIGHTS,
+    check_rows,
+    checkpoint_parts,
 )
-from moe_finetune.training.ordinary import StoredWeights, write_model
-from moe_finetune.training.plain_state import pack, unpack
-from moe_finetune.training.random_state import random_state, set_random_state
-from moe_finetune.training.save import ADAPTER_FILE, write_adapter
-from moe_finetune.training.state import TRAINER_FILE, load_state
-from moe_finetune.training.whole import set_weights, trained_weights, whole_model
+from moe_finetune.training.optimizer_state import empty_moments, load_optimizer_state
+from moe_finetune.training.ordinary import StoredWeights
+from moe_finetune.training.plain_state import unpack
+from moe_finetune.training.random_state import set_random_state
+from moe_finetune.training.rank_state import read_rank, read_tensors
+from moe_finetune.training.save import ADAPTER_FILE
+from moe_finetune.training.shards import read_shards, stored
+from moe_finetune.training.state import load_state
+from moe_finetune.training.whole import live_weights, set_weights
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object
 
 log = logging.getLogger(__name__)
-
-OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class ResumableTrainer(_Trainer):
@@ -62,11 +64,14 @@ class ResumableTrainer(_Trainer):
         self.store_flos()
         self._note_best(root, target)
         # Gathering is collective, so it happens on all ranks before rank 0 writes alone.
-        parts = self._parts()
         problem: Exception | None = None
+        try:
+            parts, entries = checkpoint_parts(self, target, self._ours())
+        except OSError as error:  # of the shards, on all ranks
+            return self._report_failed_save(root, target, error)
         if self.args.should_save:
             try:
-                write_checkpoint(target, parts)
+                write_checkpoint(target, parts, entries)
                 best = self.state.best_model_checkpoint
                 rotate(root, self.args.save_total_limit, Path(best) if best else None)
             except (OSError, SafetensorError) as error:
@@ -74,70 +79,8 @@ class ResumableTrainer(_Trainer):
         if ranks.any_rank(problem is not None):
             self._report_failed_save(root, target, problem)
 
-    def _parts(self) -> dict[str, Any]:
-        """Functions that write the checkpoint's files, by what they write."""
-        adapted = getattr(self.model, "peft_config", None) is not None
-        weights = trained_weights(self.model) if adapted else whole_model(self.model)
-        tensors: dict[str, Tensor] = {}
-        optimizer = {"optimizer": {}, "scheduler": self.lr_scheduler.state_dict()}
-        if not self.is_deepspeed_enabled:
-            optimizer["optimizer"] = optimizer_state(self.optimizer, self.model)
-        packed = pack(optimizer, tensors, "")
-        blobs = ranks.gather_bytes(self._rank_blob())
-
-        def write_weights(folder: Path) -> None:
-            if not adapted:
-                write_model(self.model, weights, self.processing_class, folder)
-                return
-            write_adapter(self.model, weights, folder)
-            for callback in self._ours():
-                callback.describe_adapter(folder)
-
-        def write_optimizer(folder: Path) -> None:
-            meta = {"state": json.dumps(packed), "resumable": str(not self.is_deepspeed_enabled)}
-            save_file(unshared(tensors), folder / OPTIMIZER_FILE, metadata=meta)
-
-        def write_ranks(folder: Path) -> None:
-            for number, blob in enumerate(blobs):
-                write_bytes(folder / _rank_file(number), blob)
-
-        def write_trainer(folder: Path) -> None:
-            self._export_callbacks()
-            self.state.save_to_json(str(folder / TRAINER_FILE))
-
-        return {
-            "weights": write_weights,
-            "optimizer": write_optimizer,
-            "ranks": write_ranks,
-            "trainer": write_trainer,
-        }
-
-    def _rank_blob(self) -> bytes:
-        """What differs between ranks: random numbers, and sums since the last log."""
-        tensors: dict[str, Tensor] = {}
-        state = {
-            "world_size": self.args.world_size,
-            "random": random_state(),
-            "loss": self._tr_loss,
-            "last_logged": self._globalstep_last_logged,
-            "metrics": {k: dict(v) for k, v in getattr(self, "_metrics", {}).items()},
-            "tokens": getattr(self, "_total_train_tokens", None),
-            "statistics": [c.rank_state() for c in self._ours()],
-        }
-        packed = pack(state, tensors, "")
-        held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        return save(held, metadata={"state": json.dumps(packed)})
-
     def _ours(self) -> list[Any]:
         return [c for c in self.callback_handler.callbacks if hasattr(c, "rank_state")]
-
-    def _export_callbacks(self) -> None:
-        """Note what stateful callbacks hold (tables, biases), as the stock Trainer does."""
-        from transformers.trainer_callback import ExportableState
-
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
 
     def _note_best(self, root: Path, target: Path) -> None:
         step = self.state.best_global_step
@@ -148,6 +91,7 @@ class ResumableTrainer(_Trainer):
         """A save that failed must not end the run: the next one may find room."""
         if not self.args.should_save:
             return
+        clear_leftovers(root)
         last, _ = newest_checkpoint(root)
         log.warning(
             "WARNING: %s could not be saved (%s). Training goes on; the last good checkpoint is "
@@ -169,47 +113,63 @@ class ResumableTrainer(_Trainer):
             **kwargs: as in transformers.
 
         Raises:
-            CheckpointError: the named checkpoint is damaged, or of another run.
+            CheckpointError: the named checkpoint is damaged, or of another run; or DeepSpeed, whose
+                optimizer lies in pickle files.
         """
+        if self.is_deepspeed_enabled:
+            raise CheckpointError(
+                "DeepSpeed keeps the optimizer in pickle files, which are never loaded, so a run "
+                "could not resume; use FSDP2 (recipes/hardware/fsdp2_8gpu.yaml)"
+            )
         root = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = find_checkpoint(root)
         elif resume_from_checkpoint:
-            verify_checkpoint(Path(resume_from_checkpoint))
+            _verify(Path(resume_from_checkpoint))
         if self.args.should_save:
             clear_leftovers(root)
         path = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if path:
             # The order of the data comes from the generator's seed, which the state holds.
+            check_rows(Path(path), self.args)
             set_random_state(self._rank_state(path)["random"])
         return super().train(path, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        adapted = getattr(self.model, "peft_config", None) is not None
         model = model if model is not None else self.model
-        file = folder / ADAPTER_FILE
-        weights = load_state(file) if adapted else StoredWeights(folder, model)
-        set_weights(model, weights, str(file if adapted else folder))
+        if getattr(self.model, "peft_config", None) is not None:
+            file = folder / ADAPTER_FILE
+            set_weights(model, load_state(file), str(file))
+        elif any(name.startswith(f"{WEIGHTS}/") for name in stored(folder)):
+            live = live_weights(model)
+            read_shards(folder, {f"{WEIGHTS}/{name}": t.detach() for name, t in live.items()})
+        else:
+            set_weights(model, StoredWeights(folder, model), str(folder))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         log.info("going back to the best checkpoint, %s (%s)", best, self.state.best_metric)
-        verify_checkpoint(Path(best))
+        _verify(Path(best))
         self._load_from_checkpoint(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        file = Path(checkpoint) / OPTIMIZER_FILE
-        metadata, tensors = _read(file)
-        if metadata["resumable"] != "True" or self.is_deepspeed_enabled:
-            raise CheckpointError(
-                f"{file}: DeepSpeed keeps the optimizer in pickle files, which are never loaded, "
-                "so its runs cannot resume; start again, or use recipes/hardware/fsdp2_8gpu.yaml"
-            )
+        folder = Path(checkpoint)
+        metadata, tensors = read_tensors(folder / OPTIMIZER_FILE)
         state = unpack(json.loads(metadata["state"]), tensors)
-        load_optimizer_state(self.optimizer, self.model, state["optimizer"], str(file))
+        prefix = f"{OPTIMIZER}/"
+        shapes = {
+            n.removeprefix(prefix): s for n, s in stored(folder).items() if n.startswith(prefix)
+        }
+        moments = empty_moments(self.model, shapes)
+        read_shards(folder, {prefix + name: tensor for name, tensor in moments.items()})
+        for name, tensor in moments.items():
+            parameter, _, key = name.rpartition("/")
+            state["optimizer"]["state"].setdefault(parameter, {})[key] = tensor
+        where = str(folder / OPTIMIZER_FILE)
+        load_optimizer_state(self.optimizer, self.model, state["optimizer"], where)
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -236,25 +196,9 @@ class ResumableTrainer(_Trainer):
             callback.load_rank_state(own)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:
-        """What this rank saved.
-
-        Raises:
-            CheckpointError: it was written by another number of processes.
-        """
-        file = Path(checkpoint) / _rank_file(self.args.process_index)
-        if not file.is_file():
-            raise CheckpointError(
-                f"{checkpoint}: was written by fewer processes than the {self.args.world_size} of "
-                "this run; resume with as many"
-            )
-        metadata, tensors = _read(file)
-        state = unpack(json.loads(metadata["state"]), tensors)
-        if state["world_size"] != self.args.world_size:
-            raise CheckpointError(
-                f"{checkpoint}: was written by {state['world_size']} processes and this run has "
-                f"{self.args.world_size}; resume with as many"
-            )
-        return state
+        """What this rank goes on from."""
+        args = self.args
+        return read_rank(Path(checkpoint), args.process_index, args.world_size, self._ours())
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run that was stopped between its last save and its end has nothing left to train, but
@@ -292,13 +236,16 @@ def find_checkpoint(root: Path) -> Path | None:
     return Path(os.fsdecode(answer)) if answer else None
 
 
-def _rank_file(number: int) -> str:
-    return f"rank-{number:05d}.safetensors"
+def _verify(folder: Path) -> None:
+    """Verify a checkpoint together: each rank reads its share of the bytes.
 
-
-def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    problem: CheckpointError | None = None
     try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.metadata() or {}, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{file}: cannot be read ({problem})") from None
+        verify_checkpoint(folder, share=(ranks.rank(), ranks.world_size()))
+    except CheckpointError as error:
+        problem = error
+    if ranks.any_rank(problem is not None):
+        raise problem or CheckpointError(f"{folder}: is damaged; see the other ranks' messages")

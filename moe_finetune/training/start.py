@@ -82,9 +82,14 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     from moe_finetune.models.loading import load_config, load_tokenizer
     from moe_finetune.moe.layers import config_facts
     from moe_finetune.moe.offload import check_offload
-    from moe_finetune.training.preconditions import check_accelerator, check_quantization
+    from moe_finetune.training.preconditions import (
+        check_accelerator,
+        check_launcher,
+        check_quantization,
+    )
     from moe_finetune.training.rehearsal import check_arguments, rehearse
 
+    check_launcher()
     check_quantization(recipe.model.quantization)
     if recipe.model.offload == "experts":
         check_offload()

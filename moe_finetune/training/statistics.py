@@ -95,6 +95,24 @@ class TrainingStatistics:
         self._forwards = state["forwards"]
         self._strength = dict(state["strength"])
 
+    @staticmethod
+    def share(states: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
+        """What ``rank`` goes on from after other ranks had ``states``: rank 0 takes the sums."""
+        first = states[0]
+        if rank > 0:
+            return {**first, "sums": None, "losses": {}, "forwards": 0}
+        held = [state["sums"] for state in states if state["sums"] is not None]
+        names = {name for state in states for name in state["losses"]}
+        return {
+            **first,
+            "sums": torch.stack(held).sum(0) if held else None,
+            "losses": {
+                name: sum(s["losses"][name] for s in states if name in s["losses"])
+                for name in names
+            },
+            "forwards": sum(state["forwards"] for state in states),
+        }
+
     def read(self) -> dict[str, float]:
         """Values since the last read, over all ranks, and start again.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,14 @@ from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.first_window import FoundWeights
 from moe_finetune.training.live import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.zero3 import set_leaf_blocks
 
 _Trainer: Any = object
+log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 ROUTING_FILE = Path("routing") / "steps.jsonl"
 RECIPE_FILE = "recipe.yaml"
@@ -205,6 +207,7 @@ def build_trainer(
     train: Any,
     validation: Any,
     other: Callable[[], Any] | None = None,
+    checkpoint: Path | None = None,
 ) -> tuple[RunTrainer, SpecializationCallback]:
     """TRL's trainer with the method's callback attached, the run's log and its guards.
 
@@ -217,6 +220,7 @@ def build_trainer(
         validation: such rows or None.
         other: makes the second model that some stages need: the teacher, or, where no adapter can
             be switched off, the reference.
+        checkpoint: what training will go on from.
     """
     callback = SpecializationCallback(
         recipe.method,
@@ -227,7 +231,7 @@ def build_trainer(
     stage = STAGES[recipe.stage]
     trainer = trainer_of(stage)(
         model=model,
-        args=training_arguments(recipe, output),
+        args=_arguments_from(checkpoint, recipe, output),
         train_dataset=train,
         eval_dataset=validation,
         processing_class=tokenizer,
@@ -235,7 +239,6 @@ def build_trainer(
     )
     for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(theirs)
-    set_leaf_blocks(trainer, model)
     callback.attach(trainer)
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
@@ -245,6 +248,24 @@ def build_trainer(
     for place, own in enumerate(own_callbacks, start=1):
         trainer.callback_handler.callbacks.insert(place, own)
     return trainer, callback
+
+
+def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> Any:
+    """:func:`training_arguments`, with steps of as many rows as the checkpoint's."""
+    args = training_arguments(recipe, output)
+    if checkpoint is None:
+        return args
+    steps = accumulation(checkpoint, args)
+    if steps == args.gradient_accumulation_steps:
+        return args
+    log.warning(
+        "resuming with %d processes a run of another number: gradient_accumulation_steps becomes "
+        "%d, so that a step takes as many rows as before",
+        args.world_size,
+        steps,
+    )
+    trainer = {**recipe.trainer, "gradient_accumulation_steps": steps}
+    return training_arguments(recipe.model_copy(update={"trainer": trainer}), output)
 
 
 def _stage_arguments(

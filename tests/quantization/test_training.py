@@ -252,9 +252,12 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
         run_recipe(recipe, tmp_path / "run")
 
 
-def test_fsdp_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path):
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "true")
-            with pytest.raises(RecipeError, match=r"model.quantization: 'nf4' .* shard"):
-                run_recipe(load_recipe(recipe_file), tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("FSDP", "model.quantization: 'nf4' .* shard"), ("DEEPSPEED", "cannot resume.*use FSDP2")],
+)
+def test_fsdp_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path, name, said):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(RecipeError, match=said):
+        run_recipe(load_recipe(recipe_file), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

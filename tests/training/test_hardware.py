@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from moe_finetune.training.zero3 import set_leaf_blocks
-from tests import tiny
 from tests.conftest import ROOT
 
 FILES = sorted((ROOT / "recipes" / "hardware").glob("*.yaml"))
@@ -23,9 +18,6 @@ def test_accelerate_reads_it(file):
     if file.stem.startswith("fsdp2"):
         assert kind.endswith("FSDP") and config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    elif file.stem.startswith("zero"):
-        assert kind.endswith("DEEPSPEED")
-        assert config.deepspeed_config["zero_stage"] == int(file.stem[4])
     else:
         assert config.num_processes == 1
     machines = 2 if "2x8" in file.stem else 1
@@ -49,30 +41,9 @@ def test_accelerate_would_launch_it(file):
     assert arguments.training_script_args == train[2:]
     assert arguments.mixed_precision == "bf16" and bf16_from_file
     assert arguments.use_fsdp == file.stem.startswith("fsdp2")
-    assert arguments.use_deepspeed == file.stem.startswith("zero")
+    assert not arguments.use_deepspeed
     processes = {"one_gpu": 1, "fsdp2_2x8gpu": 16}.get(file.stem, 8)
     assert arguments.num_processes == processes
     if arguments.use_fsdp:
         assert int(arguments.fsdp_version) == 2
         assert arguments.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_zero3_fetches_moe_blocks_whole(monkeypatch, family):
-    seen = []
-    package, utils = ModuleType("deepspeed"), ModuleType("deepspeed.utils")
-    utils.set_z3_leaf_modules = lambda model, classes: seen.append(classes)
-    monkeypatch.setitem(sys.modules, "deepspeed", package)
-    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
-    model = tiny.model(family)
-
-    def trainer(enabled, stage):
-        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-        return SimpleNamespace(
-            is_deepspeed_enabled=enabled, accelerator=SimpleNamespace(state=state)
-        )
-
-    assert set_leaf_blocks(trainer(False, 3), model) == set_leaf_blocks(trainer(True, 2), model)
-    assert seen == []
-    classes = set_leaf_blocks(trainer(True, 3), model)
-    assert seen == [classes] and classes == [type(model.model.layers[0].mlp)]

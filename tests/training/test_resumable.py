@@ -153,10 +153,10 @@ def test_nothing_is_pickled_and_no_pickle_is_read(tmp_path, monkeypatch):
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     write = resumable.write_checkpoint
 
-    def full(target, parts):
+    def full(target, parts, entries):
         if target.name == "checkpoint-4":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(target, parts)
+        write(target, parts, entries)
 
     monkeypatch.setattr(resumable, "write_checkpoint", full)
     trainer(tmp_path, method="none").train()

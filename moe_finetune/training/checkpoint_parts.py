@@ -1,0 +1,168 @@
+"""What a trainer's checkpoint holds, and which rank writes which part of it.
+
+Rank 0 writes an adapter, a whole model and small state. The tensors of a sharded model without an
+adapter, and the moments of any sharded optimizer, are written by the rank that holds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.trainer_callback import ExportableState
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.training import ranks
+from moe_finetune.training.checkpoint import Entry, Writer, write_bytes
+from moe_finetune.training.optimizer_state import optimizer_state, sharded_state, unshared
+from moe_finetune.training.ordinary import write_model
+from moe_finetune.training.plain_state import pack
+from moe_finetune.training.random_state import random_state
+from moe_finetune.training.rank_state import pack_rank, rank_file, written_by
+from moe_finetune.training.save import write_adapter
+from moe_finetune.training.shards import adopt_shards, is_sharded, write_shards
+from moe_finetune.training.state import TRAINER_FILE
+from moe_finetune.training.whole import live_weights, trained_weights, whole_model
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+"""How names of tensors in shards begin."""
+
+
+def checkpoint_parts(
+    trainer: Any, target: Path, callbacks: Sequence[Any]
+) -> tuple[dict[str, Writer], dict[str, Entry]]:
+    """Functions that write the checkpoint's files, by what they write; and entries of its shards.
+
+    All ranks call it: it gathers, and writes shards beside ``target``.
+
+    Raises:
+        OSError: on all ranks, where one could not write its shard.
+    """
+    model = trainer.model
+    adapted = getattr(model, "peft_config", None) is not None
+    sharded = _writes_shards(trainer)
+    weights: dict[str, Tensor] = {}
+    if adapted or not sharded:
+        weights = trained_weights(model) if adapted else whole_model(model)
+    entries: dict[str, Entry] = {}
+    staged = Path()
+    if sharded:
+        optimizer, moments = sharded_state(trainer.optimizer, model)
+        held = {f"{OPTIMIZER}/{name}": tensor for name, tensor in moments.items()}
+        if not adapted:
+            held |= {f"{WEIGHTS}/{name}": tensor for name, tensor in live_weights(model).items()}
+        staged, entries = write_shards(target, held)
+    else:
+        optimizer = optimizer_state(trainer.optimizer, model)
+    tensors: dict[str, Tensor] = {}
+    scheduler = trainer.lr_scheduler.state_dict()
+    packed = pack({"optimizer": optimizer, "scheduler": scheduler}, tensors, "")
+    blobs = ranks.gather_bytes(_rank_blob(trainer, callbacks))
+
+    def write_weights(folder: Path) -> None:
+        if sharded:
+            adopt_shards(staged, entries, folder)
+        if adapted:
+            write_adapter(model, weights, folder)
+            for callback in callbacks:
+                callback.describe_adapter(folder)
+        elif not sharded:
+            write_model(model, weights, trainer.processing_class, folder)
+
+    def write_optimizer(folder: Path) -> None:
+        metadata = {"state": json.dumps(packed)}
+        save_file(unshared(tensors), folder / OPTIMIZER_FILE, metadata=metadata)
+
+    def write_ranks(folder: Path) -> None:
+        for number, blob in enumerate(blobs):
+            write_bytes(folder / rank_file(number), blob)
+
+    def write_trainer(folder: Path) -> None:
+        _export_callbacks(trainer)
+        trainer.state.save_to_json(str(folder / TRAINER_FILE))
+
+    parts: dict[str, Writer] = {
+        "weights": write_weights,
+        "optimizer": write_optimizer,
+        "ranks": write_ranks,
+        "trainer": write_trainer,
+    }
+    return parts, entries
+
+
+def rows_of(args: Any) -> int:
+    """Rows of one optimizer step, over all ranks."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def accumulation(checkpoint: Path, args: Any) -> int:
+    """The accumulation with which steps take as many rows as those of ``checkpoint``.
+
+    It is that of ``args`` where the number of processes is the checkpoint's.
+
+    Raises:
+        CheckpointError: no accumulation does, or the checkpoint does not say.
+    """
+    world, rows = written_by(checkpoint)
+    if world == args.world_size:
+        return args.gradient_accumulation_steps
+    each = args.train_batch_size * args.world_size
+    if rows is None or rows % each:
+        raise CheckpointError(
+            f"{checkpoint}: was written by {world} processes"
+            + (f" whose steps took {rows} rows" if rows is not None else "")
+            + f", and {args.world_size} of {args.train_batch_size} rows cannot go on with it; "
+            f"resume with {world} processes"
+        )
+    return rows // each
+
+
+def check_rows(checkpoint: Path, args: Any) -> None:
+    """Refuse another number of processes whose steps have another size.
+
+    Raises:
+        CheckpointError: says which accumulation keeps the size.
+    """
+    wanted = accumulation(checkpoint, args)
+    if wanted != args.gradient_accumulation_steps:
+        raise CheckpointError(
+            f"{checkpoint}: was written by another number of processes than {args.world_size}; "
+            f"set gradient_accumulation_steps={wanted}, so that a step takes as many rows"
+        )
+
+
+def _writes_shards(trainer: Any) -> bool:
+    """A sharded model's ranks write their own parts, unless accelerate's config says
+    FULL_STATE_DICT.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    whole = plugin is not None and "FULL" in str(plugin.state_dict_type)
+    return is_sharded(trainer.model) and not whole
+
+
+def _rank_blob(trainer: Any, callbacks: Sequence[Any]) -> bytes:
+    """What differs between ranks: random numbers, and sums since the last log."""
+    return pack_rank(
+        {
+            "world_size": trainer.args.world_size,
+            "rows": rows_of(trainer.args),
+            "random": random_state(),
+            "loss": trainer._tr_loss,
+            "last_logged": trainer._globalstep_last_logged,
+            "metrics": {k: dict(v) for k, v in getattr(trainer, "_metrics", {}).items()},
+            "tokens": getattr(trainer, "_total_train_tokens", None),
+            "statistics": [callback.rank_state() for callback in callbacks],
+        }
+    )
+
+
+def _export_callbacks(trainer: Any) -> None:
+    """Note what stateful callbacks hold (tables, biases), as the stock Trainer does."""
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()

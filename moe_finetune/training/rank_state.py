@@ -1,0 +1,80 @@
+"""What differs between the ranks of a run, in a file for each: random numbers and open sums.
+
+Another number of ranks goes on from them too: each takes the random numbers of one that was, means
+stay means, and sums are added up on rank 0. The run is then the same but for what is drawn while it
+trains (dropout, jitter, completions) and the order in which sums are rounded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.training.plain_state import pack, unpack
+
+
+def pack_rank(state: dict[str, Any]) -> bytes:
+    """The bytes of one rank's file."""
+    tensors: dict[str, Tensor] = {}
+    packed = pack(state, tensors, "")
+    held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    return save(held, metadata={"state": json.dumps(packed)})
+
+
+def rank_file(number: int) -> str:
+    """The name of a rank's file in a checkpoint."""
+    return f"rank-{number:05d}.safetensors"
+
+
+def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> dict[str, Any]:
+    """What ``rank`` of ``world`` goes on from.
+
+    Args:
+        checkpoint: the folder.
+        rank: of this process.
+        world: processes of this run.
+        callbacks: those that have a state for each rank, in the order of the file.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    first = _read_state(checkpoint / rank_file(0))
+    if first["world_size"] == world:
+        return first if rank == 0 else _read_state(checkpoint / rank_file(rank))
+    held = [first, *(_read_state(checkpoint / rank_file(n)) for n in range(1, first["world_size"]))]
+    own = held[rank % len(held)]
+    return {
+        **own,
+        "loss": torch.stack([state["loss"] for state in held]).mean(0),
+        "statistics": [
+            callback.share_rank_states([state["statistics"][place] for state in held], rank)
+            for place, callback in enumerate(callbacks)
+        ],
+    }
+
+
+def written_by(checkpoint: Path) -> tuple[int, int | None]:
+    """How many processes wrote a checkpoint, and the rows of one of their steps, where noted."""
+    first = _read_state(checkpoint / rank_file(0))
+    return first["world_size"], first.get("rows")
+
+
+def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file; CheckpointError where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{file}: cannot be read ({problem})") from None
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    metadata, tensors = read_tensors(file)
+    return unpack(json.loads(metadata["state"]), tensors)

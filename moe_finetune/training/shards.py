@@ -1,0 +1,124 @@
+"""Tensors of a sharded model on disk as they lie in memory: each rank writes and reads its part.
+
+torch.distributed.checkpoint writes them as safetensors files, whose headers say where in its tensor
+each part lies: no rank holds a whole tensor, and nothing on disk is pickled. What one number of
+ranks wrote any other reads, a single process without a group too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from moe_finetune.errors import CheckpointError
+from moe_finetune.training import ranks
+from moe_finetune.training.checkpoint import Entry, audit, entry_of
+
+FOLDER = "shards"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of the model's parameters (FSDP2)."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:
+    """Write this rank's part of ``tensors`` beside ``target``; all ranks call it.
+
+    Returns the folder, which :func:`adopt_shards` moves into the checkpoint, and the size and hash
+    of every rank's files.
+
+    Raises:
+        OSError: on all ranks, where one of them could not write.
+    """
+    staged = target.parent / f".{target.name}.{FOLDER}.partial"
+    if ranks.rank() == 0:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+    ranks.barrier()
+    audit(FOLDER, target)
+    writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
+    problem, found = "", {}
+    try:
+        dcp.save(dict(tensors), storage_writer=writer)
+        own = staged.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
+        found = {f"{FOLDER}/{file.name}": entry_of(file) for file in own}
+    except CheckpointException as failed:  # not an Exception, and of all ranks
+        problem = str(next(iter(failed.failures.values()))[0])
+    except OSError as failed:
+        problem = str(failed)
+    if ranks.any_rank(bool(problem)):
+        raise OSError(problem or "another rank could not write its shard")
+    blobs = ranks.gather_bytes(json.dumps(found).encode())
+    return staged, {name: entry for blob in blobs for name, entry in json.loads(blob).items()}
+
+
+def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> None:
+    """Move what :func:`write_shards` left into a checkpoint that is being made; rank 0 alone.
+
+    Raises:
+        OSError: another node's files are not there.
+    """
+    for name in entries:
+        if not (staged / Path(name).name).is_file():
+            raise OSError(
+                f"{name} was written on another node and is not seen here; put the run's folder on "
+                "a file system that all nodes share, or set fsdp_state_dict_type: FULL_STATE_DICT"
+            )
+    staged.rename(folder / FOLDER)
+
+
+def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of each whole tensor of a checkpoint's shards; empty without shards.
+
+    Raises:
+        CheckpointError: a file cannot be read, or parts of a tensor are missing.
+    """
+    if not (folder / FOLDER).is_dir():
+        return {}
+    try:
+        found: Any = HuggingFaceStorageReader(str(folder / FOLDER)).read_metadata()
+    except (OSError, SafetensorError, ValueError, KeyError) as problem:
+        raise CheckpointError(f"{folder / FOLDER}: cannot be read ({problem})") from None
+    for name, whole in found.state_dict_metadata.items():
+        held = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
+        if held != math.prod(whole.size):
+            raise CheckpointError(f"{folder / FOLDER}: parts of {name} are missing")
+    return {n: (t.size, t.properties.dtype) for n, t in found.state_dict_metadata.items()}
+
+
+def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill ``targets``, sharded in whatever way, from a checkpoint's shards; all ranks call it.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    if not targets:
+        return
+    held = stored(folder)
+    for name, target in targets.items():
+        if name not in held:
+            raise CheckpointError(
+                f"{folder / FOLDER}: {name} is missing; it belongs to another recipe"
+            )
+        if held[name][0] != target.shape:
+            raise CheckpointError(
+                f"{folder / FOLDER}: {name} has shape {tuple(held[name][0])}, and the run's has "
+                f"{tuple(target.shape)}; it belongs to another recipe"
+            )
+    reader, alone = HuggingFaceStorageReader(str(folder / FOLDER)), not ranks.distributed_run()
+    try:
+        dcp.load(dict(targets), storage_reader=reader, no_dist=alone)
+    except CheckpointException as problem:
+        raise CheckpointError(f"{folder / FOLDER}: cannot be read ({problem})") from None

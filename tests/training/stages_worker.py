@@ -1,0 +1,198 @@
+"""What each rank of ``test_stages_sharded.py`` runs: one step of every stage by FSDP2, then alone.
+
+``python -m tests.training.stages_worker FOLDER`` under RANK and WORLD_SIZE 2. Two ranks take the
+micro-batches that one process then takes one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from moe_finetune.data.stage_rows import load_for_stage
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.training import ranks
+from moe_finetune.training.sft import build_trainer
+from moe_finetune.training.shards import is_sharded
+from moe_finetune.training.whole import plain_name
+from tests import fsdp, tiny
+
+PLAIN = "sft without a method"
+CASES = (*STAGES, PLAIN)
+WORLD, LENGTH = 2, 7
+# Means over tokens, which are as many in every micro-batch here, or of weights alone: the trainer
+# of GRPO cuts a step into other micro-batches.
+TERMS = {
+    "orthogonality": {"weight": 0.3},
+    "z_loss": {"weight": 0.02},
+    "router_orthogonality": {"weight": 0.3},
+    "erc": {"weight": 0.3, "noise": False},
+}
+PAIRS = [
+    {"prompt": f"Say {n} ", "chosen": f"yes {n * n:02d}", "rejected": f"no, {9 - n}"}
+    for n in range(6)
+]
+UNPAIRED = [
+    {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+    for pair in PAIRS
+    for name in ("chosen", "rejected")
+]
+PROMPTS = [{"prompt": f"{n} + {n} = "} for n in range(6)]
+ROWS = {
+    "sft": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
+    "pretrain": [{"text": f"There were {n} trees."} for n in range(6)],
+    "dpo": PAIRS,
+    "orpo": PAIRS,
+    "kto": UNPAIRED,
+    "grpo": PROMPTS,
+    "distill": PROMPTS,
+}
+REWARD = """
+def reward(completion_ids, **_):
+    return [sum(ids) % 11 / 10 for ids in completion_ids]
+"""
+
+
+class Gradients(TrainerCallback):
+    """Keeps the whole gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                self.held[plain_name(name)] = grad.detach().clone()
+
+
+def recipe(case: str, folder: Path) -> Any:
+    """One step of six rows."""
+    stage = "sft" if case == PLAIN else case
+    file = folder / f"{stage}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]))
+    each = {"kto": 6}.get(stage, 3)
+    trainer = {
+        "max_steps": 1,
+        "per_device_train_batch_size": each,
+        "gradient_accumulation_steps": WORLD // ranks.world_size(),
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    if stage == "grpo":
+        trainer |= {"num_generations": 3, "beta": 0.1}
+    if stage in ("grpo", "distill"):
+        trainer |= {"max_completion_length": LENGTH}
+    tree = {
+        "stage": stage,
+        "model": {"path": "unused", "dtype": "float32"},
+        "method": {"terms": {} if case == PLAIN else TERMS},
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.0},
+        "data": {"train": str(file), "max_length": 64, "packing": False},
+        "trainer": trainer,
+    }
+    if stage == "grpo":
+        (folder / "reward.py").write_text(REWARD)
+        tree["rewards"] = [{"file": str(folder / "reward.py")}]
+    if stage == "distill":
+        tree["teacher"] = "unused"
+    return recipe_from_tree(Tree(tree))
+
+
+def student() -> torch.nn.Module:
+    """A tiny model with an adapter that does something."""
+    torch.manual_seed(1)
+    base = tiny.model("qwen3_moe", num_hidden_layers=2)
+    made = recipe("sft", Path(os.environ["STAGES_FOLDER"])).lora
+    built = add_lora(base, made, "full")
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    return built
+
+
+def teacher() -> torch.nn.Module:
+    """Another model of the same vocabulary."""
+    model = tiny.model("qwen3_moe", num_hidden_layers=2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    return model.requires_grad_(False)
+
+
+def fixed_completions(trainer: Any) -> None:
+    """Let generation run, and put completions that are the same everywhere in its place."""
+    generate = trainer._generate_single_turn
+
+    def given(prompt_ids, *args, **kwargs):
+        found = generate(prompt_ids, *args, **kwargs)
+        seen: dict[tuple[int, ...], int] = {}
+        made = []
+        for ids in prompt_ids:
+            turn = seen[tuple(ids)] = seen.get(tuple(ids), 0) + 1
+            generator = torch.Generator().manual_seed(sum(ids) * 31 + turn)
+            made.append(torch.randint(4, 260, (LENGTH,), generator=generator).tolist())
+        real = found[0] if isinstance(found, tuple) else found
+        assert len(real) == len(made) and all(len(ids) <= LENGTH for ids in real)
+        return (made, None) if isinstance(found, tuple) else made
+
+    trainer._generate_single_turn = given
+
+
+def step(case: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Gradients and the log of one step."""
+    asked, tokenizer = recipe(case, folder), tiny.tokenizer()
+    data = load_for_stage(asked, tokenizer).train
+    output = folder / f"{case}-{ranks.world_size()}"
+    output.mkdir(exist_ok=True)
+    trainer, callback = build_trainer(asked, output, student(), tokenizer, data, None, teacher)
+    if case in ("grpo", "distill"):
+        fixed_completions(trainer)
+    held = Gradients()
+    trainer.add_callback(held)
+    try:
+        trainer.train()
+    finally:
+        callback.close()
+    sharded = is_sharded(trainer.model)
+    assert sharded == (ranks.world_size() > 1), "accelerate fell back to DDP"
+    return held.held, trainer.state.log_history[0]
+
+
+def main(folder: Path) -> None:
+    """Every case by two ranks, then by the first of them."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ["STAGES_FOLDER"] = str(folder)
+    fsdp.use()
+    for world in (WORLD, 1):
+        if int(os.environ.get("RANK", "0")) >= world:
+            return
+        fsdp.regroup(world)
+        tensors, logs = {}, {}
+        for case in CASES:
+            gradients, logs[case] = step(case, folder)
+            tensors |= {f"{case}/{name}": grad.contiguous() for name, grad in gradients.items()}
+        if ranks.rank() == 0:
+            save_file(tensors, folder / f"{world}.safetensors")
+            (folder / f"{world}.json").write_text(json.dumps(logs))
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    main(Path(sys.argv[1]))
