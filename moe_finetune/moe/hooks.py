@@ -17,6 +17,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -164,6 +165,8 @@ class Recorder:
             for experts in layer.every_experts:
                 self._attach(experts, "_moe_finetune", partial(visits.run_experts_of, experts))
                 self._take_over(experts)
+                if experts._is_expert_parallel:  # transformers' own way to other ranks and back
+                    self._attach(experts, "forward", MethodType(type(experts).forward, experts))
             inner, wrappers = parameter_wrappers(layer.outer_experts)
             if wrappers:
                 # PEFT's wrapper would build W + s B A; call the experts themselves instead.
@@ -199,8 +202,11 @@ class Recorder:
         self._undo.append(handle.remove)
 
     def _attach(self, module: nn.Module, name: str, value: Any) -> None:
+        if name in module.__dict__:
+            self._undo.append(partial(module.__dict__.__setitem__, name, module.__dict__[name]))
+        else:
+            self._undo.append(partial(module.__dict__.pop, name))
         module.__dict__[name] = value
-        self._undo.append(partial(module.__dict__.pop, name))
 
     # -- one forward --------------------------------------------------------------------------
 

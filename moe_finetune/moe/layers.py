@@ -115,8 +115,13 @@ def check_experts(layer: MoeLayer) -> None:
                 f"{where}: {type(experts).__name__} has no {name}: it does not follow the experts "
                 "interface of this transformers version"
             )
-    if getattr(experts, "_is_expert_parallel", None) is not False:
-        raise CaptureError(f"{where}: experts that are spread over ranks are not supported")
+    if not isinstance(getattr(experts, "_is_expert_parallel", None), bool):
+        raise CaptureError(f"{where}: {type(experts).__name__} does not say whether it is spread")
+    if experts._is_expert_parallel and "forward" in layer.router.__dict__:
+        raise CaptureError(
+            f"{where}: experts are spread over ranks by transformers' plan ep_router, in which a "
+            "router hides the other ranks' experts; use the plan ep_dispatch_experts with tp_size=1"
+        )
 
 
 def stacks(experts: Any) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from moe_finetune.moe.lora_factors import (
     variants,
 )
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.moe.spread import local, run_spread, spread_of
 
 Observer = Callable[[RoutingRecord, LayerLoss], None]
 
@@ -116,7 +117,8 @@ class LayerVisits:
         if "index" not in layer.family.router_returns:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         _, wrappers = parameter_wrappers(layer.outer_experts)
-        gate_up, down_proj = stacks(experts)
+        spread = spread_of(experts)
+        gate_up, down_proj = map(local, stacks(experts))
         dtype = gate_up.dtype
         grouped = grouped_products(recorder.kernel, gate_up, down_proj)
         first = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -131,7 +133,8 @@ class LayerVisits:
                 needs |= recorder.needs
             if context.train and recorder.perturbation is not None:
                 expert_dropout = recorder.perturbation.expert_dropout
-        result = run_experts(
+        run = run_experts if spread is None else partial(run_spread, spread)
+        result = run(
             hidden_TH,
             index_TK,
             weights_TK,
@@ -143,8 +146,8 @@ class LayerVisits:
             needs,
             expert_dropout,
             grouped,
-            getattr(experts, f"{first}_bias") if experts.has_bias else None,
-            experts.down_proj_bias if experts.has_bias else None,
+            local(getattr(experts, f"{first}_bias")) if experts.has_bias else None,
+            local(experts.down_proj_bias) if experts.has_bias else None,
         )
         if context is not None and context.wanted:
             layer.result = result
@@ -282,14 +285,16 @@ def _projection(
     experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
 ) -> ProjectionFactors:
     """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
-    gate_up, down_proj = stacks(experts)
+    spread = spread_of(experts)
+    gate_up, down_proj = map(local, stacks(experts))
     if name == "down":
         weight, lora, rows = down_proj, down, slice(None)
     else:
         weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
+    weight = weight[:, rows] if spread is None else spread.all(weight[:, rows])
     if lora is None:
-        return ProjectionFactors(weight[:, rows])
-    return ProjectionFactors(weight[:, rows], lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
+        return ProjectionFactors(weight)
+    return ProjectionFactors(weight, lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
 
 
 def _rows_of(experts: Any, name: Projection, rows: int) -> slice:

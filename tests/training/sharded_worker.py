@@ -1,4 +1,5 @@
-"""What each rank of ``test_sharded.py`` runs: every method plain, checkpointed, sharded and both.
+"""What each rank of ``test_sharded.py`` runs: every method plain, checkpointed, sharded and both;
+and checkpointed with the experts spread over the ranks.
 
 ``python -m tests.training.sharded_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
 The plain model sees both ranks' batches, one after the other, in every process: one rank of an
@@ -17,17 +18,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
+from moe_finetune.moe.spread import spread_experts
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 
-MODES = ("plain", "checkpointed", "sharded", "both")
+MODES = ("plain", "checkpointed", "sharded", "both", "spread")
 WORLD = 2
 # Large enough that a term which is lost or quieter is seen in the gradients.
 WEIGHT = {"z_loss": 0.02, "coupling": 2.0, "orthogonality": 0.5}
@@ -60,11 +63,16 @@ def method(case: str, table: str) -> dict:
     return chosen
 
 
-def model() -> torch.nn.Module:
-    """Four small MoE layers, with LoRA everywhere and routers that train in full."""
+def model(spread: bool = False) -> torch.nn.Module:
+    """Four small MoE layers, with LoRA everywhere and routers that train in full.
+
+    ``spread``: half of the experts on each rank, by transformers' plan.
+    """
     base = tiny.model(
         "olmoe", num_hidden_layers=4, hidden_size=96, intermediate_size=20, vocab_size=300
     )
+    if spread:
+        spread_experts(base)
     torch.manual_seed(1)
     built = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
     with torch.no_grad():
@@ -76,12 +84,15 @@ def model() -> torch.nn.Module:
 
 def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
     """Gradients, logged values and state of one optimizer step."""
-    built = copy.deepcopy(built)
-    if mode in ("checkpointed", "both"):
+    built = model(spread=True) if mode == "spread" else copy.deepcopy(built)
+    if mode in ("checkpointed", "both", "spread"):
         built.gradient_checkpointing_enable({"use_reentrant": False})
         built.enable_input_require_grads()
     alone = mode in ("plain", "checkpointed")
-    if not alone:
+    if mode == "spread":
+        experts = built.get_base_model().model.layers[1].mlp.experts
+        assert experts.base_layer.base_layer.num_experts == 6, "the experts are not spread"
+    elif not alone:
         mesh = init_device_mesh("cpu", (WORLD,))
         for layer in built.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh)
@@ -95,6 +106,11 @@ def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
             torch.manual_seed(100 + rank)
             batch = tiny.batch(rows=2, length=11 + rank, seed=7 + rank)
             (built(**batch).loss / len(batches)).backward()
+        if mode == "spread":  # as the Trainer does for adapters on a model that it did not shard
+            for parameter in built.parameters():
+                if parameter.grad is not None:
+                    distributed.all_reduce(parameter.grad)
+                    parameter.grad /= WORLD
         gradients = {
             name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
             for name, p in built.named_parameters()

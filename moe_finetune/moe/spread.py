@@ -1,0 +1,237 @@
+"""Experts that are spread over ranks (expert parallelism): rows go to their expert and come back.
+
+Each of N ranks holds E / N of a layer's experts and has tokens of its own. For S = T*K pairs of a
+token and an expert:
+
+1. pairs are sorted by expert, and so by the rank that holds it;
+2. their rows of the input go there (all-to-all), and with them which expert they are for;
+3. each rank runs its experts on what came, one choice a row: y, and z where it is asked for;
+4. these come back in one message, to the order of (token, choice);
+5. weighted sums and Gram matrices are made where the tokens are, as without spreading.
+
+Gradients take the same ways back. A rank's experts then have the sum of the gradients of all ranks'
+losses: divided by N, as replicated parameters' are averaged, they are those of one process.
+LoRA factors of all experts are on every rank, which uses its own experts' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    apply_expert_parallelism,
+    resolve_parallel_plans,
+)
+
+from moe_finetune.errors import CaptureError, UnsupportedModelError
+from moe_finetune.losses.tensors import without_autocast
+from moe_finetune.moe.by_token import gram
+from moe_finetune.moe.experts import ExpertsResult, LoraFactors, run_experts
+from moe_finetune.moe.layers import model_facts
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a layer's experts are.
+
+    Attributes:
+        group: the ranks that together hold all experts.
+        rank: this one's number among them.
+        size: how many they are.
+    """
+
+    group: Any
+    rank: int
+    size: int
+
+    def own(self, all_E: Tensor) -> Tensor:
+        """This rank's experts' part of a tensor over all experts."""
+        return all_E.tensor_split(self.size)[self.rank]
+
+    def all(self, own_E: Tensor) -> Tensor:
+        """The whole of a tensor of which each rank holds its experts' part, with its gradient."""
+        return _Gather.apply(own_E, self)
+
+
+def spread_experts(model: Any, ranks: int | None = None) -> Any:
+    """Leave each rank its part of ``model``'s routed experts, and return the model.
+
+    By transformers' plan ``ep_dispatch_experts``: whole experts, in their order. Add an adapter
+    afterwards; what trains beside the experts is averaged over ranks by whoever trains it.
+
+    Args:
+        model: a causal language model with whole experts, equal on all ranks, without an adapter.
+        ranks: how many together hold all experts; a divisor of the run's, which it is by default.
+
+    Raises:
+        UnsupportedModelError: transformers has no such plan for the model.
+        ValueError: ``ranks`` divides neither the experts nor the run's ranks.
+    """
+    world = distributed.get_world_size()
+    size = world if ranks is None else ranks
+    experts = model_facts(model).num_experts
+    if experts % size or world % size:
+        raise ValueError(f"ranks: {size} does not divide {experts} experts and {world} ranks")
+    # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
+    config = DistributedConfig(fsdp_size=world, ep_size=size)
+    _, plan = resolve_parallel_plans(model, config)
+    if "ep_dispatch_experts" not in plan.values():
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: transformers has no plan ep_dispatch_experts for it; train "
+            "it with FSDP2 (recipes/hardware)"
+        )
+    kind, shape = next(model.parameters()).device.type, (world // size, size, 1)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "ep", "tp"))
+    return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
+
+
+def spread_of(experts: Any) -> Spread | None:
+    """How ``experts`` are spread over ranks, or None.
+
+    Raises:
+        CaptureError: in a way that is not transformers' ``ep_dispatch_experts``.
+    """
+    if not experts._is_expert_parallel:
+        return None
+    stack = experts.down_proj
+    mesh: Any = getattr(stack, "device_mesh", None)
+    if mesh is None or mesh.ndim != 1 or not stack.placements[0].is_shard(0):
+        raise CaptureError(
+            f"{type(experts).__name__}: experts are spread over ranks in a way that is not "
+            "supported; use transformers' plan ep_dispatch_experts with tp_size=1"
+        )
+    return Spread(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a distributed tensor; any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+
+
+def run_spread(
+    spread: Spread,
+    hidden_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2DH: Tensor,
+    down_EHD: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    lora_up: LoraFactors | None,
+    lora_down: LoraFactors | None,
+    needs: frozenset[str],
+    expert_dropout: float,
+    grouped: bool,
+    bias_up_E2D: Tensor | None,
+    bias_down_EH: Tensor | None,
+) -> ExpertsResult:
+    """As :func:`run_experts`, where weights and biases are of this rank's experts alone.
+
+    All ranks of the group call it as often as the others; one may have no tokens.
+    """
+    per_rank = down_EHD.shape[0]
+    flat_S = index_TK.reshape(-1)
+    order_S = torch.argsort(flat_S, stable=True)
+    counts_NE = torch.bincount(flat_S, minlength=per_rank * spread.size).view(spread.size, per_rank)
+    came_NE = torch.empty_like(counts_NE)
+    distributed.all_to_all_single(came_NE, counts_NE, group=spread.group)
+    # The one read-back to the host: sizes of messages.
+    sent, came = torch.stack([counts_NE.sum(1), came_NE.sum(1)]).tolist()
+    numbers = torch.arange(per_rank, device=index_TK.device).repeat(spread.size)
+    expert_R = numbers.repeat_interleave(came_NE.reshape(-1), output_size=sum(came))
+
+    rows_SH = hidden_TH.to(down_EHD.dtype)[order_S // index_TK.shape[1]]
+    rows_RH = _Exchange.apply(rows_SH, sent, came, spread.group)
+    want_z = bool(needs & {"activations", "activations_gram"})
+    found = run_experts(
+        rows_RH,
+        expert_R.unsqueeze(1),
+        rows_RH.new_ones(len(rows_RH), 1),
+        gate_up_E2DH,
+        down_EHD,
+        activation,
+        _own_factors(spread, lora_up),
+        _own_factors(spread, lora_down),
+        frozenset({"activations"} if want_z else ()),
+        expert_dropout,
+        grouped,
+        bias_up_E2D,
+        bias_down_EH,
+    )
+    made = found.out_TH
+    if found.activations_TKD is not None:
+        made = torch.cat([made, found.activations_TKD.squeeze(1)], dim=1)
+    back_SX = _Exchange.apply(made, came, sent, spread.group)
+    pairs_SX = back_SX[torch.argsort(order_S)]
+    y_TKH, z_TKD = pairs_SX.view(*index_TK.shape, -1).tensor_split([down_EHD.shape[1]], dim=2)
+    return _combined(hidden_TH, weights_TK, y_TKH, z_TKD, needs)
+
+
+def _combined(
+    hidden_TH: Tensor, weights_TK: Tensor, y_TKH: Tensor, z_TKD: Tensor, needs: frozenset[str]
+) -> ExpertsResult:
+    with without_autocast(hidden_TH.device):
+        wide = torch.promote_types(
+            torch.promote_types(weights_TK.dtype, y_TKH.dtype), torch.float32
+        )
+        out_T1H = torch.bmm(weights_TK.to(wide).unsqueeze(1), y_TKH.to(wide))
+        return ExpertsResult(
+            out_T1H.squeeze(1).to(hidden_TH.dtype),
+            gram(z_TKD) if "activations_gram" in needs else None,
+            gram(y_TKH) if "outputs_gram" in needs else None,
+            z_TKD if "activations" in needs else None,
+            y_TKH if "outputs" in needs else None,
+        )
+
+
+def _own_factors(spread: Spread, lora: LoraFactors | None) -> LoraFactors | None:
+    if lora is None:
+        return None
+    return replace(lora, a_ErI=spread.own(lora.a_ErI), b_EOr=spread.own(lora.b_EOr))
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks, by number of rows; their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], came: Sequence[int], group: Any
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (list(sent), list(came)), group
+        return _exchanged(rows, list(sent), list(came), group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        sent, came = ctx.sizes
+        return _exchanged(grad, came, sent, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], came: list[int], group: Any) -> Tensor:
+    made = rows.new_empty(sum(came), *rows.shape[1:])
+    distributed.all_to_all_single(made, rows.contiguous(), came, sent, group=group)
+    return made
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks, one after the other; the gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, own_E: Tensor, spread: Spread) -> Tensor:
+        ctx.spread = spread
+        own_E = own_E.contiguous()
+        parts = [torch.empty_like(own_E) for _ in range(spread.size)]
+        distributed.all_gather(parts, own_E, group=spread.group)
+        return torch.cat(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        whole = grad.contiguous().clone()
+        distributed.all_reduce(whole, group=ctx.spread.group)
+        return ctx.spread.own(whole), None
