@@ -67,7 +67,7 @@ def spread_experts(model: Any, ranks: int | None = None) -> Any:
 
     Args:
         model: a causal language model with whole experts, equal on all ranks, without an adapter.
-        ranks: how many together hold all experts; a divisor of the run's, which it is by default.
+        ranks: how many together hold all experts, 2 or more; the run's by default.
 
     Raises:
         UnsupportedModelError: transformers has no such plan for the model.
@@ -76,16 +76,18 @@ def spread_experts(model: Any, ranks: int | None = None) -> Any:
     world = distributed.get_world_size()
     size = world if ranks is None else ranks
     experts = model_facts(model).num_experts
-    if experts % size or world % size:
-        raise ValueError(f"ranks: {size} does not divide {experts} experts and {world} ranks")
-    # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
-    config = DistributedConfig(fsdp_size=world, ep_size=size)
-    _, plan = resolve_parallel_plans(model, config)
-    if "ep_dispatch_experts" not in plan.values():
+    if size < 2 or experts % size or world % size:
+        raise ValueError(
+            f"ranks: wanted 2 or more that divide {experts} experts and {world} ranks, got {size}"
+        )
+    if "ep_dispatch_experts" not in model.ep_plan.values():
         raise UnsupportedModelError(
             f"{type(model).__name__}: transformers has no plan ep_dispatch_experts for it; train "
             "it with FSDP2 (recipes/hardware)"
         )
+    # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
+    config = DistributedConfig(fsdp_size=world, ep_size=size)
+    _, plan = resolve_parallel_plans(model, config)
     kind, shape = next(model.parameters()).device.type, (world // size, size, 1)
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "ep", "tp"))
     return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)

@@ -1,4 +1,6 @@
-"""Every method, checkpointed and sharded on two ranks, has the gradients of the plain model."""
+"""Every method, checkpointed, sharded on two ranks, and with experts spread over them, has the
+gradients of the plain model.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from tests.training.sharded_worker import CASES, MODES, WORLD
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-4
+CLOSER = {"spread": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def found(tmp_path_factory):
 def test_gradients_are_those_of_the_plain_model(found, case, mode):
     got = found[case][mode]
     assert "error" not in got, got["error"]
-    assert got["gradients"] <= LIMIT
+    assert got["gradients"] <= CLOSER.get(mode, LIMIT)
     assert got["biases"] == 0.0
     for plain, here in got["losses"]:
         assert here == pytest.approx(plain, rel=LIMIT, abs=1e-6)

@@ -1,0 +1,63 @@
+"""Experts over ranks: what is refused, and restored.
+
+What they compute is in ``tests/training/test_sharded.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_finetune.errors import CaptureError, UnsupportedModelError
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.spread import spread_experts
+from tests import tiny
+
+
+@pytest.fixture
+def two_ranks():
+    """The first of two ranks, of which the other does not exist."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_holds_its_part_and_gets_transformers_way_back(two_ranks):
+    model = tiny.model("olmoe")
+    whole = model.model.layers[2].mlp.experts.down_proj.detach().clone()
+    experts = spread_experts(model).model.layers[2].mlp.experts
+    assert torch.equal(experts.down_proj.to_local(), whole[:6])
+    theirs = experts.forward
+    with Recorder(model):
+        assert experts.forward is not theirs
+    assert experts.forward is theirs
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 4])
+def test_the_numbers_of_ranks_and_experts_have_to_fit(two_ranks, ranks):
+    with pytest.raises(ValueError, match=f"divide 12 experts and 2 ranks, got {ranks}"):
+        spread_experts(tiny.model("olmoe"), ranks=ranks)
+
+
+def test_a_model_without_the_plan_is_refused(two_ranks):
+    with pytest.raises(UnsupportedModelError, match="no plan ep_dispatch_experts"):
+        spread_experts(tiny.model("deepseek_moe"))
+
+
+def test_a_router_that_hides_experts_is_refused(two_ranks):
+    model = spread_experts(tiny.model("olmoe"))
+    router = model.model.layers[1].mlp.gate
+    router.forward = router.forward  # what transformers' plan ep_router puts there
+    with pytest.raises(CaptureError, match=r"layer 1: .*ep_dispatch_experts"):
+        Recorder(model).install()
+
+
+def test_stacks_that_only_say_they_are_spread_are_refused():
+    model = tiny.model("olmoe")
+    model.model.layers[0].mlp.experts._is_expert_parallel = True
+    with (
+        pytest.raises(CaptureError, match=r"OlmoeExperts: experts are spread .* not supported"),
+        Recorder(model, observers=[lambda *_: None], observe="all"),
+    ):
+        model(**tiny.batch(rows=1, length=5))
