@@ -50,7 +50,7 @@ types: $(STAMP)  ## mypy on the package
 docs: $(STAMP)  ## Build the documentation's site into build/docs
 	@$(PIP) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
-	@echo "build/docs/index.html"
+	@echo "build/docs/index.html (search needs a server: python3 -m http.server --directory build/docs)"
 
 tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figures
 	$(BIN)/python docs/site/keys.py
