@@ -71,6 +71,7 @@ def lines(registry: dict[str, set[str]]) -> Iterator[str]:
     for name in [*first, *(name for name in FAMILIES if name not in first)]:
         family = FAMILIES[name]
         shared = " with shared experts" if family.shared_targets else ""
+        shared = f", the language part{shared}" if family.part else shared
         served = in_vllm(family, registry)
         yield f"| `{name}` | {family.title} | {router(family)} | yes{shared} | {served} |"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.models import FAMILIES
+from moe_finetune.models.structure import class_of
+from tests.tiny_composites import AROUND
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS = 10, 3, 96, 40, 4
 
@@ -81,6 +82,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "axk1": _MLA,
     "axk2": _MLA | _INDEXER | {"n_group": None, "topk_group": None},
     "cohere2_moe": {"intermediate_size": WIDTH, "num_experts": EXPERTS, "pad_token_id": 3},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "deepseek_v3": _MLA,
     "deepseek_v32": _MLA | _INDEXER,
     "deepseek_v4": {
         "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
@@ -120,6 +127,26 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA | _INDEXER,
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [4, 2, 2],
+            "partial_rotary_factor": 0.5,
+        }
+    },
+    "glm5_next_text": _MLA
+    | _INDEXER
+    | {
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 12,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "hc_mult": 3,
+    },
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
     "granitemoe": _GRANITE,
     "granitemoe_swa": _GRANITE,
@@ -176,6 +203,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3,
     },
     "mellum": {"num_local_experts": EXPERTS},
+    "mistral4": _MLA
+    | {
+        "n_group": 1,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "mimo_v2_flash": {
         "num_key_value_heads": 3,  # twice as many where attention slides
         "v_head_dim": 20,
@@ -187,7 +225,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "block_size": 8,
     },
     "minimax_m2": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH},
-    "minimax_m3": {
+    "minimax_m3_vl_text": {
         "num_local_experts": EXPERTS,
         "intermediate_size": WIDTH,
         "dense_intermediate_size": 72,
@@ -207,7 +245,16 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "phimoe": {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": EXPERTS, "norm_topk_prob": False},
-    "qwen3_5_moe": _LINEAR | {"num_experts": EXPERTS},
+    "qwen3_5_moe_text": _LINEAR | {"num_experts": EXPERTS},
+    "qwen3_moe": {"num_experts": EXPERTS},
+    "qwen3_vl_moe_text": {
+        "num_experts": EXPERTS,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [8, 4, 4],
+        },
+    },
     "qwen3_next": _LINEAR | {"num_experts": EXPERTS},
     "qwen4_exp_text": _LINEAR
     | {
@@ -224,21 +271,32 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 
 def config(family: str, **changes: Any) -> Any:
-    """The tiny config of a family of the table."""
-    kind = CONFIG_MAPPING[FAMILIES[family].model_type]
+    """The tiny config of a family of the table; ``changes`` are of its language part."""
+    facts = FAMILIES[family]
+    if not facts.part:
+        return CONFIG_MAPPING[facts.model_type](**_sizes(family, changes))
+    text = {"model_type": facts.part} | _sizes(facts.part, changes)
+    around = AROUND[facts.model_type]
+    tied = text["tie_word_embeddings"]
+    kind = CONFIG_MAPPING[facts.model_type]
+    return kind(text_config=text, tie_word_embeddings=tied, **around)
+
+
+def _sizes(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     own = _CHANGES.get(family, {})
     sizes = _SIZES | {"num_experts_per_tok": TOP_K}
     if not {"num_experts", "num_local_experts", "moe_num_experts"} & own.keys():
         sizes["n_routed_experts"] = EXPERTS
     if {"moe_k", "moe_topk", "top_k_experts"} & own.keys():
         del sizes["num_experts_per_tok"]
-    return kind(**(sizes | own | changes))
+    return sizes | own | changes
 
 
 def model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model in eval mode; routers, biases and norms are random too."""
     torch.manual_seed(seed)
-    built = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)
+    made = config(family, **changes)
+    built = class_of(made).from_config(made, dtype=torch.float32)
     router = FAMILIES[family].router_target
     with torch.no_grad():
         for name, parameter in built.named_parameters():

@@ -54,6 +54,8 @@ class Factors:
         b_nOr = self._get(update.adapter, update.b, lambda t: _unpack_b(t, update.slots))
         a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
         left_Or, right_rI = b_nOr[update.slot], a_nrI[update.slot]
+        if update.interleaved:
+            left_Or = left_Or.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         if update.transposed:
             left_Or, right_rI = right_rI.T, left_Or.T
         if update.rows:

@@ -7,18 +7,24 @@ that the family has on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import CheckpointError, did_you_mean
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
-from moe_finetune.models import Family, family_of
-from moe_finetune.models.structure import integers_on_disk, name_on_disk, shapes_on_disk
+from moe_finetune.models import Family
+from moe_finetune.models.structure import (
+    Shapes,
+    integers_on_disk,
+    loaded_shape,
+    name_on_disk,
+    pieces_on_disk,
+    shapes_on_disk,
+)
 
-Shapes = dict[str, tuple[int, ...]]
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HEAD = "lm_head.weight"
 # A buffer that old exports stored and every loader computes anew.
 _COMPUTED = ".rotary_emb.inv_freq"
@@ -34,12 +40,13 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
         CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
     """
     place = checkpoint.folder / "config.json"
-    family = family_of(checkpoint.config)
-    numbers = [int(m.group(1)) for name in checkpoint.tensors if (m := _LAYER.search(name))]
-    layers = max(numbers, default=-1) + 1
-    if not config.num_hidden_layers <= layers <= config.num_hidden_layers + _predicting(config):
+    family = checkpoint.family
+    text = config.get_text_config()
+    numbers = [layer_number(name, family) for name in checkpoint.tensors]
+    layers = max((number for number in numbers if number is not None), default=-1) + 1
+    if not text.num_hidden_layers <= layers <= text.num_hidden_layers + _predicting(text):
         raise CheckpointError(
-            f"{place}: num_hidden_layers is {config.num_hidden_layers}, and the tensors are of "
+            f"{place}: num_hidden_layers is {text.num_hidden_layers}, and the tensors are of "
             f"{layers} layers; restore the checkpoint's own config.json"
         )
     experts = family.num_experts(config)
@@ -54,16 +61,44 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
         raise CheckpointError(
             f"{place}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
         )
-    embedding = next(
-        (t for name, t in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")), None
-    )
-    wanted = (config.vocab_size, config.hidden_size)
+    loaded = f"{family.backbone}.embed_tokens.weight"
+    embedding = checkpoint.tensors.get(name_on_disk(checkpoint.config, loaded))
+    wanted = (text.vocab_size, text.hidden_size)
     if embedding is not None and tuple(embedding.shape) != wanted:
         raise CheckpointError(
             f"{place}: vocab_size and hidden_size are {wanted}, and {embedding.name} is "
             f"{tuple(embedding.shape)}; restore the checkpoint's own config.json"
         )
     check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
+
+
+def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """The checkpoint with the orientation of its stacks, told as transformers does: by the shape.
+
+    Raises:
+        CheckpointError: some stacks are stored one way and some the other.
+    """
+    disk = checkpoint.family.disk
+    if not disk.either:
+        return checkpoint
+    needed = needed_tensors(config, checkpoint.family)
+    found: dict[bool, str] = {}
+    for layer in checkpoint.experts:
+        for name in (disk.name("gate_up", layer), disk.name("down", layer)):
+            shape = needed.get(name)
+            if shape is not None:
+                found[checkpoint.tensors[name].shape == _turned(shape) != shape] = name
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{checkpoint.folder}: '{found[True]}' is stored transposed, (experts, in, out), and "
+            f"'{found[False]}' is not; loaders would read one of them wrongly"
+        )
+    turned = replace(disk, transposed=True in found)
+    return replace(checkpoint, family=replace(checkpoint.family, disk=turned))
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], shape[2], shape[1])
 
 
 def check_tensors(
@@ -80,10 +115,15 @@ def check_tensors(
     Raises:
         CheckpointError: names the tensor that is missing, too many, of another shape, or no float.
     """
-    needed = _under_names_in(tensors, needed_tensors(config, family), config)
-    optional = {_HEAD} if getattr(config, "tie_word_embeddings", False) else set()
-    extra = sorted(n for n in set(tensors) - set(needed) if not _left_aside(n, config))
-    for name in sorted(set(needed) - set(tensors) - optional):
+    needed = needed_tensors(config, family)
+    if family is not None and family.disk.either and family.disk.transposed:
+        stacks = _stacks(family)
+        needed = {n: _turned(shape) if stacks(n) else shape for n, shape in needed.items()}
+    needed = _under_names_in(tensors, needed, config)
+    extra = sorted(n for n in set(tensors) - set(needed) if not _left_aside(n, config, family))
+    for name in sorted(set(needed) - set(tensors)):
+        if _tied_head(name, config):
+            continue
         hint = did_you_mean(name, extra) if extra else ""
         raise CheckpointError(
             f"{folder}: tensor '{name}' is missing; a shard is missing or the checkpoint is "
@@ -112,6 +152,12 @@ def check_tensors(
             )
 
 
+def _stacks(family: Family) -> Callable[[str], bool]:
+    """Whether a tensor of the files is a stack of experts."""
+    ends = tuple(f".{part}" for part in (family.disk.gate_up, family.disk.down))
+    return lambda name: name.startswith(family.disk.stack) and name.endswith(ends)
+
+
 def needed_tensors(config: Any, family: Family | None) -> Shapes:
     """Name on disk and shape of every tensor that the model of ``config`` is made of."""
     key = config.to_json_string(use_diff=False)
@@ -132,9 +178,13 @@ def _under_names_in(tensors: Mapping[str, TensorInfo], needed: Shapes, config: A
     missing = set(needed) - set(tensors)
     if not missing:
         return needed
-    mapping = config.to_dict()
-    others = {name_on_disk(mapping, name): name for name in sorted(set(tensors) - set(needed))}
-    return {others.get(n, n) if n in missing else n: shape for n, shape in needed.items()}
+    mapping, found = config.to_dict(), dict(needed)
+    for name in sorted(set(tensors) - set(needed)):
+        pieces = pieces_on_disk(mapping, name)
+        if pieces and pieces.keys() <= missing:
+            found = {n: shape for n, shape in found.items() if n not in pieces}
+            found[name] = loaded_shape(mapping, name)
+    return found
 
 
 _BIAS = "e_score_correction_bias"
@@ -149,7 +199,8 @@ def places_on_disk(
     state: Shapes, family: Family, config: Any
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """Each tensor of a loaded model with the files' tensors that it is, one below the other."""
-    stack = re.compile(rf"model\.layers\.(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
+    layers = re.escape(f"{family.backbone}.layers.")
+    stack = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
     disk, mapping = family.disk, config.to_dict()
     for name, shape in state.items():
         match = stack.fullmatch(name)
@@ -176,11 +227,24 @@ def _predicting(config: Any) -> int:
     return getattr(config, "num_nextn_predict_layers", None) or 0
 
 
-def _left_aside(name: str, config: Any) -> bool:
+def layer_number(name: str, family: Family | None) -> int | None:
+    """The decoder layer that a tensor of the files is of; None outside of them."""
+    stack = "layers." if family is None else family.disk.stack
+    head, found, rest = name.partition(stack)
+    number = rest.partition(".")[0]
+    alone = not head or (family is None and head.endswith("."))
+    return int(number) if found and alone and number.isdigit() else None
+
+
+def _tied_head(name: str, config: Any) -> bool:
+    return name.endswith(_HEAD) and bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _left_aside(name: str, config: Any, family: Family | None) -> bool:
     """Whether loaders leave the tensor aside: computed anew, a tied head, a predicting layer."""
-    layer = _LAYER.search(name)
+    layer = layer_number(name, family)
     return (
         name.endswith(_COMPUTED)
-        or (name == _HEAD and getattr(config, "tie_word_embeddings", False))
-        or (layer is not None and int(layer[1]) >= config.num_hidden_layers)
+        or _tied_head(name, config)
+        or (layer is not None and layer >= config.get_text_config().num_hidden_layers)
     )

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.checkpoint.fit import places_on_disk
-from moe_finetune.checkpoint.stored import PlainTensors, Stored
+from moe_finetune.checkpoint.stored import PlainTensors, Stored, Transposed
 from moe_finetune.checkpoint.tensors import DTYPES
 from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
+from moe_finetune.models.structure import class_of
 from moe_finetune.quantization.codec import Kind
 from moe_finetune.quantization.weight import QuantizedWeight
 
@@ -76,8 +77,17 @@ def load_quantized(
             kind,
             named,
         )
-    device = _one_device(device_map)
-    return load_streaming(folder, config, stored, kind, dtype, device, attn_implementation)
+    device, family = _one_device(device_map), checkpoint.family
+    if family.disk.interleaved:
+        raise UnsupportedModelError(
+            f"{folder}: {family.title} cannot be loaded tensor by tensor: its files have rows of "
+            "gate and up in turn; load it without quantization"
+        )
+    if family.disk.either and family.disk.transposed:
+        stored = Transposed(stored, family)
+    return load_streaming(
+        folder, config, stored, kind, dtype, device, attn_implementation, family=family
+    )
 
 
 def _one_device(device_map: Any) -> torch.device:
@@ -102,6 +112,7 @@ def load_streaming(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
+    family: Family | None = None,
 ) -> PreTrainedModel:
     """The causal language model of ``config`` in eval mode, its large weights in ``kind``.
 
@@ -113,11 +124,12 @@ def load_streaming(
         dtype: of what is not quantised, and of what is when it is dequantised.
         device: where the model is made.
         attn_implementation: as in ``from_pretrained``.
+        family: the config's, with the layout of these files.
 
     Raises:
         UnsupportedModelError: a parameter of the model that no tensor of the files is.
     """
-    family = family_of(config)
+    family = family or family_of(config)
     model = skeleton(config, dtype, attn_implementation)
     names = quantized_names(model, family) if kind is not None else frozenset()
     state = model.state_dict()
@@ -166,11 +178,10 @@ def skeleton(
     Buffers are real: some are computed by the constructors and stored in no file.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = class_of(config).from_config(
             config, dtype=dtype, attn_implementation=attn_implementation
         )
     plan = {name.replace("*", ".*"): wide for name, wide in model._get_dtype_plan(dtype).items()}
@@ -193,7 +204,7 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     for name, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and module.out_features > 1
         kept = router in f".{name}." or "norm" in name  # norms that a small network computes
-        if linear and ".layers." in f".{name}" and not kept:
+        if linear and name.startswith(f"{family.backbone}.layers.") and not kept:
             found.add(f"{name}.weight")
     return frozenset(found)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models import family_of, find_family
+from moe_finetune.models import Family, family_of, find_family
+from moe_finetune.models.composite import language_keys, part_of
 
 
 def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
@@ -31,7 +33,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
             it does not fit its config; the message names the file or tensor.
         UnsupportedModelError: no family has its ``model_type`` with these options.
     """
-    from moe_finetune.checkpoint.fit import check_fit
+    from moe_finetune.checkpoint.fit import as_stored, check_fit
     from moe_finetune.models.loading import parse_config
 
     folder = Path(path)
@@ -51,12 +53,13 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
 
         quantized = QuantizedTensors(in_files, form)
     tensors = in_files if quantized is None else quantized.tensors
-    checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
+    checkpoint = Checkpoint(folder, config, stacked(family, tensors), files, tensors, quantized)
     _check_layers(checkpoint)
     parsed = parse_config(folder)
     # A bias exported for vLLM's class is a checkpoint, though one that transformers cannot run.
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         family_of(parsed)
+    checkpoint = as_stored(checkpoint, parsed)
     check_fit(checkpoint, parsed)
     if values:
         _check_values(in_files)
@@ -71,12 +74,25 @@ def check_folder(folder: Path, config: Any) -> None:
     """
     from moe_finetune.checkpoint.fit import check_tensors
 
-    if find_family(config.model_type) is not None:
+    if find_family(config.model_type, part_of(config)) is not None:
         open_checkpoint(folder, values=True)
         return
     tensors = tensors_of(read_headers(folder))
     check_tensors(folder, tensors, config, None)
     _check_values(tensors)
+
+
+def stacked(family: Family, tensors: Iterable[str]) -> Family:
+    """The family with the layout of files that hold the loaded model's own stacks.
+
+    Loaders take these in the place of a matrix an expert, and some published files have them.
+    """
+    disk = family.disk
+    first = f".{family.experts_name}.{family.expert_parameters[0]}"
+    if disk.fused or not any(n.startswith(disk.stack) and n.endswith(first) for n in tensors):
+        return family
+    names = [f"{family.experts_name}.{name}" for name in family.expert_parameters]
+    return replace(family, disk=replace(disk, gate_up=names[0], down=names[1]))
 
 
 def _check_values(tensors: dict[str, TensorInfo]) -> None:
@@ -86,12 +102,10 @@ def _check_values(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    found = {
-        int(match[1])
-        for name in checkpoint.tensors
-        if (match := re.match(r"(?:model\.|backbone\.)?layers\.(\d+)\.", name))
-    }
-    wanted = checkpoint.config.get("num_hidden_layers")
+    from moe_finetune.checkpoint.fit import layer_number
+
+    found = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
+    wanted = language_keys(checkpoint.config).get("num_hidden_layers")
     missing = sorted(set(range(wanted)) - found) if isinstance(wanted, int) else []
     if missing:
         raise CheckpointError(

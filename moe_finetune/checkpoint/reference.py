@@ -16,6 +16,7 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.models.base import CORRECTION_BIASES
+from moe_finetune.models.structure import class_of
 
 
 def register_classes(base: Checkpoint) -> None:
@@ -54,11 +55,12 @@ def compare_logits(
 
 def load(checkpoint: Checkpoint) -> Any:
     """The checkpoint in transformers, in eval mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     register_classes(checkpoint)
+    kind = class_of(AutoConfig.from_pretrained(checkpoint.folder))
     # Float32 for both: what is compared is the weights, not the rounding of activations.
-    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    return kind.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
 
 
 def apply_adapters(

@@ -22,7 +22,7 @@ from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.checkpoint.reference import register_classes
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.structure import name_on_disk
+from moe_finetune.models.structure import class_of, name_on_disk
 
 
 def compare_tensors(
@@ -76,12 +76,12 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     register_classes(base)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(base.folder)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = class_of(config).from_config(config, dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))
     modules: dict[str, tuple[str, Any]] = {}
     for name, module in peft.named_modules():

@@ -19,6 +19,7 @@ from moe_finetune.checkpoint.values import finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.models import Family
 from moe_finetune.quantization.formats import Format
 
 _RAW = DTYPES | {
@@ -61,6 +62,30 @@ class PlainTensors:
         size = info.size // info.shape[0]
         raw = read_bytes(info.file, info.offset + expert * size, size)
         return typed(raw, info.dtype).view(info.shape[1:])
+
+
+class Transposed:
+    """Tensors of files whose stacks of experts are transposed against the model's."""
+
+    def __init__(self, stored: Stored, family: Family):
+        disk = family.disk
+        self._stored, self._disk = stored, disk
+        self._ends = (f".{disk.gate_up}", f".{disk.down}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self._turned(name, self._stored.read(name))
+
+    def read_expert(self, name: str, expert: int) -> Tensor:
+        """One matrix of a stored stack."""
+        return self._turned(name, self._stored.read_expert(name, expert))
+
+    def _turned(self, name: str, tensor: Tensor) -> Tensor:
+        stack = name.startswith(self._disk.stack) and name.endswith(self._ends)
+        return tensor.mT.contiguous() if stack else tensor
 
 
 class QuantizedTensors:

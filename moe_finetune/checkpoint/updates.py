@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from moe_finetune.checkpoint.adapter import Adapter, unused
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import AdapterError
-from moe_finetune.models.structure import name_on_disk
+from moe_finetune.models.structure import name_on_disk, pieces_on_disk
 
 _LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 _EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
@@ -30,7 +30,8 @@ class LowRank:
     ``a`` and ``b`` are keys of the adapter. ``slot`` of ``slots`` is the expert's place in the
     packing; ``rows`` the range of B's rows that belong to this tensor (gate or up half), all when
     None. ``transposed``: the sum is ``(B @ A)^T``, as PEFT has it for embeddings. ``expert`` is the
-    one matrix of a stack that it is added to, None for a tensor that is a matrix.
+    one matrix of a stack that it is added to, None for a tensor that is a matrix. ``interleaved``:
+    rows of the tensor are those of B's two halves in turn.
     """
 
     adapter: int
@@ -43,6 +44,7 @@ class LowRank:
     rows: tuple[int, int] | None = None
     transposed: bool = False
     expert: int | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ class _Resolver:
     def __init__(self, adapter: Adapter, base: Checkpoint, number: int):
         self.adapter, self.base, self.number = adapter, base, number
         self.parameters = base.family.expert_parameters
-        self.experts = re.compile(rf"model\.layers\.(\d+)\.{re.escape(base.family.experts_path)}")
+        family = base.family
+        layers = re.escape(f"{family.backbone}.layers.")
+        self.experts = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}")
+        self.head = self._disk_name("lm_head.weight")
+        self.embedding = self._disk_name(f"{family.backbone}.embed_tokens.weight")
         self.used: list[str] = []
 
     def run(self) -> Iterator[tuple[str, Update]]:
@@ -98,7 +104,7 @@ class _Resolver:
             elif depth:
                 raise self._error(a, "nested factors are known for fused experts only")
             else:
-                yield self._linear(path, a, b)
+                yield from self._linear(path, a, b)
         for path, pair in embeddings.items():
             yield self._embedding(path, *self._both(path, pair))
         for key in plain:
@@ -120,10 +126,8 @@ class _Resolver:
     def _target(self, name: str, key: str) -> str:
         """The base tensor that ``key`` changes, checked to exist and to be its own."""
         disk = self._disk_name(name)
-        tied = (
-            self.base.config.get("tie_word_embeddings") or "lm_head.weight" not in self.base.tensors
-        )
-        if tied and disk in ("lm_head.weight", "model.embed_tokens.weight"):
+        tied = self.base.config.get("tie_word_embeddings") or self.head not in self.base.tensors
+        if tied and disk in (self.head, self.embedding):
             raise self._error(
                 key,
                 "the base ties lm_head and embed_tokens, a merge would change both; untie first",
@@ -138,15 +142,23 @@ class _Resolver:
 
     # Updates
 
-    def _linear(self, path: str, a: str, b: str) -> tuple[str, Update]:
-        name = self._target(f"{path}.weight", a)
+    def _linear(self, path: str, a: str, b: str) -> Iterator[tuple[str, Update]]:
         parameter = f"{path}.weight"
         rule = parameter if self.adapter.targets_parameter(parameter) else path
         rank = self._rank(rule, a, 1)
-        out_size, in_size = self._matrix(name)
-        self._shape(a, (rank, in_size), name)
-        self._shape(b, (out_size, rank), name)
-        return name, LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
+        pieces = [self._disk_name(parameter)]
+        if pieces == [parameter] and parameter not in self.base.tensors:
+            # Such as the two halves of a gate_up_proj, one below the other.
+            pieces = list(pieces_on_disk(self.base.config, parameter)) or pieces
+        names = [self._target(piece, a) for piece in pieces]
+        sizes = [self._matrix(name)[0] for name in names]
+        self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
+        self._shape(b, (sum(sizes), rank), names[0])
+        whole = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
+        for place, name in enumerate(names):
+            first = sum(sizes[:place])
+            rows = (first, first + sizes[place]) if len(names) > 1 else None
+            yield name, replace(whole, rows=rows)
 
     def _embedding(self, path: str, a: str, b: str) -> tuple[str, Update]:
         name = self._target(f"{path}.weight", a)
@@ -196,14 +208,21 @@ class _Resolver:
         self, name: str, chosen: tuple[int, ...], rank: int, scale: float, a: str, b: str
     ) -> Iterator[tuple[str, Update]]:
         """Updates of the matrices in a stack of the files, one for each expert."""
-        transposed = self.base.family.disk.transposed
+        disk = self.base.family.disk
+        transposed, in_turn = (
+            disk.transposed,
+            disk.interleaved and name.endswith(f".{disk.gate_up}"),
+        )
         sizes = self.base.tensors[name].shape[1:]
         out_size, in_size = reversed(sizes) if transposed else sizes
         self._shape(a, (len(chosen) * rank, in_size), name)
         self._shape(b, (out_size, rank * len(chosen)), name)
         for slot, expert in enumerate(chosen):
             update = LowRank(self.number, a, b, rank, scale, slot, len(chosen))
-            yield name, replace(update, transposed=transposed, expert=expert)
+            yield (
+                name,
+                replace(update, transposed=transposed, expert=expert, interleaved=in_turn),
+            )
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
         name = key.replace(".base_layer.", ".")
@@ -223,6 +242,12 @@ class _Resolver:
         parts = disk.parts(parameter)
         if disk.fused:
             name = disk.name(parts[0], layer)
+            if disk.interleaved or (disk.either and disk.transposed):
+                raise self._error(
+                    key,
+                    f"the base stores '{name}' in another order than the model holds it, and "
+                    "experts that trained in full are not merged into that; train them with LoRA",
+                )
             self._shape(key, self.base.tensors[name].shape, name)
             yield name, Replace(self.number, key, stacked=True)
             return

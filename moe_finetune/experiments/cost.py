@@ -132,7 +132,9 @@ def model_size(recipe: Recipe) -> Size:
     # Losses are left out: methods then share one plan.
     memory = plan_memory(adapted, recipe.model_copy(update={"method": Method(preset="none")}))
     share = family.top_k(config) / family.num_experts(config)
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    text = config.get_text_config()
+    tied = getattr(config, "tie_word_embeddings", False)
+    embedding = 0 if tied else text.vocab_size * text.hidden_size
     parameters = coverage.total.parameters
     idle = round(coverage.groups["routed experts"].parameters * (1 - share))
     return Size(
@@ -140,7 +142,7 @@ def model_size(recipe: Recipe) -> Size:
         parameters - idle - embedding,
         coverage.total.trained_parameters,
         _trained_active(coverage, share, embedding if recipe.lora is None else 0),
-        _attention(config),
+        _attention(text),
         memory,
     )
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 GROUPS = ("attention", "router", "shared experts", "routed experts", "other")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _ADDED = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
 
 
@@ -118,10 +117,11 @@ def lora_coverage(model: nn.Module) -> Coverage:
 
 def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
     """Group of a parameter's name as ``named_parameters`` gives it, PEFT's wrapping included."""
-    match = _LAYER.search(name)
-    if match is None:
+    _, inside, rest = f".{name}.".partition(f".{family.backbone}.layers.")
+    number, _, rest = rest.partition(".")
+    if not inside:
         return "other"
-    layer, rest = int(match[1]), match[2] + "."
+    layer = int(number)
     if rest.startswith(tuple(f"{target}." for target in family.attention_targets)):
         return "attention"
     if layer not in moe_layers:

@@ -11,6 +11,7 @@ Two traps of PEFT 0.21 shape this file:
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from peft.utils.other import ModulesToSaveWrapper
@@ -18,9 +19,8 @@ from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.lora.select import ExpertSelection
-from moe_finetune.models import family_of
 from moe_finetune.models.base import GATED_MLP
-from moe_finetune.moe.layers import backbone_of, moe_layers
+from moe_finetune.moe.layers import causal_lm, family_in, moe_layers
 from moe_finetune.moe.lora_factors import parameter_wrappers
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
 from moe_finetune.quantization.weight import quantized
@@ -42,7 +42,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     """
     from peft import LoraConfig
 
-    family = family_of(backbone_of(model).config)
+    family = family_in(model)
     read_selection(model, lora)
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
@@ -65,6 +65,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
     if router == "lora":
         parameters.append(family.router_target)
+    modules, parameters = _scoped(model, modules), _scoped(model, parameters)
     if not modules and not parameters:
         raise RecipeError(
             f"lora.targets: {lora.targets} matches nothing in {family.title}; "
@@ -78,7 +79,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         target_modules=modules or [],
         target_parameters=parameters or None,
         # With the block's name: PEFT matches ends, and other modules are called *_gate too.
-        modules_to_save=[family.router_path] if router == "full" else None,
+        modules_to_save=_scoped(model, [family.router_path]) if router == "full" else None,
         task_type="CAUSAL_LM",
     )
 
@@ -143,8 +144,7 @@ def read_selection(model: nn.Module, lora: LoraSection) -> dict[int, list[int]] 
     """
     if lora.experts == "all":
         return None
-    config: Any = backbone_of(model).config
-    family = family_of(config)
+    config, family = causal_lm(model).config, family_in(model)
     selection = ExpertSelection.read(lora.experts)
     selection.check(family.model_type, family.moe_layers(config), family.num_experts(config))
     if not selection.experts:
@@ -204,8 +204,22 @@ def _widened(router: nn.Module, args: tuple) -> tuple:
 
 
 def _is_router(model: nn.Module, name: str) -> bool:
-    family = family_of(backbone_of(model).config)
+    family = family_in(model)
     return name.endswith(f".{family.router_target}")
+
+
+def _scoped(model: nn.Module, targets: list[str]) -> list[str]:
+    """``targets``, by layer where other parts of the model end alike: PEFT compares ends."""
+    stack = f"{family_in(model).backbone}.layers."
+    names = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
+    elsewhere = [name for name in names if not name.startswith(stack)]
+    scoped: list[str] = []
+    for target in targets:
+        if _any_ends(elsewhere, f".{target}"):
+            scoped += [n for n in names if n.startswith(stack) and n.endswith(f".{target}")]
+        else:
+            scoped.append(target)
+    return scoped
 
 
 def _any_ends(names: list[str], suffix: str) -> bool:

@@ -26,7 +26,9 @@ class DiskLayout:
     ``transposed`` where the class stores (E, in, out). Experts without a gate have ``gate`` None.
 
     ``per_expert`` are further tensors of the block with one row an expert, ``expert_ids`` one whose
-    values are numbers of experts; a layer may lack these and the ``router_bias``.
+    values are numbers of experts; a layer may lack these and the ``router_bias``. With ``either``
+    some checkpoints store the stacks transposed, and loaders tell by the shape. ``interleaved``
+    stacks have rows of gate and up in turn.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -38,6 +40,8 @@ class DiskLayout:
 
     gate_up: str | None = None
     transposed: bool = False
+    either: bool = False
+    interleaved: bool = False
     per_expert: tuple[str, ...] = ()
     expert_ids: str | None = None
 
@@ -45,6 +49,11 @@ class DiskLayout:
     def fused(self) -> bool:
         """Whether a tensor of the files holds all experts."""
         return self.gate_up is not None
+
+    @property
+    def stack(self) -> str:
+        """What precedes the number of a decoder layer in the files."""
+        return self.block.partition("{layer}")[0]
 
     def parts(self, parameter: str) -> tuple[str, ...]:
         """What a parameter of the loaded experts is in the files."""
@@ -67,9 +76,11 @@ class Family:
     """Facts of one model family; callables take the transformers config.
 
     Module paths are relative to a decoder layer of the loaded transformers model; a layer may lack
-    some.
+    some. Of a composite (vision and language) the facts are those of its language part, and
+    callables take the config of the whole or of that part.
 
     Attributes:
+        part: the ``model_type`` of a composite's language part.
         name: how recipes, tests and the README call it, usually the ``model_type``.
         score: the function from router logits to scores, one of :data:`Score`.
         attention_targets, shared_targets: linear layers that LoRA adapts by these names.
@@ -120,15 +131,18 @@ class Family:
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
     architecture: str = ""
+    part: str = ""
 
     @property
     def class_name(self) -> str:
-        """Name of the causal language model's class."""
+        """Name of the whole model's class."""
         if self.architecture:
             return self.architecture
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto import modeling_auto as auto
 
-        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
+        if self.part:
+            return auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
+        return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
 
     @property
     def experts_path(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.structure import layers_with_experts
+from moe_finetune.models.table import PARTS
 from moe_finetune.recipe.family import DECLARED, FamilySection
 from moe_finetune.recipe.schema import load_recipe
 
@@ -23,8 +24,12 @@ GROUP = "moe_finetune.families"
 _stands_for: dict[str, Family] = {}
 
 
-def find_family(model_type: object) -> Family | None:
+def find_family(model_type: object, part: str | None = None) -> Family | None:
     """The family of this exact ``model_type``: the package's, a plugin's, or a recipe's.
+
+    Args:
+        model_type: of a config, also of a composite's language part.
+        part: of the language part in a composite's config, "" where its class says which.
 
     Raises:
         RecipeError: a recipe declares a type that is known without it.
@@ -35,7 +40,9 @@ def find_family(model_type: object) -> Family | None:
     if model_type in _stands_for:
         return _stands_for[model_type]
     section = DECLARED.get(model_type)
-    family = next((f for f in FAMILIES.values() if f.model_type == model_type), None)
+    found = [f for f in (*FAMILIES.values(), *PARTS) if f.model_type == model_type]
+    fitting = [f for f in found if (part or f.part) == f.part]
+    family = fitting[0] if fitting else None
     if family is None:
         family = _plugins().get(model_type)
     if section is None or family is None:
@@ -47,9 +54,8 @@ def find_family(model_type: object) -> Family | None:
 
 
 def known_families() -> dict[str, Family]:
-    """Every family by ``model_type``."""
-    packaged = {family.model_type: family for family in FAMILIES.values()}
-    return _plugins() | packaged
+    """Every family that a checkpoint can be of, by name."""
+    return _plugins() | dict(FAMILIES.items())
 
 
 def declare_family_of(source: str | Path) -> None:
@@ -68,14 +74,15 @@ def declare_family_of(source: str | Path) -> None:
 @contextmanager
 def using(family: Family) -> Iterator[None]:
     """Let ``family`` stand for its ``model_type``, whoever else has declared that."""
-    before = _stands_for.get(family.model_type)
-    _stands_for[family.model_type] = family
+    types = [family.model_type, *([family.part] if family.part else [])]
+    before = {name: _stands_for[name] for name in types if name in _stands_for}
+    _stands_for.update(dict.fromkeys(types, family))
     try:
         yield
     finally:
-        del _stands_for[family.model_type]
-        if before is not None:
-            _stands_for[family.model_type] = before
+        for name in types:
+            del _stands_for[name]
+        _stands_for.update(before)
 
 
 def family_from(section: FamilySection) -> Family:

@@ -11,6 +11,7 @@ from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import check_config
 from moe_finetune.models import deepseek_moe, family_of
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.models.structure import class_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,11 +80,11 @@ def fresh_model(
 ) -> PreTrainedModel:
     """A model of ``config`` with random float32 weights, as its class initialises them."""
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
     set_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(
+        model = class_of(config).from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -94,8 +95,9 @@ def fresh_model(
 def check_vocabulary(config: PreTrainedConfig, tokenizer_path: str | Path) -> None:
     """Raise where the tokenizer has ids that the model's embedding lacks."""
     tokens = len(load_tokenizer(tokenizer_path))
-    if tokens > config.vocab_size:
+    size = config.get_text_config().vocab_size
+    if tokens > size:
         raise CheckpointError(
             f"{tokenizer_path}: its tokenizer has {tokens} tokens and the config's vocab_size is "
-            f"{config.vocab_size}; set model.config.vocab_size, or name another model.tokenizer"
+            f"{size}; set model.config.vocab_size, or name another model.tokenizer"
         )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 _EXPERTS = re.compile(r"(?P<stack>(?:^|.*\.)layers)\.(?P<layer>\d+)\.(?P<path>.+)")
+_MOST_SHARED = 8
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -44,15 +45,21 @@ class Site:
 
     @property
     def routers(self) -> list[tuple[str, str]]:
-        """(name in the block, path of the weight in it) of each module with an (E, H) weight."""
-        shape = (self.num_experts, self.hidden)
-        return [
-            (parts[0], parts[2])
+        """(name in the block, path of the weight in it) of each module with an (E, H) weight.
+
+        Some have rows for shared experts below.
+        """
+        found = [
+            (parts[0], parts[2], parameter.shape[0])
             for name, parameter in self.block.named_parameters()
-            if tuple(parameter.shape) == shape
+            if parameter.dim() == 2
+            and parameter.shape[1] == self.hidden
+            and 0 <= parameter.shape[0] - self.num_experts <= _MOST_SHARED
             and (parts := name.partition("."))[0] != self.experts_name
             and parts[2]
         ]
+        fewest = min((rows for *_, rows in found), default=0)
+        return [(name, path) for name, path, rows in found if rows == fewest]
 
     @property
     def biases(self) -> list[str]:
@@ -68,7 +75,9 @@ class Site:
     @property
     def other_linears(self) -> list[str]:
         """Paths, from the decoder layer, of the block's linear layers outside of router and experts
-        that are wider than one: shared experts."""
+        that are wider than one: shared experts. None where the block is the layer itself."""
+        if not self.block_path:
+            return []
         skipped = (self.experts_name, *(name for name, _ in self.routers))
         return [
             f"{self.block_path}.{name}".lstrip(".")
@@ -81,13 +90,14 @@ class Site:
     def beside(self, attention: Collection[str]) -> list[str]:
         """Paths of the decoder layer's linear layers outside of the block and of the modules
         ``attention``: shared experts of some classes."""
+        routers = () if self.block_path else tuple(name for name, _ in self.routers)
         return [
             name
             for name, module in self.layer.named_modules()
             if isinstance(module, nn.Linear)
             and not name.startswith(f"{self.block_path}.")
-            and name.partition(".")[0] not in attention
-            and not any(part in name.partition(".")[0] for part in ("attn", "norm"))
+            and name.partition(".")[0] not in (*attention, *routers)
+            and not any(part in name.partition(".")[0] for part in ("attn", "norm", "hyper"))
         ]
 
 

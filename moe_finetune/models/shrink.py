@@ -16,6 +16,7 @@ SMALL = 20_000_000
 """Parameters up to which a model is taken as it is."""
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k", "moe_k")
+_TOWER = 2
 _LAYERS = (4, 6, 9, 16)
 _WIDTHS = (72, 40, 56, 88, 104)
 
@@ -51,7 +52,27 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
     plain = config.to_dict()
     part = plain.get("text_config", plain)
     part.update(changes)
+    for key, tower in plain.items():
+        if key.endswith("_config") and isinstance(tower, dict) and tower is not part:
+            _shallow(tower)
     return type(config).from_dict(plain)
+
+
+def _shallow(tower: dict[str, Any]) -> None:
+    """Leave a vision or audio tower two layers: text does not run through it."""
+    for key in ("depth", "num_hidden_layers", "encoder_layers"):
+        before = tower.get(key)
+        if not isinstance(before, int) or before <= _TOWER:
+            continue
+        tower[key] = _TOWER
+        for name, value in tower.items():
+            if isinstance(value, list | tuple) and len(value) == before:
+                tower[name] = value[:_TOWER]
+            elif isinstance(value, list | tuple) and "index" in name:
+                tower[name] = [layer for layer in value if layer < _TOWER]
+    for value in tower.values():
+        if isinstance(value, dict):
+            _shallow(value)
 
 
 def _runs(config: Any) -> bool:

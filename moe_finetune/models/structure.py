@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 
+Shapes = dict[str, tuple[int, ...]]
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
 
@@ -37,14 +38,28 @@ def name_on_disk(config: Mapping[str, Any], name: str) -> str:
         config: the content of ``config.json``.
         name: a tensor that one tensor of the files becomes; any other comes back as it is.
     """
+    names = list(pieces_on_disk(config, name))
+    return names[0] if len(names) == 1 else name
+
+
+def pieces_on_disk(config: Mapping[str, Any], name: str) -> Shapes:
+    """The tensors of the files that the loaded model's tensor ``name`` is made of, with shapes.
+
+    Empty for a name that the model does not have.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     model = _on_meta(config["model_type"], _text(config))
     tensor = model.state_dict().get(name)
     if tensor is None:
-        return name
-    names = list(revert_weight_conversion(model, {name: tensor}))
-    return names[0] if len(names) == 1 else name
+        return {}
+    found = revert_weight_conversion(model, {name: tensor})
+    return {piece: tuple(part.shape) for piece, part in found.items()}
+
+
+def loaded_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Shape of the loaded model's tensor ``name``."""
+    return tuple(_on_meta(config["model_type"], _text(config)).state_dict()[name].shape)
 
 
 def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
@@ -65,7 +80,7 @@ def _pattern(name: str) -> str:
     return ".".join(next(numbers) if part.isdigit() else part for part in name.split("."))
 
 
-def shapes_on_disk(config: Any) -> dict[str, tuple[int, ...]]:
+def shapes_on_disk(config: Any) -> Shapes:
     """Name and shape of every tensor in the files of a checkpoint with ``config``."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -101,11 +116,17 @@ def _special_float(entry: dict[str, Any]) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """transformers' auto class of the whole model of ``config``, vision part included."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """transformers' auto class of the whole model of ``config``, vision part included.
 
-    composite = config.get_text_config() is not config
-    return AutoModelForImageTextToText if composite else AutoModelForCausalLM
+    For a language part that exists in a composite alone, the class without a head.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    if config.get_text_config() is not config:
+        return AutoModelForImageTextToText
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING
+    return AutoModelForCausalLM if alone else AutoModel
 
 
 def meta_model(config: Any) -> Any:

@@ -1,6 +1,6 @@
 """Families that follow transformers' common experts interface, all of them, by name."""
 
-from moe_finetune.models import table_other, table_sigmoid, table_softmax
+from moe_finetune.models import table_composite, table_other, table_sigmoid, table_softmax
 
 FAMILIES = tuple(
     sorted(
@@ -8,3 +8,6 @@ FAMILIES = tuple(
         key=lambda family: family.name,
     )
 )
+COMPOSITES = tuple(sorted(table_composite.FAMILIES, key=lambda family: family.name))
+PARTS = table_composite.PARTS
+REFUSED = table_composite.REFUSED

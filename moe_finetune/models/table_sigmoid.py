@@ -107,7 +107,6 @@ FAMILIES = (
     sigmoid(
         "minimax_m3_vl_text",
         "MiniMax-M3 (text)",
-        name="minimax_m3",
         shared_targets=under("mlp.shared_experts", "gate_up_proj", "down_proj"),
         disk=STACKS,
         num_experts=key("num_local_experts"),

@@ -140,8 +140,7 @@ FAMILIES = (
     softmax("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared_targets=SHARED_EXPERT),
     softmax(
         "qwen3_5_moe_text",
-        "Qwen3.5-MoE",
-        name="qwen3_5_moe",
+        "Qwen3.5-MoE (text)",
         attention_targets=(*QKVO, *LINEAR_ATTENTION),
         shared_targets=SHARED_EXPERT,
         renormalize=yes,

@@ -97,6 +97,7 @@ class Recorder:
         self.apart: Apart | None = None
         self.layers = moe_layers(model)
         self._labels: Tensor | None = None
+        self._ids: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -129,7 +130,7 @@ class Recorder:
             self._undo.pop()()
         for layer in self.layers:
             layer.clear()
-        self._labels = None
+        self._labels = self._ids = None
 
     def _install(self) -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
@@ -142,9 +143,10 @@ class Recorder:
         if self.perturbation is not None:
             self.perturbation.install(self.model)
         self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
-        if self.token_mask == "labels":
-            below_peft = causal_lm(self.model)  # which gets the labels of soft prompts, too
-            self._hook(below_peft.register_forward_pre_hook(self._note_labels, with_kwargs=True))
+        below_peft = causal_lm(self.model)  # which gets the labels of soft prompts, too
+        if self.token_mask == "labels" or self.layers[0].family.part:
+            self._hook(below_peft.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
+            self._hook(below_peft.register_forward_hook(self._forget_inputs, always_call=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
         for module in map(inside, self.backbone.layers):
             found = by_module.get(id(module))
@@ -210,12 +212,17 @@ class Recorder:
 
     # -- one forward --------------------------------------------------------------------------
 
-    def _note_labels(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """What the backbone is not called with: a composite gives its language part embeddings."""
         self._labels = kwargs.get("labels")
+        self._ids = kwargs.get("input_ids", args[0] if args else None)
+
+    def _forget_inputs(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._labels = self._ids = None
 
     def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         train = module.training and torch.is_grad_enabled()
-        labels, self._labels = self._labels, None
+        labels, ids = self._labels, self._ids
         if train:
             use_cache = kwargs.get("use_cache")
             if use_cache is None:
@@ -232,6 +239,7 @@ class Recorder:
             context.tokens = read_tokens(
                 args,
                 kwargs,
+                ids_BL=ids,
                 pad_token_id=getattr(module.config, "pad_token_id", None),
                 labels_BL=labels,
                 count_labels=train and self.token_mask == "labels",

@@ -58,17 +58,24 @@ def causal_lm(model: nn.Module) -> Any:
 def backbone_of(model: nn.Module) -> Any:
     """The decoder stack below the language-model head, under PEFT and wrappers too."""
     inner = causal_lm(model)
-    if hasattr(inner, "get_decoder"):
-        inner = inner.get_decoder()
+    while not hasattr(inner, "layers") and hasattr(inner, "get_decoder"):
+        below = inner.get_decoder()  # a composite may hold a whole language model
+        if below is inner:
+            break
+        inner = below
     if not hasattr(inner, "layers"):
         raise CaptureError(f"{type(inner).__name__} has no decoder layers to record")
     return inner
 
 
+def family_in(model: nn.Module) -> Family:
+    """The family of the model, under PEFT and wrappers too."""
+    return family_of(causal_lm(model).config)
+
+
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """All MoE layers of the model, in order."""
-    backbone = backbone_of(model)
-    family = family_of(backbone.config)
+    backbone, family = backbone_of(model), family_in(model)
     found = []
     for index in family.moe_layers(backbone.config):
         decoder_layer = inside(backbone.layers[index])
@@ -89,7 +96,7 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
 
 def model_facts(model: nn.Module) -> ModelFacts:
     """Sizes that loss terms are checked against."""
-    return config_facts(backbone_of(model).config)
+    return config_facts(causal_lm(model).config)
 
 
 def config_facts(config: Any) -> ModelFacts:
@@ -99,7 +106,7 @@ def config_facts(config: Any) -> ModelFacts:
         moe_layers=tuple(family.moe_layers(config)),
         num_experts=family.num_experts(config),
         top_k=family.top_k(config),
-        vocab_size=config.vocab_size,
+        vocab_size=config.get_text_config().vocab_size,
         has_gate=family.gated,
         fixed_layers=tuple(family.fixed_layers(config)),
         one_space=not family.separate_spaces(config),

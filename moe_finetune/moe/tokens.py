@@ -41,6 +41,7 @@ def read_tokens(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
+    ids_BL: Tensor | None = None,
     pad_token_id: int | None = None,
     labels_BL: Tensor | None = None,
     count_labels: bool = False,
@@ -52,6 +53,7 @@ def read_tokens(
     ``cu_seq_lens_q`` where there is no mask, by the mask where it has four dimensions.
 
     Args:
+        ids_BL: those that the model above was called with, which are of the embeddings.
         pad_token_id: tells padding behind packed sequences from sequences of one token.
         labels_BL: those that the model above was called with.
         count_labels: count the tokens that predict a label, and no others.
@@ -59,8 +61,10 @@ def read_tokens(
     Raises:
         CaptureError: no tokens, no labels where they are counted, or a mask that cannot be read.
     """
-    ids_BL = kwargs.get("input_ids", args[0] if args else None)
+    given = kwargs.get("input_ids", args[0] if args else None)
     embeddings = kwargs.get("inputs_embeds")
+    fits = ids_BL is not None and embeddings is not None and ids_BL.shape == embeddings.shape[:2]
+    ids_BL = given if given is not None else ids_BL if fits else None
     like_BL = ids_BL if ids_BL is not None else None if embeddings is None else embeddings[..., 0]
     if like_BL is None:
         raise CaptureError("the model was called with neither input_ids nor inputs_embeds")

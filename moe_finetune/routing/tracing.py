@@ -20,7 +20,7 @@ from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.metrics.router import erc_of_norms
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.moe.layers import causal_lm, model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.trace import TraceWriter
 
@@ -33,9 +33,9 @@ NEEDS = frozenset({"activations_gram", "outputs_gram"})
 class Measures:
     """Sums over the tokens of what a trace does not store, per MoE layer."""
 
-    def __init__(self, layers: Sequence[int], num_experts: int, top_k: int):
+    def __init__(self, layers: Sequence[int], num_experts: int, top_k: int, gated: bool = True):
         count = len(layers)
-        self.top_k, self.tokens = top_k, 0
+        self.top_k, self.tokens, self.gated = top_k, 0, gated
         self.probability_LE = np.zeros((count, num_experts))
         self.entropy_L = np.zeros(count)
         self.cosines_L = {"activation_cosine": np.zeros(count), "output_cosine": np.zeros(count)}
@@ -50,9 +50,9 @@ class Measures:
         self.probability_LE[place] += distribution_TE.sum(0).cpu().numpy()
         self.entropy_L[place] += torch.special.entr(distribution_TE).sum().item()
         if not self.tokens:
-            for name, value in router_values(record).items():
+            for name, value in router_values(record, self.gated).items():
                 self.router_L.setdefault(name, np.full(len(self.entropy_L), np.nan))[place] = value
-        if place == self.middle and self.gate_rows_EDH is None:
+        if self.gated and place == self.middle and self.gate_rows_EDH is None:
             assert record.expert_factors is not None
             gate_EDH = record.expert_factors("gate").of(gate_experts(self.probability_LE.shape[1]))
             self.gate_rows_EDH = gate_EDH.cpu().numpy()
@@ -94,12 +94,22 @@ class Measures:
         }
 
 
-def router_values(record: RoutingRecord) -> dict[str, float]:
+def router_values(record: RoutingRecord, gated: bool = True) -> dict[str, float]:
     """What router and gates of one layer say without a token: cosine, norms, ERC (P2 Tables 2, 3).
 
     The gates are gone through a few experts at a time: all of a layer's are as large as the layer.
+    Where experts have none that reads what the router reads, the router's values are all.
     """
     router_EH = record.router_weight_EH.float()
+    rows_E = router_EH.norm(dim=-1).cpu().numpy()
+    of_router = {
+        "router_cosine": router_cosine(router_EH.cpu()),
+        "noise_level": noise_level(router_EH.cpu()) if rows_E.all() else float("nan"),
+        "router_norm_mean": float(rows_E.mean()),
+        "router_norm_std": float(rows_E.std()),
+    }
+    if not gated:
+        return of_router
     assert record.expert_factors is not None
     factors, experts = record.expert_factors("gate"), len(router_EH)
     norms_EE, gates_E = np.zeros((experts, experts)), np.zeros(experts)
@@ -108,15 +118,10 @@ def router_values(record: RoutingRecord) -> dict[str, float]:
         for expert, gate_DH in zip(chosen, factors.of(list(chosen)).float(), strict=True):
             norms_EE[:, expert] = (router_EH @ gate_DH.T).norm(dim=-1).cpu().numpy()
             gates_E[expert] = gate_DH.norm().item()
-    rows_E = router_EH.norm(dim=-1).cpu().numpy()
     table = erc_of_norms(norms_EE, alphas=(1,))
-    return {
-        "router_cosine": router_cosine(router_EH.cpu()),
-        "noise_level": noise_level(router_EH.cpu()) if rows_E.all() else float("nan"),
+    return of_router | {
         "erc_loss": table["loss"][1.0],
         "erc_least_alpha": table["least_alpha"],
-        "router_norm_mean": float(rows_E.mean()),
-        "router_norm_std": float(rows_E.std()),
         "gate_norm_mean": float(gates_E.mean()),
         "gate_norm_std": float(gates_E.std()),
     }
@@ -146,7 +151,7 @@ def trace_model(
         perturbation: a change to routing that belongs to the model, such as a loss-free bias.
         seed: of the sample.
     """
-    config: Any = backbone_of(model).config
+    config: Any = causal_lm(model).config
     facts = model_facts(model)
     device = next(model.parameters()).device
     records: list[RoutingRecord] = []
@@ -155,7 +160,8 @@ def trace_model(
         records.append(record)
 
     total = sum(len(ids) for texts in sequences.values() for ids in texts)
-    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k)
+    gated = facts.has_gate and facts.one_space
+    measures = Measures(facts.moe_layers, facts.num_experts, facts.top_k, gated)
     writer = TraceWriter(
         folder,
         model_type=config.model_type,
@@ -163,7 +169,7 @@ def trace_model(
         layers=facts.moe_layers,
         num_experts=facts.num_experts,
         top_k=facts.top_k,
-        hidden_size=config.hidden_size,
+        hidden_size=config.get_text_config().hidden_size,
         domains=tuple(sequences),
         embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
         seed=seed,

@@ -71,7 +71,7 @@ def trace_vllm(
         layers=facts.moe_layers,
         num_experts=facts.num_experts,
         top_k=facts.top_k,
-        hidden_size=config.hidden_size,
+        hidden_size=config.get_text_config().hidden_size,
         domains=tuple(sequences),
     )
     with writer:

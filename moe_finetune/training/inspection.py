@@ -107,7 +107,7 @@ def inspect_checkpoint(
 
     stored = _stored(path)
     config = load_config(path)
-    family = family_of(config)
+    family, text = family_of(config), config.get_text_config()
     model = meta_model(config)
     plain = lora_coverage(model)
     parameters = plain.total.parameters
@@ -141,16 +141,14 @@ def inspect_checkpoint(
         score=family.score,
         renormalized=family.renormalize(config),
         scaling=family.scaling(config),
-        layers=config.num_hidden_layers,
+        layers=text.num_hidden_layers,
         moe_layers=moe_layers,
         experts=experts,
         top_k=top_k,
-        shared_experts=(getattr(config, "n_shared_experts", 0) or 0)
-        if family.shared_targets
-        else 0,
-        hidden=config.hidden_size,
+        shared_experts=(getattr(text, "n_shared_experts", 0) or 0) if family.shared_targets else 0,
+        hidden=text.hidden_size,
         expert_width=family.expert_width(config),
-        vocabulary=config.vocab_size,
+        vocabulary=text.vocab_size,
         parameters=parameters,
         active_parameters=parameters - routed + routed * top_k // experts,
         coverage=coverage,

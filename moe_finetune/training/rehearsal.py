@@ -154,7 +154,8 @@ def _check_second(recipe: Recipe, config: Any, train: Dataset) -> None:
 
     reward_functions(recipe.rewards, train.column_names)
     if recipe.teacher is not None:
-        theirs, ours = load_config(recipe.teacher).vocab_size, config.vocab_size
+        teacher = load_config(recipe.teacher).get_text_config()
+        theirs, ours = teacher.vocab_size, config.get_text_config().vocab_size
         if theirs != ours:
             raise RecipeError(
                 f"teacher: {recipe.teacher} has a vocabulary of {theirs} tokens and the model one "

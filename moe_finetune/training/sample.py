@@ -64,7 +64,7 @@ class Sample:
         self._seen = dict.fromkeys(self.layers, 0)
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
         self._router: dict[int, np.ndarray] = {}
-        self._pictures = pictures
+        self._pictures, self._gated = pictures, facts.has_gate
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         """Keep one layer of one forward."""
@@ -85,7 +85,8 @@ class Sample:
             assert gram_TKK is not None
             self._note(kind, layer, gram_TKK[at_T].float())
         self._router[layer] = record.router_weight_EH.detach().float().cpu().numpy()
-        if self._pictures and layer == self.middle and self.gate_rows_EDH is None:
+        wanted = self._pictures and self._gated and layer == self.middle
+        if wanted and self.gate_rows_EDH is None:
             assert record.expert_factors is not None
             gate_EDH = record.expert_factors("gate").of(gate_experts(self.num_experts))
             self.gate_rows_EDH = gate_EDH.cpu().numpy()

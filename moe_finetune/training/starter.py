@@ -71,7 +71,8 @@ def starter(answers: Answers) -> str:
             f"--method {answers.method}: unknown{did_you_mean(answers.method, PRESETS)}"
         )
     said, family, config = describe(answers.checkpoint)
-    small = config.hidden_size * family.num_experts(config) * config.num_hidden_layers < SMALL
+    text = config.get_text_config()
+    small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
     data: dict[str, Any] = {"train": answers.data}
     if answers.validation is not None:
         data["validation"] = answers.validation

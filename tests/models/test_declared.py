@@ -162,7 +162,7 @@ def test_a_type_that_transformers_lacks_has_none():
 
 
 def test_a_composite_is_refused_as_one():
-    composite = CONFIG_MAPPING["qwen3_vl_moe"]().to_dict()
+    composite = CONFIG_MAPPING["qwen3_vl"]().to_dict()
     with pytest.raises(UnsupportedModelError, match="give a checkpoint of its language model"):
         family_of(composite)
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.fit import check_fit
@@ -20,6 +20,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of, table
+from moe_finetune.models.structure import class_of
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
 from moe_finetune.moe.hooks import Recorder
@@ -29,9 +30,13 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from tests import tiny_families as tiny
 
-NAMES = [family.name for family in table.FAMILIES]
+COMPOSITES = [family.name for family in table.COMPOSITES]
+NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
 # Their own gate's SiLU is taken over all rows at once: the last of a vector round otherwise.
-OWN_GATE = {"deepseek_v4", "hy_v4", "minimax_m3", "nemotron_h"}
+OWN_GATE = {
+    *("deepseek_v4", "hy_v4", "minimax_m3_vl", "minimax_m3_vl_text", "nemotron_h"),
+    *("glm5_next", "nemotron_h_omni"),
+}
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
 LORA = LoraSection(rank=4, alpha=12.0)
@@ -47,6 +52,11 @@ def adapted(family, router="lora", seed=3):
             if "lora_" in name:
                 parameter.normal_(0, 0.05)
     return model
+
+
+def loaded(folder):
+    """The checkpoint by transformers' own class, without the toolkit."""
+    return class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder).eval()
 
 
 def batch():
@@ -153,7 +163,7 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     model = adapted(family)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    merged = loaded(tmp_path / "merged")
     with torch.no_grad():
         wanted, found = model(**batch()).logits, merged(**batch()).logits
         untouched = tiny.model(family)(**batch()).logits
@@ -174,7 +184,7 @@ def test_permuted_experts_compute_the_same(family, tmp_path):
     order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
     layers = FAMILIES[family].moe_layers(stock.config)[:2]  # the first may look experts up
     permute_experts(tmp_path / "base", dict.fromkeys(layers, order), tmp_path / "moved")
-    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval()
+    moved = loaded(tmp_path / "moved")
     with torch.no_grad():
         wanted, found = stock(**batch()).logits, moved(**batch()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
@@ -259,7 +269,7 @@ def test_a_router_in_full_is_merged(family, tmp_path):
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    merged = loaded(tmp_path / "merged")
     with torch.no_grad():
         wanted, found = model(**batch()).logits, merged(**batch()).logits
     assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))

@@ -16,7 +16,16 @@ from moe_finetune.training.proof import prove
 from tests import tiny, tiny_families, unheard
 
 # Latent attention and none, stacks and matrices, biases, own gates, another order of the answer.
-RIGHT = ("deepseek_v2", "qwen3_next", "ernie4_5_moe", "gpt_oss", "minimax_m3", "granitemoeshared")
+RIGHT = (
+    "deepseek_v2",
+    "qwen3_next",
+    "ernie4_5_moe",
+    "gpt_oss",
+    "minimax_m3_vl_text",
+    "granitemoeshared",
+    "gemma4",
+    "inkling_mm_model",
+)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -25,7 +34,8 @@ def test_a_right_declaration_is_proved(name):
     proof = prove(made.config(name), FAMILIES[name])
     assert proof.ok, proof.text()
     names = {check.name for check in proof.checks}
-    assert {"rule of the weights", "groups", "logits", "merged = base + adapter"} <= names
+    assert {"rule of the weights", "logits", "merged = base + adapter"} <= names
+    assert "groups" in names or FAMILIES[name].own_weights is not None
     differences = {c.name: c.difference for c in proof.checks if c.difference is not None}
     assert len(differences) >= 8 and all(d < 2e-4 for d in differences.values())
 
@@ -59,6 +69,12 @@ def test_a_wrong_fact_is_named(fact, declared, says):
     assert len(proof.problems) == 1 or fact in ("block_path", "experts_name")
     assert proof.problems[0].startswith(f"{fact} is declared"), proof.problems
     assert says in proof.problems[0]
+
+
+def test_a_wrong_fact_of_a_composite_is_named():
+    wrong = replace(FAMILIES["qwen3_vl_moe"], renormalize=lambda config: False)
+    (problem,) = prove(tiny_families.config("qwen3_vl_moe"), wrong).problems
+    assert problem.startswith("renormalize is declared False, and the model's weights are softmax")
 
 
 @pytest.mark.parametrize(

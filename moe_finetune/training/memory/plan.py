@@ -95,10 +95,10 @@ def plan_memory(
         RecipeError: an optimizer whose states are not known.
         UnsupportedModelError: the model cannot run on tensors without memory.
     """
-    from moe_finetune.moe.layers import backbone_of
+    from moe_finetune.moe.layers import causal_lm
 
     weights = weights_of(model, recipe)
-    config, kinds = backbone_of(model).config, layer_kinds(model)
+    config, kinds = causal_lm(model).config, layer_kinds(model)
     profile = step_profile(config, kinds, recipe, device)
     plan = put_together(weights, profile, recipe)
     if with_losses and (recipe.method.terms or recipe.method.perturbations):

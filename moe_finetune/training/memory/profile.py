@@ -124,17 +124,18 @@ def head_tiles(config: Any) -> AbstractContextManager[Any]:
 
     Theirs may be; on a CPU, pages that nobody touches are not there.
     """
-    tile = min(config.vocab_size, 32768)
+    tile = min(config.get_text_config().vocab_size, 32768)
     return patch("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
 
 
 def _shortened(config: Any, count: int) -> Any:
     """The config of the first layers: what it lists by layer is cut with their number."""
-    short, layers = copy.deepcopy(config), config.num_hidden_layers
-    short.num_hidden_layers = count
-    for name, value in list(vars(short).items()):
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    layers, text.num_hidden_layers = text.num_hidden_layers, count
+    for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == layers:
-            setattr(short, name, value[:count])
+            setattr(text, name, value[:count])
     return short
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.load_quantized import quantized_names
-from moe_finetune.models import family_of
+from moe_finetune.models import Family
 from moe_finetune.models.structure import meta_model
-from moe_finetune.moe.layers import backbone_of
+from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
 from moe_finetune.quantization.codec import packed_shapes
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         recipe: says dtype, quantisation and offload.
     """
     backbone: Any = backbone_of(model)
-    family, layers = family_of(backbone.config), len(backbone.layers)
+    family, layers = family_in(model), len(backbone.layers)
     kind = recipe.model.quantization
     packed: frozenset[str] = frozenset()
     if kind != "none":
-        packed = quantized_names(meta_model(backbone.config), family)
+        packed = quantized_names(meta_model(causal_lm(model).config), family)
     offload = recipe.model.offload == "experts"
     item = 4 if recipe.lora is None or recipe.model.dtype == "float32" else 2
     experts, router = f".{family.experts_path}.", f".{family.router_path}."
@@ -73,7 +73,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     gradients = [0] * layers
     added = other = measured = count = 0
     for name, parameter in model.named_parameters():
-        index = layer_of(name)
+        index = layer_of(name, family)
         count += parameter.numel()
         if parameter.requires_grad:
             if experts in name or router in name:
@@ -118,9 +118,9 @@ def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
     return (stacked[0] if stacked else 1) * (size + 4 * scales)
 
 
-def layer_of(name: str) -> int | None:
+def layer_of(name: str, family: Family) -> int | None:
     """The decoder layer of a parameter's name, None outside of them."""
-    _, found, rest = name.partition(".layers.")
+    _, found, rest = f".{name}".partition(f".{family.backbone}.layers.")
     number = rest.partition(".")[0]
     return int(number) if found and number.isdigit() else None
 

@@ -1,0 +1,82 @@
+"""Composites: a checkpoint of several models, one of them a language model with experts.
+
+transformers keeps a config of each part in the composite's own. The language part trains, on text;
+what else there is, such as a vision tower, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_finetune.models.base import Family
+
+_OF_THE_CONFIG = (
+    "num_experts",
+    "renormalize",
+    "scaling",
+    "groups",
+    "top_k",
+    "moe_layers",
+    "fixed_layers",
+    "expert_width",
+    "separate_spaces",
+    "check",
+)
+
+
+def composite(
+    model_type: str,
+    title: str,
+    part: Family,
+    stack: str = "model.language_model.",
+    backbone: str = "model.language_model",
+    name: str = "",
+    **disk: Any,
+) -> Family:
+    """The family of a composite around ``part``.
+
+    Args:
+        model_type: of the composite's config.
+        title: how the README calls it.
+        part: the facts of its language part.
+        stack: what the composite's files put before ``layers`` in the place of ``model.``.
+        backbone: where the decoder is in the loaded model.
+        name: the family's, where it is not the ``model_type``.
+        disk: fields of the layout on disk that differ from the part's.
+    """
+    block = stack + "layers." + part.disk.block.partition("layers.")[2]
+    facts: dict[str, Any] = {name: _of_language(getattr(part, name)) for name in _OF_THE_CONFIG}
+    return replace(
+        part,
+        name=name or model_type,
+        model_type=model_type,
+        title=title,
+        part=part.model_type,
+        backbone=backbone,
+        disk=replace(part.disk, **({"block": block} | disk)),
+        **facts,
+    )
+
+
+def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda config: fact(config.get_text_config())
+
+
+def part_of(config: Any) -> str | None:
+    """The ``model_type`` of the language part of a config or ``config.json``; None without one.
+
+    Of a ``config.json`` also None where it leaves the part to the composite's class.
+    """
+    if isinstance(config, Mapping):
+        text = config.get("text_config")
+        return text.get("model_type") if isinstance(text, Mapping) else None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return None if text is config else str(text.model_type)
+
+
+def language_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of ``config.json`` that describe the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config

@@ -1,0 +1,200 @@
+"""Composites: LoRA stays in the language part, published layouts, images, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint.load_quantized import load_quantized
+from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models import FAMILIES, family_of, table
+from moe_finetune.models.loading import load_config
+from moe_finetune.models.structure import class_of
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.recipe.sections import LoraSection
+from tests import tiny_families as tiny
+
+LORA = LoraSection(rank=4, alpha=12.0)
+WEIGHTS = "model.safetensors"
+
+
+def adapted(model, router="lora"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = add_lora(model, LORA, router)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    return made
+
+
+def ids_BL():
+    return torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
+
+
+def loaded(folder):
+    return class_of(load_config(folder)).from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("router", ["lora", "full"])
+@pytest.mark.parametrize("family", ["aria", "gemma4"])
+def test_lora_stays_out_of_vision_modules_of_the_same_name(family, router):
+    stack = f".{FAMILIES[family].backbone}.layers."
+    plain = [name for name, _ in tiny.model(family).named_modules()]
+    elsewhere = [name for name in plain if stack not in f".{name}"]
+    assert any(name.endswith("self_attn.q_proj") for name in elsewhere)
+    model = adapted(tiny.model(family), router)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(stack in name for name in trained)
+    assert sum("q_proj.lora_A" in name for name in trained) == tiny.LAYERS
+
+
+def _transposed(tensors):
+    return {n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors.items()}
+
+
+def _stacked(tensors):
+    """An expert's matrices as the loaded model's stacks, which published files have."""
+    made = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for layer in range(tiny.LAYERS):
+        head = f"model.language_model.layers.{layer}.mlp.experts"
+        halves = {
+            part: torch.stack([tensors[f"{head}.{e}.{part}.weight"] for e in range(tiny.EXPERTS)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        made[f"{head}.gate_up_proj"] = torch.cat([halves["gate_proj"], halves["up_proj"]], 1)
+        made[f"{head}.down_proj"] = halves["down_proj"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "published"),
+    [("qwen3_vl_moe", _transposed), ("qwen3_5_moe", _stacked), ("inkling_mm_model", dict)],
+)
+def test_a_published_layout(family, published, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "merged"
+    tiny.model(family).save_pretrained(base)
+    before = published(load_file(base / WEIGHTS))
+    save_file(before, base / WEIGHTS, metadata={"format": "pt"})
+    assert open_checkpoint(base).experts == dict.fromkeys(
+        FAMILIES[family].moe_layers(tiny.config(family)), tiny.EXPERTS
+    )
+    stock = loaded(base).state_dict()
+    in_turn = FAMILIES[family].disk.interleaved
+    refused = pytest.raises(UnsupportedModelError, match="gate and up in turn; load it without")
+    with refused if in_turn else nullcontext():
+        streamed = load_quantized(base, load_config(base), None, "float32").state_dict()
+        assert stock.keys() == streamed.keys()
+        assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
+
+    model = adapted(tiny.model(family))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(base, tmp_path / "adapter", out)
+    with torch.no_grad():
+        wanted, found = model(ids_BL()).logits, loaded(out)(ids_BL()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    after = load_file(out / WEIGHTS)
+    assert before.keys() == after.keys()
+    same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    stack = FAMILIES[family].disk.stack
+    assert {name for name in before if not name.startswith(stack)} <= same < before.keys()
+
+
+def test_stacks_that_are_stored_both_ways_are_refused(tmp_path):
+    tiny.model("qwen3_vl_moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = "model.language_model.layers.2.mlp.experts.down_proj"
+    tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"layers.2.mlp.experts.down_proj' is stored transp"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_image_runs_through_the_recorder():
+    """Logits with pixels are stock's, and tokens are those that the whole model was given."""
+    model = tiny.model("qwen3_vl_moe")
+    ids = ids_BL()[:1]
+    ids[0, 3:9] = torch.tensor([392, 390, 390, 390, 390, 393])
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(2))
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 390).long(),
+    }
+    records = []
+    with torch.no_grad():
+        stock, blind = model(**inputs).logits, model(input_ids=ids).logits
+        with Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"):
+            found = model(**inputs).logits
+    assert torch.equal(stock, found) and float((stock - blind).abs().max()) > 1e-3
+    assert len(records) == tiny.LAYERS
+    assert all(torch.equal(record.token_ids_T, ids[0]) for record in records)
+
+
+def _config(tmp_path, **content):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("model_type", "reason"), table.REFUSED.items())
+def test_other_composites_are_refused_with_the_reason(model_type, reason, tmp_path):
+    assert reason.isprintable()
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' cannot be trained: "):
+        load_config(_config(tmp_path, model_type=model_type))
+
+
+def test_other_parts_are_refused(tmp_path):
+    dense = _config(tmp_path, model_type="internvl", text_config={"model_type": "qwen2"})
+    with pytest.raises(UnsupportedModelError, match="qwen3_moe or gpt_oss, and this one's is 'qwe"):
+        load_config(dense)
+    with pytest.raises(UnsupportedModelError, match="a part of 'qwen3_vl_moe' alone"):
+        load_config(_config(tmp_path, model_type="qwen3_vl_moe_text", num_hidden_layers=2))
+    without = tiny.config("gemma4", enable_moe_block=False)
+    without.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no layer with experts"):
+        family_of(load_config(tmp_path)).moe_layers(load_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_vl_moe", {"num_experts": 7, "num_experts_per_tok": 1}),
+        ("glm4v_moe", {"first_k_dense_replace": 3}),
+        ("gemma4", {"tie_word_embeddings": True}),
+    ],
+    ids=["seven experts, one selected", "one MoE layer", "tied"],
+)
+def test_other_sizes_in_shards(family, changes, tmp_path):
+    base = tmp_path / "base"
+    tiny.model(family, **changes).save_pretrained(base, max_shard_size="1MB")
+    assert len(list(base.glob("*.safetensors"))) > 1
+    model = adapted(tiny.model(family, **changes))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    batch = {"input_ids": ids_BL(), "labels": ids_BL(), "use_cache": False}
+    gradients = []
+    for recorder in (nullcontext(), Recorder(model)):
+        with recorder:
+            model.zero_grad()
+            model(**batch).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, wanted in gradients[0].items():
+        difference = float((wanted - gradients[1][name]).abs().max())
+        assert difference < 2e-4 * float(wanted.abs().max()) + 1e-9, name
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert {f.name for f in base.glob("*.safetensors")} == {
+        f.name for f in (tmp_path / "merged").glob("*.safetensors")
+    }
+    with torch.no_grad():
+        wanted, found = model(ids_BL()).logits, loaded(tmp_path / "merged")(ids_BL()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))

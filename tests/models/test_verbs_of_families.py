@@ -1,0 +1,73 @@
+"""Analysis, selection and memory plan on families unlike the first: hybrids, stacks, own gates."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from moe_finetune.lora.select import ExpertSelection, select_experts
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models import FAMILIES
+from moe_finetune.moe.lora_selected import SelectedExpertsLora
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.routing.trace import RoutingTrace
+from moe_finetune.routing.tracing import trace_model
+from moe_finetune.training.memory.verdict import judge
+from moe_finetune.training.proof_model import watch
+from tests import tiny_families as tiny
+
+NAMES = [
+    *("afmoe", "deepseek_v4", "gemma4_text", "gpt_oss", "granitemoehybrid", "inkling_text"),
+    *("jamba", "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe"),
+    *("aria", "gemma4", "qwen3_5_moe", "qwen3_vl_moe"),
+]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_analysed_selected_and_planned(family, tmp_path):
+    model, facts = tiny.model(family), FAMILIES[family]
+    layers = facts.moe_layers(model.config)
+    ids_BT = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
+    texts = {"prose": list(ids_BT[:2].numpy()), "code": [ids_BT[2].numpy()]}
+    measures = trace_model(model, texts, tmp_path / "trace", checkpoint=family)
+    trace = RoutingTrace.open(tmp_path / "trace")
+    index_TLK, weights_TLK = trace.load("ids").astype(np.int64), trace.load("weights")
+    assert trace.info.layers == tuple(layers) and trace.info.model_type == facts.model_type
+    stock = torch.stack([seen.given[0][0].reshape(51, -1) for seen in watch(model, facts)], 1)
+    assert np.array_equal(np.sort(index_TLK), stock.sort(-1).values.numpy())
+    values = measures.per_layer()
+    assert all(value is not None for value in values["entropy"] + values["router_cosine"])
+    assert ("gate_norm_mean" in values) == facts.gated
+
+    chosen = select_experts(index_TLK, weights_TLK, tiny.EXPERTS, top_p=0.3)
+    experts = dict(zip(layers, chosen, strict=True))
+    file = tmp_path / "selection.json"
+    ExpertSelection(experts, trace.info.model_type, tiny.EXPERTS).write(file)
+    section = LoraSection(rank=4, alpha=12.0, targets=["experts"], experts=str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = add_lora(tiny.model(family), section, "frozen")
+    wrappers = [m for m in adapted.modules() if isinstance(m, SelectedExpertsLora)]
+    assert len(wrappers) == 2 * len(layers)
+    assert {w.num_experts for w in wrappers} == {len(ids) for ids in chosen}
+    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
+    assert all(f"{facts.backbone}.layers." in name for name in trained)
+
+    verdict = judge(model.config, recipe(), 24)
+    assert verdict.plan.total < 2**30 and verdict.plan.kept > 0
+
+
+def recipe() -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": "x", "dtype": "bfloat16"},
+            "method": {"preset": "orthogonal_variance"},
+            "lora": {"rank": 8},
+            "data": {"train": "x", "max_length": 32},
+            "trainer": {"per_device_train_batch_size": 2},
+        }
+    )
