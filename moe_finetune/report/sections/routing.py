@@ -11,7 +11,6 @@ from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
 from moe_finetune.report.charts.lines import Series, line_chart
 from moe_finetune.report.context import Report, Section, Snapshot, figure, folded, group, listed
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
-from moe_finetune.report.routing import Routing
 from moe_finetune.report.sections.load import frequencies, load, load_change, load_title
 from moe_finetune.report.sections.panels import (
     expert_map,
@@ -137,9 +136,10 @@ def _paths(report: Report) -> Markup | None:
             "Paths between adjacent layers", "the snapshots hold no 'conditional_activation'"
         )
         return None
-    matrices = [np.stack([_transitions(r) for r in routings]) for _, routings, _ in frames]
+    found = [[pair for r in routings if (pair := r.conditional())] for _, routings, _ in frames]
+    matrices = [np.stack([matrix_EE for _, matrix_EE in pairs]) for pairs in found]
     limits, clipped = shared_limits(matrices)
-    below, above = _layers(frames[0][1][0])
+    below, above = found[0][0][0]
     parts, tops = [], []
     for (line, routings, picks), matrix_FEE in zip(frames, matrices, strict=True):
         means = [_mean_maximum(matrix_EE) for matrix_EE in matrix_FEE]
@@ -169,18 +169,6 @@ def _paths(report: Report) -> Markup | None:
             wide=True,
         ),
     )
-
-
-def _transitions(routing: Routing) -> np.ndarray:
-    found = routing.conditional()
-    assert found is not None
-    return found[1]
-
-
-def _layers(routing: Routing) -> list[int]:
-    found = routing.conditional()
-    assert found is not None
-    return found[0]
 
 
 def _mean_maximum(matrix_EE: np.ndarray) -> float:
