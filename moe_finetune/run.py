@@ -27,6 +27,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.start import Inputs, base_folder, check_inputs, second_model, start_model
 
 if TYPE_CHECKING:
+    from moe_finetune.io.worker import Worker
     from moe_finetune.training.rehearsal import Plan
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,11 @@ LOG_FILE = "run.log"
 
 
 def run_recipe(
-    recipe: Recipe, output: str | Path, resume: bool = False, ignore_memory: bool = False
+    recipe: Recipe,
+    output: str | Path,
+    resume: bool = False,
+    ignore_memory: bool = False,
+    worker: Worker | None = None,
 ) -> Path:
     """Carry out ``recipe`` in the folder ``output`` and return it.
 
@@ -48,6 +53,7 @@ def run_recipe(
         output: the run's folder; new or empty, unless ``resume``.
         resume: go on with the run in ``output`` where it stopped; finished stages are kept.
         ignore_memory: start although weights and optimizer are larger than the machine's memory.
+        worker: a process that evaluates, when not this one.
 
     Raises:
         OutputExistsError: ``output`` holds something already (without ``resume``).
@@ -59,10 +65,12 @@ def run_recipe(
     output = Path(output)
     ranks.join_group()
     with ranks.first_alone(lambda: output_lock(output)):
-        return carry_out(recipe, output, resume, ignore_memory)
+        return carry_out(recipe, output, resume, ignore_memory, worker)
 
 
-def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -> Path:
+def carry_out(
+    recipe: Recipe, output: Path, resume: bool, ignore_memory: bool, worker: Worker | None
+) -> Path:
     """What :func:`run_recipe` does while no other process may write to ``output``."""
     from moe_finetune.training import ranks
 
@@ -82,7 +90,7 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
         begin(recipe, output)
     try:
         with terminal().log_to(output / LOG_FILE) if ranks.rank() == 0 else nullcontext():
-            stages(recipe, output, inputs, resume)
+            stages(recipe, output, inputs, resume, worker)
     except Exception:
         if inputs is not None and ranks.rank() == 0 and not resume:
             discard(output, made)
@@ -92,7 +100,9 @@ def carry_out(recipe: Recipe, output: Path, resume: bool, ignore_memory: bool) -
     return output
 
 
-def stages(recipe: Recipe, output: Path, inputs: Inputs | None, resume: bool) -> None:
+def stages(
+    recipe: Recipe, output: Path, inputs: Inputs | None, resume: bool, worker: Worker | None
+) -> None:
     """Train (unless ``inputs`` is None: it is done), merge, verify, evaluate, report."""
     from moe_finetune.training import ranks
 
@@ -110,7 +120,7 @@ def stages(recipe: Recipe, output: Path, inputs: Inputs | None, resume: bool) ->
             verify(recipe, output)
     if recipe.evaluation is not None:
         with phase("evaluate"):
-            evaluate(recipe, output)
+            evaluate(recipe, output, worker)
     note(output, seconds=round(time.perf_counter() - started, 1))
     with phase("report"):
         report(output)
@@ -303,13 +313,19 @@ def verify(recipe: Recipe, output: Path) -> None:
     note(output, verify=found)
 
 
-def evaluate(recipe: Recipe, output: Path) -> None:
+def evaluate(recipe: Recipe, output: Path, worker: Worker | None = None) -> None:
     """Evaluate the merged checkpoint and write ``eval/results.json``."""
     from moe_finetune.evaluation.engine import evaluate as run_suite
 
     section = recipe.evaluation
     assert section is not None
-    run_suite(
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if worker is None:
+            return run_suite(*args, **kwargs)
+        return worker.call(run_suite, *args, **kwargs)
+
+    call(
         output / "merged",
         section.suite,
         backend=section.backend,

@@ -21,26 +21,25 @@ class Format(enum.StrEnum):
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", help="New folder of the demo.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", help="Folder of the demo; new, or an earlier one's.")
+    ] = Path("runs/demo"),
     backend: Annotated[
         str | None, typer.Option("--backend", help="vllm or hf; default: vllm where it works.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", help="Steps of each fine-tune; default: the recipe's.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the demo in OUTPUT.")
-    ] = False,
 ) -> None:
     """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
+
+    In the folder of an earlier demo it goes on, and makes again only what has changed since.
 
     Example: moe-finetune demo --output runs/demo
     """
     from moe_finetune.demo.demo import run_demo, say_outcome
 
-    page = run_demo(output, backend, steps, resume)
+    page = run_demo(output, backend, steps)
     print(f"report: {page}")
     say_outcome(output, page)
 

@@ -5,86 +5,112 @@ Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints 
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import OutputExistsError
+from moe_finetune.demo.data import write_demo_data
+from moe_finetune.demo.parts import Parts, code_identity
+from moe_finetune.demo.pretrain import PretrainConfig, ensure_demo_checkpoint, fingerprint
+from moe_finetune.demo.stage_data import write_stage_data
+from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.io import one_writer, write_atomic
-from moe_finetune.io.folder import is_taken
+from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.terminal import terminal
+from moe_finetune.io.worker import Pending, Worker
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.recipe.shipped import recipes_folder
+from moe_finetune.report import write_report
+from moe_finetune.report.outcome import end_run, next_commands
+from moe_finetune.run import LOG_FILE, run_recipe
+from moe_finetune.vllm.engine import environment_alone
+from moe_finetune.vllm.install import VllmStatus, vllm_status
 
 METHODS = ("aux_loss", "orthogonal_variance")
 
 
 @one_writer
-def run_demo(
-    output: str | Path, backend: str | None = None, steps: int | None = None, resume: bool = False
-) -> Path:
+def run_demo(output: str | Path, backend: str | None = None, steps: int | None = None) -> Path:
     """Run the demo in the folder ``output`` and return the report's page.
 
+    What an earlier demo there has finished is kept where nothing that it follows from has changed.
+    One process evaluates the three checkpoints, the base while the first fine-tune trains.
+
     Args:
-        output: new or empty folder, or that of an interrupted demo with ``resume``.
+        output: new or empty folder, or that of an earlier demo.
         backend: "vllm" or "hf"; None takes vLLM where it is usable and says so where it is not.
         steps: optimizer steps of each fine-tune; default: the recipe's.
-        resume: go on with the demo in ``output``; what is finished is kept.
     """
-    from moe_finetune.demo.data import write_demo_data
-    from moe_finetune.demo.pretrain import ensure_demo_checkpoint
-    from moe_finetune.demo.stage_data import write_stage_data
-    from moe_finetune.evaluation.engine import evaluate
-    from moe_finetune.report import write_report
-    from moe_finetune.run import run_recipe
-
     output = Path(output)
-    if is_taken(output) and not resume:
-        raise OutputExistsError(
-            f"{output} is not empty; choose another --output, or add --resume to go on with it"
-        )
-    seconds: dict[str, float] = {}
-    with _timed("pretrain", seconds):
-        checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
-    with _timed("data", seconds):
-        data = write_stage_data(write_demo_data(output / "data"))
-    backend = backend or _usable_backend()
-    runs = []
-    for method in METHODS:
-        recipe = demo_recipe(method, checkpoint, data, backend, steps)
+    parts, code = Parts(output), code_identity()
+    wanted = sha256_json([code, backend, steps, fingerprint(PretrainConfig(), 0), recipe_texts()])
+    page = output / "report" / "index.html"
+    runs = [output / method for method in METHODS]
+    if all(run.is_dir() for run in runs) and parts.kept("report", wanted):
+        return page
+    with Worker(output / LOG_FILE, environment_alone()) as worker:
+        _make(output, parts, worker, backend, steps, code)
+    with terminal().phase("report"):
+        parts.begin("report", wanted)
+        write_report(runs, page)
+        parts.finish("report")
+    return page
+
+
+def _make(
+    output: Path, parts: Parts, worker: Worker, backend: str | None, steps: int | None, code: str
+) -> None:
+    """The checkpoint, its data, the fine-tunes and all evaluations."""
+    status = worker.begin(vllm_status) if backend is None else None  # it imports vLLM
+    with terminal().log_to(output / LOG_FILE):
+        with terminal().phase("pretrain"):
+            checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
+        with terminal().phase("data"):
+            data = write_stage_data(write_demo_data(output / "data"))
+    if status is not None:
+        backend = _usable_backend(status.result())
+    assert backend is not None
+    recipes = {m: demo_recipe(m, checkpoint, data, backend, steps) for m in METHODS}
+    base = _begin_base(output, parts, worker, checkpoint, recipes[METHODS[0]], code)
+    for method, recipe in recipes.items():
+        identity = sha256_json([code, recipe.hash])
+        if parts.kept(method, identity):
+            continue
+        parts.begin(method, identity)
         run = output / method
         terminal().say(method)
-        start = time.perf_counter()
-        run_recipe(recipe, run, resume=(run / "recipe.yaml").exists())
-        seconds[method] = round(time.perf_counter() - start, 1)
-        runs.append(run)
-    assert recipe.evaluation is not None
-    with terminal().log_to(output / "run.log"), _timed("evaluate the base", seconds):
-        evaluate(
-            checkpoint,
-            recipe.evaluation.suite,
-            backend=backend,
-            output=output / "base",
-            data_dir=data,
-            vllm=recipe.evaluation.vllm,
-        )
-    for run in runs:  # with the answers, so that the page compares item by item
-        base, copy = output / "base", run / "eval_base"
-        shutil.copytree(base / "tasks", copy / "tasks", dirs_exist_ok=True)
-        write_atomic(copy / "results.json", (base / "results.json").read_bytes())
-    page = write_report(runs, output / "report" / "index.html")
-    write_atomic(output / "seconds.json", json.dumps(seconds, indent=2) + "\n")
-    return page
+        run_recipe(recipe, run, resume=(run / "recipe.yaml").exists(), worker=worker)
+        parts.finish(method)
+    if base is not None:
+        with terminal().phase("evaluate the base"):
+            base.result()
+        parts.finish("base")
+    for method in METHODS:  # with the answers, so that the page compares item by item
+        before, copy = output / "base", output / method / "eval_base"
+        shutil.copytree(before / "tasks", copy / "tasks", dirs_exist_ok=True)
+        write_atomic(copy / "results.json", (before / "results.json").read_bytes())
+
+
+def _begin_base(
+    output: Path, parts: Parts, worker: Worker, checkpoint: Path, recipe: Recipe, code: str
+) -> Pending[Any] | None:
+    """Hand over the evaluation of the checkpoint before training; None when it is there."""
+    section = recipe.evaluation
+    assert section is not None
+    asked: dict[str, Any] = {
+        "backend": section.backend,
+        "data_dir": section.data_dir,
+        "vllm": section.vllm,
+    }
+    identity = sha256_json([code, checkpoint.name, section.suite, asked])
+    if parts.kept("base", identity):
+        return None
+    parts.begin("base", identity)
+    return worker.begin(evaluate, checkpoint, section.suite, output=output / "base", **asked)
 
 
 def say_outcome(output: Path, page: Path) -> None:
     """Print the demo's scores, what its methods changed, and what to do next."""
-    from moe_finetune.report.outcome import end_run, next_commands
-
     recipes = [
         str(recipes_folder() / name)
         for name in ("methods/orthogonal_variance.yaml", "training/p0_lora.yaml")
@@ -110,25 +136,22 @@ def demo_recipe(
     return load_recipe(recipes_folder() / "demo" / f"{method}.yaml", overrides)
 
 
-def _usable_backend() -> str:
-    from moe_finetune.vllm.install import vllm_status
+def recipe_texts() -> list[str]:
+    """The files that :func:`demo_recipe` reads before they are merged."""
+    folder = recipes_folder()
+    files = [folder / "demo" / "demo.yaml"]
+    files += [folder / kind / f"{m}.yaml" for m in METHODS for kind in ("demo", "methods")]
+    return [file.read_text(encoding="utf-8") for file in files]
 
-    status = vllm_status()
-    if not status.problems:
+
+def _usable_backend(status: VllmStatus) -> str:
+    if status.usable:
         return "vllm"
     problems = "; ".join(status.problems)
     terminal().say(
         f"vLLM cannot be used here ({problems}); transformers evaluates instead", "warning"
     )
     return "hf"
-
-
-@contextmanager
-def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    start = time.perf_counter()
-    with terminal().phase(name):
-        yield
-    seconds[name] = round(time.perf_counter() - start, 1)
 
 
 def _bar(unit: str) -> Any:

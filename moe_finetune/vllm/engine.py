@@ -12,6 +12,17 @@ from moe_finetune.io.environment import package_versions
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 
 
+def environment_alone() -> dict[str, str]:
+    """Environment of a process that does nothing but run engines, one after the other.
+
+    With the CPU build they live in that process, instead of each importing vLLM once more, and
+    nothing is compiled, since it runs eagerly.
+    """
+    if not is_cpu_build():
+        return {}
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+
+
 def engine_arguments(
     overrides: dict[str, Any], dtype: str = "auto", seed: int = 0
 ) -> dict[str, Any]:
@@ -83,7 +94,10 @@ def open_vllm(
 
 
 def shutdown(lm: Any) -> None:
-    """Stop the engine's processes and free its memory."""
+    """Stop the engine's processes and free its memory, so that another can be opened here."""
+    from vllm import envs
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     engine = getattr(getattr(lm, "model", None), "llm_engine", None)
     core = getattr(engine, "engine_core", None)
     if core is not None:
@@ -91,3 +105,5 @@ def shutdown(lm: Any) -> None:
     if hasattr(lm, "model"):
         del lm.model
     gc.collect()
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # the engine was in this process
+        cleanup_dist_env_and_memory()

@@ -30,7 +30,7 @@ COMMANDS = {
     "select": ["select", NOWHERE],
     "place": ["place", NOWHERE, "--ranks", "2"],
     "place --bench": ["place", NOWHERE, "--ranks", "2", "--bench", NOWHERE],
-    "demo": ["demo", "--resume"],
+    "demo": ["demo"],
     "study": ["study", "{root}/recipes/studies/paper4.yaml", "--resume"],
     "upcycle": ["upcycle", "{root}/recipes/upcycle/miniature.yaml", "--resume"],
     "upcycle --expert": [

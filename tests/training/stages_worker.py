@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_finetune.training.sft import build_trainer
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
@@ -25,6 +24,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
 from moe_finetune.training.shards import is_sharded
+from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.whole import plain_name
 from tests import fsdp, tiny
 

@@ -1,0 +1,140 @@
+"""A process of its own that does one call after the other, while this one goes on.
+
+What is costly to import is imported there once, and whatever it does to its threads, signals and
+memory stays there. What it prints goes to a file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.io.children import failure
+from moe_finetune.io.terminal import Terminal, use
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_START = "from moe_finetune.io.worker import serve; serve({})"
+
+
+class WorkerError(MoeFinetuneError, RuntimeError):
+    """A call that ended its process, or that raised what no user can mend."""
+
+
+class Pending(Generic[T]):
+    """A call that was handed over."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+        self._answer: tuple[bool, Any] | None = None
+
+    def result(self) -> T:
+        """Wait for what the call returns.
+
+        Raises:
+            MoeFinetuneError: what the call raised.
+            WorkerError: it raised something else (its traceback is in the log), or the process
+                ended.
+        """
+        while self._answer is None:
+            self._worker.take_next()
+        done, value = self._answer
+        if not done:
+            raise value
+        return value
+
+
+class Worker:
+    """Starts the process at once; leave the context to end it, whatever it does.
+
+    Args:
+        log: file that it appends to whatever it prints.
+        environment: variables laid over ours.
+    """
+
+    def __init__(self, log: Path, environment: Mapping[str, str] | None = None):
+        self._log = log
+        self._waiting: list[Pending[Any]] = []
+        ours, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log.open("ab") as stream:
+            self._begun = stream.tell()
+            # A session of its own: Ctrl-C reaches it through us, when we leave the context.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+
+    def begin(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        """Hand over a call of a module's function; calls are done in their order."""
+        pending = Pending[T](self)
+        self._waiting.append(pending)
+        with suppress(BrokenPipeError):  # the process has ended; result() says why
+            self._connection.send((function, args, kwargs))
+        return pending
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """:meth:`begin` a call and wait for its result."""
+        return self.begin(function, *args, **kwargs).result()
+
+    def take_next(self) -> None:
+        """Wait for the answer to the oldest call."""
+        oldest = self._waiting.pop(0)
+        try:
+            oldest._answer = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            said = failure(self._log, self._begun, self._process.wait())
+            oldest._answer = False, WorkerError(f"the process that did it ended: {said}")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        if self._waiting:  # nobody will read the answer
+            self._process.terminate()
+        self._process.wait()
+
+
+def serve(descriptor: int) -> None:
+    """Do the calls that come, until the other side is gone."""
+    use(Terminal("plain"))
+    connection = Connection(descriptor)
+    while True:
+        try:
+            function, args, kwargs = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = True, function(*args, **kwargs)
+        except Exception as error:
+            traceback.print_exc()
+            known = isinstance(error, MoeFinetuneError) and _travels(error)
+            answer = False, error if known else WorkerError(f"{type(error).__name__}: {error}")
+        try:
+            connection.send(answer)
+        except BrokenPipeError:
+            return
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:  # an error's own constructor raises what it likes
+        return False

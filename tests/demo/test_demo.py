@@ -1,0 +1,62 @@
+"""The demo on a tiny scale: everything is there at its end, and a second one keeps it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from moe_finetune import cli
+from moe_finetune.demo import demo as module
+from moe_finetune.demo.batches import Mixture
+from moe_finetune.demo.data import DataSizes, write_demo_data
+from moe_finetune.demo.pretrain import PretrainConfig, ensure_demo_checkpoint
+
+CONFIG = PretrainConfig(
+    vocab_size=320,
+    hidden_size=64,
+    layers=2,
+    experts=6,
+    top_k=4,
+    expert_width=32,
+    steps=2,
+    mixture=Mixture(code_rows=2, prose_rows=1, arithmetic_rows=3, length=96),
+)
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """The demo with a tiny checkpoint and few rows, as the command line runs it."""
+    make = partial(ensure_demo_checkpoint, tmp_path / "cache", config=CONFIG)
+    monkeypatch.setattr(module, "ensure_demo_checkpoint", lambda progress: make(progress=progress))
+    sizes = DataSizes(train=48, validation=12, arithmetic_test=6, cloze_test=4)
+    monkeypatch.setattr(module, "write_demo_data", partial(write_demo_data, sizes=sizes))
+    monkeypatch.setattr(module, "code_identity", lambda: "this code")
+
+
+@pytest.mark.slow
+def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
+    folder = tmp_path / "demo"
+    arguments = ["demo", "--backend", "hf", "--steps", "2", "--output", str(folder)]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr()
+    assert "demo_arithmetic (exact_match)  6" in said.out and "next:" in said.out
+    assert "Traceback" not in said.err and "{'" not in said.err
+    scores = {m: json.loads((folder / m / "eval" / "results.json").read_text())
+              for m in module.METHODS}  # fmt: skip
+    scores["base"] = json.loads((folder / "base" / "results.json").read_text())
+    hashes = {name: found["checkpoint"]["sha256"] for name, found in scores.items()}
+    assert len(set(hashes.values())) == 3, "three checkpoints were evaluated"
+    for method in module.METHODS:
+        beside = (folder / method / "eval_base" / "results.json").read_bytes()
+        assert beside == (folder / "base" / "results.json").read_bytes()
+
+    def files():
+        return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+    before = files()
+    assert cli.main(arguments) == 0
+    again = capsys.readouterr()
+    assert files() == before and again.out == said.out
+    assert "report: kept, nothing that it follows from has changed" in again.err
