@@ -136,6 +136,9 @@ def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
 
 def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:
     """The base parameters that an adapter changes, and the share of each that it changes."""
+    if not hasattr(model, "get_base_model"):
+        return  # PEFT takes seconds to import
+
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 

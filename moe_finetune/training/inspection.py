@@ -13,11 +13,11 @@ from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import family_of
 from moe_finetune.training.memory.meta import meta_model
-from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
-from moe_finetune.training.memory.verdict import Verdict, judge, memory_lines
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
+    from moe_finetune.training.memory.plan import MemoryPlan
+    from moe_finetune.training.memory.verdict import Verdict
 
 
 @dataclass
@@ -73,13 +73,15 @@ class Inspection:
         ]
         if self.stored_bytes is not None:
             lines.append(
-                f"on disk        {self.stored_bytes / GIB:.2f} GiB in {self.stored_tensors} tensors"
-                f" ({', '.join(self.stored_dtypes)})"
+                f"on disk        {self.stored_bytes / 2**30:.2f} GiB in {self.stored_tensors} "
+                f"tensors ({', '.join(self.stored_dtypes)})"
             )
         lines += ["", self.coverage.table()]
         if self.verdict is not None:
             lines += ["", self.verdict.text()]
         elif self.memory is not None:
+            from moe_finetune.training.memory.verdict import memory_lines
+
             lines += ["", *memory_lines(self.memory)]
         elif self.memory_unknown is not None:
             lines += ["", self.memory_unknown]
@@ -116,7 +118,10 @@ def inspect_checkpoint(
     routed = plain.groups["routed experts"].parameters
     coverage, memory, verdict, unknown = plain, None, None, None
     if recipe is not None:
+        # PEFT takes longer to import than headers take to read.
         from moe_finetune.lora.targets import add_lora
+        from moe_finetune.training.memory.plan import plan_memory
+        from moe_finetune.training.memory.verdict import judge
 
         with torch.device("meta"):
             adapted = add_lora(model, recipe.lora, recipe.router.train)

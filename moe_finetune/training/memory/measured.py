@@ -146,10 +146,7 @@ def train(config: Any, recipe: Any, folder: Path) -> None:
 
     rows = STEPS * int(recipe.trainer.get("per_device_train_batch_size", 8))
     rows *= int(recipe.trainer.get("gradient_accumulation_steps", 1))
-    generator = torch.Generator().manual_seed(0)
-    shape = (rows, recipe.data.max_length)
-    ids = torch.randint(4, config.vocab_size, shape, generator=generator)
-    data = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+    data = Dataset.from_dict(_columns(recipe, rows, config.vocab_size))
     dtype = getattr(torch, recipe.model.dtype if recipe.lora is not None else "float32")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -158,13 +155,35 @@ def train(config: Any, recipe: Any, folder: Path) -> None:
     run.train()
 
 
+def _columns(recipe: Any, rows: int, vocabulary: int) -> dict[str, list]:
+    """Rows of full length, in the form of the recipe's stage."""
+    import torch
+
+    from moe_finetune.recipe.stages import STAGES
+
+    form, length = STAGES[recipe.stage].form, recipe.data.max_length
+    if form == "tokens":
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(4, vocabulary, (rows, length), generator=generator).tolist()
+        return {"input_ids": ids, "labels": ids}
+    if form != "preference":
+        raise ValueError(f"rows of stage {recipe.stage} are not made here")
+    half, whole = "word " * (length // 2), "word " * length  # which is cut
+    return {name: [half if name == "prompt" else whole] * rows for name in _PAIR}
+
+
+_PAIR = ("prompt", "chosen", "rejected")
+
+
 def _tokenizer() -> Any:
     """One of a few words: rows come as ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(WordLevel({"<pad>": 0, "<end>": 1, "<unk>": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes, step_bytes
 from moe_finetune.training.memory.profile import Device, StepProfile, step_profile
+from moe_finetune.training.memory.stage import StepShape, second_model_bytes, step_shape
 from moe_finetune.training.memory.weights import Weights, is_added, weights_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class MemoryPlan:
         tokens: of a micro-batch.
         layer: kept, forward and backward working memory of the layer that needs most.
         head: working memory of head and loss.
+        second: bytes of a reference's or teacher's weights.
+        stage: the micro-batch of the stage, for a reader.
     """
 
     weights: int
@@ -60,6 +63,8 @@ class MemoryPlan:
     host: int = 0
     layer: dict[str, int] = field(default_factory=dict)
     head: int = 0
+    second: int = 0
+    stage: str = ""
 
     @property
     def total(self) -> int:
@@ -69,7 +74,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """What no batch changes: weights, adapter, gradients and states."""
-        return self.weights + self.adapter + self.optimizer + self.all_gradients
+        return self.weights + self.second + self.adapter + self.optimizer + self.all_gradients
 
     @property
     def activations(self) -> int:
@@ -152,13 +157,31 @@ def _strength(weights: Weights, profile: StepProfile, recipe: Recipe) -> Iterato
         yield held, kept, needed, "measuring the losses' strength, backward of one of them"
 
 
+def _without_gradients(
+    weights: Weights, profile: StepProfile, shape: StepShape, held: int
+) -> Iterator[Moment]:
+    """The moments of a stage's forwards that nothing is learned from."""
+    layer = max(layer.forward for layer in profile.layers) + weights.dequantized
+    if shape.beside:
+        kept = profile.before + sum(layer.kept for layer in profile.layers)
+        yield held, kept, layer, "forward of the reference or teacher"
+    if shape.generated:
+        tokens = shape.length
+        by_layer = [shape.generated * (fixed + token * tokens) for fixed, token in profile.cache]
+        # A layer's keys and values lie there twice while a token is added to them.
+        cache = sum(by_layer) + max(by_layer)
+        prompts = layer * shape.generated * shape.prompt // (shape.rows * shape.length)
+        yield 0, cache, prompts, f"generating {shape.generated} rows of {tokens} tokens"
+
+
 def fixed_bytes(model: nn.Module, recipe: Recipe) -> int:
     """Bytes on the device that no batch changes; see :attr:`MemoryPlan.fixed`."""
     weights = weights_of(model, recipe)
     optimizer = optimizer_of(str(recipe.trainer.get("optim", DEFAULT_OPTIMIZER)))
     states = 0 if optimizer.paged else state_bytes(optimizer, weights.trained)
     gradients = sum(weights.layer_gradients) + weights.other_gradients
-    return weights.device + weights.added + states + gradients
+    second = second_model_bytes(recipe, step_shape(recipe), weights.parameters)
+    return weights.device + second + weights.added + states + gradients
 
 
 def layer_kinds(model: nn.Module) -> list[Any]:
@@ -191,10 +214,11 @@ def put_together(
     moments = list(_step(weights, profile, recipe, every if accumulates else 0, accumulates))
     if recipe.method.terms and recipe.method.strength.first:
         moments += _strength(weights, profile, recipe)
+    shape = step_shape(recipe)
+    moments += _without_gradients(weights, profile, shape, every if accumulates else 0)
     moments.append((every, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
     gradients, kept, needed, moment = max(moments, key=lambda found: sum(found[:3]))
     most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))
-    rows = int(trainer.get("per_device_train_batch_size", 8))
     return MemoryPlan(
         weights=weights.device,
         adapter=weights.added,
@@ -204,10 +228,12 @@ def put_together(
         needed=needed,
         moment=moment,
         all_gradients=every,
-        tokens=rows * recipe.data.max_length,
+        tokens=shape.rows * shape.length,
         weights_by=weights.by_type,
         losses=losses,
         host=weights.host + (states if optimizer.paged else 0),
         layer={"kept": most.kept, "forward": most.forward, "backward": most.backward},
         head=profile.head,
+        second=second_model_bytes(recipe, shape, weights.parameters),
+        stage=shape.text,
     )

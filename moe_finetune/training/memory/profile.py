@@ -14,7 +14,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
 from moe_finetune.training.memory.attention import fused_attention
 from moe_finetune.training.memory.live import LiveBytes
+from moe_finetune.training.memory.stage import cache_bytes, stage_loss, step_shape
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
@@ -61,12 +62,14 @@ class StepProfile:
         head: the most that is alive during head and loss, beyond what the layers have left.
         after_head: what of it is alive when the last layer's backward begins, gradients not
             counted.
+        cache: what generating holds of a row, by layer: whatever its length, and for each token.
     """
 
     layers: list[LayerBytes]
     before: int
     head: int
     after_head: int
+    cache: list[tuple[int, int]] = field(default_factory=list)
 
 
 def step_profile(
@@ -104,6 +107,7 @@ def step_profile(
                 else:
                     stack.enter_context(head_tiles(config))
                 _step(model, short, recipe, marks, losses)
+                cache = cache_bytes(model) if step_shape(recipe).generated else []
     except MoeFinetuneError:
         raise
     except Exception as error:  # an operation that has no rule for tensors without memory
@@ -112,11 +116,17 @@ def step_profile(
             f"the memory of a step of this {config.model_type} cannot be told: {said:.200}"
         ) from error
     rows = marks.layers()
-    chosen = [
-        rows[index if count == len(kinds) else _like(kinds, kind, count)]
+    stands = [
+        index if count == len(kinds) else _like(kinds, kind, count)
         for index, kind in enumerate(kinds)
     ]
-    return StepProfile(chosen, marks.before, marks.head, marks.after_head)
+    return StepProfile(
+        [rows[index] for index in stands],
+        marks.before,
+        marks.head,
+        marks.after_head,
+        [cache[index] for index in stands] if cache else [],
+    )
 
 
 def head_tiles(config: Any) -> AbstractContextManager[Any]:
@@ -269,10 +279,10 @@ def _step(model: Any, config: Any, recipe: Recipe, marks: _Marks, losses: bool) 
 
     recorder.install()
     _watch(backbone_of(model).layers, marks, gradients)
-    rows = int(recipe.trainer.get("per_device_train_batch_size", 8))
-    ids = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
+    shape = step_shape(recipe)
+    ids = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
-        loss = _loss(model, ids, float(recipe.trainer.get("label_smoothing_factor", 0.0)))
+        loss = stage_loss(model, ids, recipe)
     loss.backward()
     marks.end(gradients())
 
@@ -282,17 +292,6 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     if right.dim() == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
-
-
-def _loss(model: Any, ids: Tensor, smoothing: float) -> Tensor:
-    """TRL's loss: over tiles of the head, or from whole logits where labels are smoothed."""
-    if not smoothing:
-        output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
-        return -output.log_probs.sum() / ids.numel()
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    output = model(input_ids=ids, use_cache=False)
-    return LabelSmoother(epsilon=smoothing)(output, ids, shift_labels=True)
 
 
 def _watch(layers: Any, marks: _Marks, gradients: Any) -> None:

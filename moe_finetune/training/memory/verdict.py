@@ -105,13 +105,17 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     stored = ", ".join(f"{size / GIB:.2f} {name}" for name, size in plan.weights_by.items())
     rows = [
         ("weights", plan.weights, stored),
+        *([("second", plan.second, "weights of the reference or teacher")] if plan.second else []),
         ("adapter", plan.adapter, "float32"),
         ("optimizer", plan.optimizer, "states"),
         ("gradients", plan.gradients, f"then; {plan.all_gradients / GIB:.2f} when all are there"),
         ("kept", plan.kept, "of the layers, for their backward"),
         ("needed", plan.needed, f"for a moment: {plan.moment}"),
     ]
-    lines = [f"memory on one device, micro-batch of {plan.tokens:,} tokens, at its worst moment:"]
+    lines = [
+        f"memory on one device, micro-batch of {plan.tokens:,} tokens ({plan.stage}), at its worst "
+        "moment:"
+    ]
     lines += [f"  {name:<12} {size / GIB:8.2f} GiB  {what}".rstrip() for name, size, what in rows]
     lines.append(f"  {'total':<12} {plan.total / GIB:8.2f} GiB")
     if plan.losses:

@@ -19,6 +19,7 @@ from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes
 from moe_finetune.training.memory.plan import put_together
 from moe_finetune.training.memory.profile import LayerBytes, StepProfile
 from moe_finetune.training.memory.remedies import remedies
+from moe_finetune.training.memory.stage import StepShape, cache_bytes, step_shape
 from moe_finetune.training.memory.verdict import GIB, judge, plan_recipe
 from moe_finetune.training.memory.weights import quantized_bytes, weights_of
 from tests import tiny
@@ -107,6 +108,7 @@ class OneWeight:
     trained = [(5,)]  # noqa: RUF012
     layer_gradients = [8, 12]  # noqa: RUF012
     other_gradients = 0
+    measured_gradients, parameters = 16, 1000
 
 
 def test_the_worst_moment():
@@ -128,7 +130,10 @@ def test_the_worst_moment():
         OneWeight, StepProfile(layers, 10, 40, 20), recipe(method={"preset": "aux_loss"})
     )
     assert first.moment == "measuring the losses' strength, backward of layer 1"
-    assert first.total == backward.total + 2 * 20  # the window's gradients, the language loss's
+    assert first.total == backward.total + 20 + 16  # all of the window; what is measured of it
+    three = recipe(method={"preset": "orthogonal_variance"})  # 3 x 4 parameters are few beside 1000
+    third = put_together(OneWeight, StepProfile(layers, 10, 40, 20), three)
+    assert third.total == backward.total + 20 + 3 * 16
     unmeasured = recipe(method={"preset": "aux_loss", "strength": {"first": False}})
     later = put_together(OneWeight, StepProfile(layers, 10, 40, 20), unmeasured)
     assert later.total == backward.total
@@ -158,6 +163,66 @@ def test_what_each_setting_changes(family):
     deeper.num_hidden_layers = 9
     more = plan_recipe(deeper, recipe(trainer={"gradient_checkpointing": False}))
     assert more.kept > 2.5 * whole.kept  # layers that were never run
+
+
+def staged(stage, lora=True, sections=None, **trainer):
+    values = recipe().to_mapping() | {"stage": stage}
+    values |= sections or {}
+    values["trainer"] = {"per_device_train_batch_size": 3, **trainer}
+    if not lora:
+        values |= {"lora": None, "router": {"train": "full"}}
+    return Recipe.model_validate(values)
+
+
+REWARDS = {"rewards": [{"name": "exact_match"}]}
+
+
+def test_the_step_of_each_stage():
+    assert step_shape(staged("sft")) == StepShape(3, 96, 96)
+    assert step_shape(staged("dpo")) == StepShape(6, 96, 96, beside=True)
+    assert step_shape(staged("dpo", lora=False)).second == "reference"
+    assert step_shape(staged("dpo", precompute_ref_log_probs=True)) == StepShape(6, 96, 96)
+    assert step_shape(staged("kto")) == StepShape(3, 96, 96, beside=True)
+    assert step_shape(staged("orpo")) == StepShape(6, 96, 96)
+    more = {"gradient_accumulation_steps": 4, "max_completion_length": 32}
+    grpo = step_shape(staged("grpo", sections=REWARDS, **more))
+    assert grpo == StepShape(3, 128, 96, generated=12)
+    vllm = step_shape(staged("grpo", sections=REWARDS, use_vllm=True, **more))
+    assert vllm == StepShape(3, 128, 96)
+    full = staged("grpo", lora=False, sections=REWARDS, beta=0.1, **more)
+    assert step_shape(full).second == "reference"
+
+
+def test_what_stages_add_to_the_plan(tiny_checkpoint):
+    config = tiny.config("qwen3_moe")
+    plans = {stage: plan_recipe(config, staged(stage)) for stage in ("sft", "dpo", "orpo")}
+    assert plans["dpo"].tokens == 2 * plans["sft"].tokens == plans["orpo"].tokens
+    assert 1.8 < plans["dpo"].kept / plans["sft"].kept < 2.01
+    assert plans["orpo"].head > 6 * 96 * config.vocab_size * 4  # whole logits in float32
+    second = plan_recipe(config, staged("dpo", lora=False)).second
+    assert second == plans["sft"].weights
+    more = {"max_completion_length": 700, "gradient_accumulation_steps": 1333}
+    grpo = plan_recipe(config, staged("grpo", sections=REWARDS, **more))
+    assert grpo.moment == "generating 3999 rows of 796 tokens"
+    a_token = 2 * config.num_key_value_heads * config.head_dim * 2  # keys, values; bfloat16
+    assert grpo.kept == 3999 * 796 * a_token * (config.num_hidden_layers + 1)
+    teacher = str(tiny_checkpoint("olmoe"))
+    taught = plan_recipe(config, staged("distill", sections={"teacher": teacher}))
+    stored = sum(f.stat().st_size for f in tiny_checkpoint("olmoe").glob("*.safetensors"))
+    assert taught.second == pytest.approx(stored / 2, rel=0.02)  # float32 on disk
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+def test_a_cache_is_as_large_as_the_models_own(family):
+    model = tiny.model(family)
+    with torch.no_grad():
+        cache = model(torch.zeros(2, 23, dtype=torch.int64), use_cache=True).past_key_values
+    real = [2 * 23 * (k.shape[1] * (k.shape[3] + v.shape[3])) * 4 for k, v in keys(cache)]
+    assert [2 * (fixed + 23 * token) for fixed, token in cache_bytes(model)] == real
+
+
+def keys(cache):
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def test_changes_come_in_order_until_it_fits():

@@ -6,6 +6,8 @@ process takes beyond is the benchmark's to say.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from moe_finetune.recipe.schema import Recipe
@@ -15,7 +17,7 @@ from tests import tiny
 
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
-    # family, preset, LoRA targets, keys of the trainer, the worst moment
+    # family, preset, LoRA targets, keys of the trainer (and the stage), the worst moment
     "whole": (
         "deepseek_v2", "dpp", EVERYTHING, {}, "measuring the losses' strength, backward of",
     ),
@@ -29,17 +31,20 @@ SETTINGS = {
         {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "measuring",
     ),
     "experts": ("moonlight", "specialization_coupling", ["experts"], {}, "measuring"),
+    "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
+    "odds": ("qwen3_moe", "none", EVERYTHING, {"stage": "orpo"}, "backward"),
     "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "head and loss"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_told_is_what_is_alive(setting):
-    family, preset, targets, trainer, moment = SETTINGS[setting]
+    family, preset, targets, trainer, moment = copy.deepcopy(SETTINGS[setting])
     config = tiny.config(family)
     config.num_hidden_layers = 6  # more than are tried to tell
     recipe = Recipe.model_validate(
         {
+            "stage": trainer.pop("stage", "sft"),
             "model": {"path": "random", "dtype": "float32", "experts_kernel": "grouped"},
             "method": {"preset": preset},
             "lora": {"rank": 8, "targets": targets},

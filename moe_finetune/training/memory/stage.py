@@ -1,0 +1,148 @@
+"""What the stage of a run changes in its step: rows, length, loss, a second model, generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.recipe.stages import STAGES
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A micro-batch as it is at its largest.
+
+    Attributes:
+        rows: that are trained on at once; of a pair both.
+        length: tokens of a row; a prompt's and its completion's.
+        prompt: tokens that generation starts from.
+        generated: rows that the model itself generates at once; 0 where vLLM or nobody does.
+        beside: a forward without gradients runs while the graph of the trained one is alive.
+        second: the other model that is held: "reference", "teacher" or None.
+    """
+
+    rows: int
+    length: int
+    prompt: int
+    generated: int = 0
+    beside: bool = False
+    second: str | None = None
+
+    @property
+    def text(self) -> str:
+        """For a reader."""
+        parts = [f"{self.rows} rows of {self.length:,} tokens"]
+        if self.generated:
+            parts.append(f"{self.generated} generated at once")
+        if self.second:
+            parts.append(f"a {self.second} beside the model")
+        return ", ".join(parts)
+
+
+def step_shape(recipe: Recipe) -> StepShape:
+    """The micro-batch of the recipe's stage, as TRL's trainer of that stage runs it."""
+    trainer, stage = recipe.trainer, recipe.stage
+    batch = int(trainer.get("per_device_train_batch_size", 8))
+    prompt = recipe.data.max_length
+    second = "reference" if STAGES[stage].reference and recipe.lora is None else None
+    if stage in ("dpo", "orpo"):  # chosen and rejected in one batch
+        batch *= 2
+    if STAGES[stage].form != "prompts":
+        stored = bool(trainer.get("precompute_ref_log_probs", False))
+        beside = STAGES[stage].reference and not stored
+        return StepShape(batch, prompt, prompt, beside=beside, second=None if stored else second)
+    defaults: Any = STAGES[stage].config_class().__dataclass_fields__
+    longest = trainer.get("max_completion_length", defaults["max_completion_length"].default)
+    generated = 0
+    if not trainer.get("use_vllm", False):
+        windows = int(trainer.get("gradient_accumulation_steps", 1))
+        windows = int(trainer.get("steps_per_generation") or windows)
+        generated = int(trainer.get("generation_batch_size") or batch * windows)
+    if stage == "distill":
+        second = "teacher"
+    elif recipe.lora is None and float(trainer.get("beta", defaults["beta"].default)) > 0:
+        second = "reference"
+    return StepShape(
+        batch, prompt + int(longest), prompt, generated, beside=stage == "distill", second=second
+    )
+
+
+def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
+    """Bytes of the other model's weights; ``model``: parameters of the one that trains."""
+    if shape.second is None:
+        return 0
+    item = 4 if recipe.model.dtype == "float32" else 2
+    if recipe.teacher is None:
+        return item * model
+    from moe_finetune.models.loading import load_config
+    from moe_finetune.models.structure import meta_model
+
+    return item * sum(p.numel() for p in meta_model(load_config(recipe.teacher)).parameters())
+
+
+def stage_loss(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
+    """A scalar with the graph of the stage's loss: what TRL keeps of head and logits for it."""
+    if recipe.stage == "orpo":
+        return _odds_ratio(model, ids)
+    if recipe.stage == "distill":
+        return _divergence(model, ids, recipe)
+    smoothing = float(recipe.trainer.get("label_smoothing_factor", 0.0))
+    if not smoothing or STAGES[recipe.stage].form != "tokens":
+        output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
+        return -output.log_probs.sum() / ids.numel()
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    output = model(input_ids=ids, use_cache=False)
+    return LabelSmoother(epsilon=smoothing)(output, ids, shift_labels=True)
+
+
+def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
+    """Whole logits, in float32 as accelerate hands them on: cross-entropy and log-probabilities."""
+    from trl.trainer.utils import selective_log_softmax
+
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    chosen = logits[: ids.shape[0] // 2, :-1].contiguous()
+    labels = ids[: ids.shape[0] // 2, 1:].contiguous()
+    loss = torch.nn.functional.cross_entropy(chosen.flatten(0, 1), labels.flatten())
+    return loss - selective_log_softmax(logits[:, :-1], ids[:, 1:].clone()).mean()
+
+
+def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
+    """Tiles of both models' logits; the teacher is taken to be as wide as the model."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    from moe_finetune.moe.layers import backbone_of
+
+    hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings().weight
+    beta: Any = STAGES[recipe.stage].config_class().__dataclass_fields__["beta"].default
+    taught = hidden.detach().clone()
+    mask = torch.ones_like(ids)
+    return _chunked_divergence_loss(
+        hidden, taught, head, head, mask, float(recipe.trainer.get("beta", beta))
+    )[0]
+
+
+def cache_bytes(model: Any) -> list[tuple[int, int]]:
+    """By layer of a model on fake tensors: what its cache holds a row, and a row's token."""
+    first, second = _cached(model, 8), _cached(model, 16)
+    tokens = [(b - a) // 8 for a, b in zip(first, second, strict=True)]
+    return [(a - 8 * token, token) for a, token in zip(first, tokens, strict=True)]
+
+
+def _cached(model: Any, length: int) -> list[int]:
+    training = model.training
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    with torch.no_grad():
+        cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
+    model.train(training)
+    return [
+        sum(t.numel() * t.element_size() for t in vars(layer).values() if isinstance(t, Tensor))
+        for layer in cache.layers
+    ]
