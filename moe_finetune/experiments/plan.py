@@ -10,7 +10,7 @@ from moe_finetune.experiments.cost import Cost, Estimator
 from moe_finetune.experiments.expand import Run
 from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.io.tables import aligned
-from moe_finetune.training.inspection import GIB
+from moe_finetune.training.memory.plan import GIB
 
 UNKNOWN = "?"
 

@@ -14,7 +14,7 @@ from moe_finetune.experiments.recipe import PlanSection
 from moe_finetune.models.fresh import fresh_config, fresh_model
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree, merge_mappings
-from moe_finetune.training.inspection import GIB
+from moe_finetune.training.memory.plan import GIB
 from tests import tiny
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
