@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_finetune.training.sft import build_trainer
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
