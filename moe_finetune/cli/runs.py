@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moe_finetune.cli.app import Output, RecipeItems, app, split_items, write_json
+from moe_finetune.io.terminal import terminal
 
 
 class Format(enum.StrEnum):
@@ -82,13 +84,16 @@ def train(
     Example: moe-finetune train recipes/models/qwen3_30b_a3b.yaml recipes/methods/erc.yaml
     data.train=my.jsonl trainer.max_steps=50 --output runs/erc
     """
+    from moe_finetune.recipe.tree import load_tree
+
+    tree = load_tree(*split_items(items))
+    if int(os.environ.get("RANK", "0")) == 0:
+        terminal().say(headline(tree.values, output))  # what follows imports for some seconds
     from moe_finetune.experiments.chain import chain_of, run_chain
     from moe_finetune.recipe.schema import recipe_from_tree
-    from moe_finetune.recipe.tree import load_tree
     from moe_finetune.report.outcome import end_run, next_commands
     from moe_finetune.run import plan_run, run_recipe
 
-    tree = load_tree(*split_items(items))
     if runs := chain_of(tree, output):
         if dry_run:
             print(plan_run(runs[0][1], runs[0][0], resume, ignore_memory).text())
@@ -111,6 +116,17 @@ def train(
         page, saved = run / "report" / "index.html", str(run / "recipe.yaml")
         own = [saved, "data.train=my.jsonl", "--output", f"{run}-mine"]
         end_run({"after": run}, None, next_commands(page, run / "merged", own))
+
+
+def headline(values: Mapping[str, Any], output: Path) -> str:
+    """What a run is about, from a recipe that nothing has checked yet."""
+
+    def of(section: str, key: str, default: str) -> str:
+        found = values.get(section)
+        return str(found.get(key, default) if isinstance(found, Mapping) else found or default)
+
+    method, rows = of("method", "preset", "no preset"), of("data", "train", "no data")
+    return f"train: {method} on {of('model', 'path', 'no model')} with {rows} -> {output}"
 
 
 @app.command()

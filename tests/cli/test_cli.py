@@ -106,6 +106,22 @@ def test_interruption_and_failures_of_the_machine(capsys, monkeypatch, tmp_path,
     assert found == code and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("model: {path: m}\ndata: {train: d.jsonl}\nmethod: erc\n", "erc on m with d.jsonl"),
+        ("model: m\nmethod: {preset: dpp}\ntrainer: 3\n", "dpp on m with no data"),
+    ],
+)
+def test_a_run_says_what_it_is_before_anything_is_checked(capsys, tmp_path, recipe, said):
+    file = tmp_path / "r.yaml"
+    file.write_text(recipe + "nonsense: 1\n")
+    code, _, err = run(capsys, "train", file, "--output", tmp_path / "o")
+    first, second = err.splitlines()[:2]
+    assert code == 2 and first == f"train: {said} -> {tmp_path / 'o'}"
+    assert second.startswith("error: ")
+
+
 def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b=c.yaml"
     first.write_text("model: {path: m}\ndata: {train: d.jsonl}\n")
