@@ -165,15 +165,13 @@ def _differences(rule: Any, nearest: Any) -> Iterator[Check]:
 def _selection(
     family: Family, text: Any, seen: Sequence[Seen], named: Sequence[dict[str, Tensor]]
 ) -> Iterator[Check]:
-    groups = family.groups(text)
-    wrong_bias = _bias(family, text, seen[0].site)
+    groups, fixed = family.groups(text), set(family.fixed_layers(text))
+    free = [pair for pair in zip(seen, named, strict=True) if pair[0].site.index not in fixed]
+    wrong_bias = _bias(family, text, free[0][0].site) if free else None
     if wrong_bias is not None:
         yield wrong_bias
         return
-    fixed = set(family.fixed_layers(text))
-    for layer, parts in zip(seen, named, strict=True):
-        if layer.site.index in fixed:
-            continue
+    for layer, parts in free:
         bias = _held_bias(layer.site)
         own = parts["index"].sort(-1).values
         again = selected(family.score, parts["logits"], bias, own.shape[1], groups)
