@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -211,6 +212,20 @@ def test_inspect_says_what_quantising_costs(base, recipe_file, capsys):
     assert rows[0]["weights"] > rows[1]["weights"] > rows[2]["weights"]
     assert main(["inspect", str(base), "--quantization"]) == 2
     assert "name a --recipe" in capsys.readouterr().err
+
+
+def test_preferences_are_measured_from_the_quantised_base(base, recipe_file, tmp_path):
+    """It is there once, and is the reference where the adapter is switched off."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n} + 1 = ", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(8)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = ["stage=dpo", f"data.train={pairs}", "export.merge=false", "lora.dropout=0.0"]
+    changes += ["trainer.max_steps=2", "trainer.logging_steps=1"]
+    run = run_recipe(load_recipe(recipe_file, changes), tmp_path / "run")
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in log if row["kind"] == "train"]
+    assert steps[0]["rewards/margins"] == 0 and steps[1]["rewards/margins"] != 0
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 def recipe_data(recipe_file):
