@@ -35,6 +35,7 @@ class TrainingStatistics:
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._sums: Tensor | None = None  # (L, 2E + 3): load, score sums, tokens, squares, entropy
         self.names = list(names)
+        self._routers: dict[int, Tensor] = {}  # (2,): cosine and noise level, by layer
         self._losses: dict[str, Tensor] = {}
         self._forwards = 0
         self._strength: dict[str, float] = {}
@@ -65,6 +66,8 @@ class TrainingStatistics:
         row[2 * experts] += record.mask_T.sum()
         row[2 * experts + 1] += scores_TK.square().sum()
         row[2 * experts + 2] += entropy_T.sum()
+        if record.layer not in self._routers:
+            self._routers[record.layer] = _router_measures(record.router_weight_EH.detach())
         for name, value in loss.values.items():
             held = self._losses.get(name)
             self._losses[name] = value.double() if held is None else held + value
@@ -79,6 +82,7 @@ class TrainingStatistics:
         """Sums of this rank since the last read, as tensors and numbers."""
         return {
             "sums": self._sums,
+            "routers": dict(self._routers),
             "losses": dict(self._losses),
             "forwards": self._forwards,
             "strength": dict(self._strength),
@@ -91,6 +95,7 @@ class TrainingStatistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self._sums = state["sums"]
+        self._routers = dict(state.get("routers", {}))
         self._losses = dict(state["losses"])
         self._forwards = state["forwards"]
         self._strength = dict(state["strength"])
@@ -118,7 +123,9 @@ class TrainingStatistics:
 
         ``losses/<term>``: unweighted, summed over layers, mean over forwards. ``routing/load`` has
         no name here: see :attr:`last_load_LE`. ``routing/*``: means over layers, each from the
-        counts of all tokens since the last read. ``strength/<term>/*``: after a measurement.
+        counts of all tokens since the last read; ``router_cosine`` and ``noise_level`` (the mean
+        epsilon of ERC's noise) are of the routers at the first forward since then.
+        ``strength/<term>/*``: after a measurement.
         """
         together = ranks.world_size() > 1
         if not together and not self._forwards:
@@ -139,7 +146,8 @@ class TrainingStatistics:
                 return {}
         numbers = (values[:-1] / values[-1]).tolist()
         load, score, rest = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
-        self._sums, self._losses, self._forwards = None, {}, 0
+        routers = list(self._routers.values())
+        self._sums, self._losses, self._forwards, self._routers = None, {}, 0, {}
         strength, self._strength = self._strength, {}
         self.last_load_LE = load.to(torch.int64)
         tokens = rest[:, 0].clamp_min(1.0)
@@ -147,6 +155,7 @@ class TrainingStatistics:
         mean_score = score / tokens.unsqueeze(1)
         variance = (rest[:, 1] / tokens - mean_score.square().sum(1)) / self.num_experts
         violation = (load.max(1).values - load.mean(1)) / mean_load
+        found = torch.stack(routers).double().mean(0).tolist() if routers else []
         return {
             **{f"losses/{name}": number for name, number in zip(names, numbers, strict=True)},
             **strength,
@@ -157,4 +166,17 @@ class TrainingStatistics:
             / math.log(max(self.num_experts, 2)),
             "routing/score_variance": variance.mean().item(),
             "routing/dead_experts": float((load == 0).sum(1).double().mean()),
+            **dict(zip(("routing/router_cosine", "routing/noise_level"), found, strict=False)),
         }
+
+
+def _router_measures(weight_EH: Tensor) -> Tensor:
+    """:func:`~moe_finetune.metrics.router_cosine` and ``noise_level`` on the device, ``(2,)``."""
+    weight_EH = weight_EH.float()
+    experts, norms_E = len(weight_EH), weight_EH.norm(dim=1)
+    unit_EH = weight_EH / norms_E.clamp_min(1e-30).unsqueeze(1)
+    own_EE = torch.eye(experts, dtype=torch.bool, device=weight_EH.device)
+    cosines_EE = (unit_EH @ unit_EH.T).abs().masked_fill(own_EE, 0.0)
+    apart_E = torch.cdist(weight_EH, weight_EH).masked_fill(own_EE, torch.inf).amin(1)
+    epsilon = (apart_E / (2 * norms_E.clamp_min(1e-30))).mean()
+    return torch.stack([cosines_EE.sum() / (experts * (experts - 1)), epsilon])

@@ -90,6 +90,8 @@ class MakeClusters:
                 counts_CV,
                 section.count,
                 pinned,
+                bounds=section.bounds,
+                exclusive=section.exclusive,
                 seed=section.seed,
                 restarts=section.restarts,
             )

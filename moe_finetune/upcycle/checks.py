@@ -8,7 +8,7 @@ from pathlib import Path
 from moe_finetune.checkpoint.opened import check_folder as check_weights
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.models.loading import local_folder
-from moe_finetune.upcycle.clustering import check_pins
+from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.dense import dense_facts, load_dense_config
 from moe_finetune.upcycle.experts import Expert, check_alike, open_expert
 from moe_finetune.upcycle.frequencies import tokenizer_hash
@@ -59,7 +59,7 @@ def _check_pins(upcycle: Upcycle) -> None:
             hint = did_you_mean(name, names)
             raise RecipeError(f"clusters.pinned.{name}: no such category{hint}")
     pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
-    check_pins(len(names), section.count, pinned)
+    sizes_of(len(names), section.count, pinned, bounds=section.bounds, exclusive=section.exclusive)
 
 
 def _check_experts(folders: list[Path], dense: Path | None) -> None:

@@ -1,13 +1,14 @@
-"""Categories -> N clusters of equal size: TF-IDF, spectral embedding, balanced k-means.
+"""Categories -> N clusters: TF-IDF, spectral embedding, k-means with bounds on the sizes.
 
-Shape legend: C categories, V vocabulary, N clusters, D dimensions of the embedding. Sizes are
-numbers of categories and differ by one at most. Source: P3 §3.1; the balanced k-means alternates
-an optimal assignment to places (scipy) with means, as k-means with size constraints does.
+Shape legend: C categories, V vocabulary, N clusters, P places, D dimensions of the embedding. Sizes
+are numbers of categories. Source: P3 §3.1; the k-means alternates an optimal assignment to places
+(scipy) with means, as k-means with size constraints does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +18,69 @@ ITERATIONS = 100
 FAR = 1e9
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Fewest and most categories of each cluster, ``(N,)`` int each."""
+
+    least_N: np.ndarray
+    most_N: np.ndarray
+
+
+def sizes_of(
+    categories: int,
+    clusters: int,
+    pinned: Mapping[int, int],
+    *,
+    bounds: tuple[int, int] | None = None,
+    exclusive: bool = False,
+) -> Sizes:
+    """Bounds of the clusters' sizes around the pins.
+
+    Where every category is pinned, the sizes are those of the pins.
+
+    Args:
+        categories: C.
+        clusters: N.
+        pinned: category -> cluster.
+        bounds: fewest and most categories of a cluster; default: sizes differ by one at most.
+        exclusive: clusters with pinned categories get no others.
+
+    Raises:
+        RecipeError: there is no such assignment.
+    """
+    if categories < clusters:
+        raise RecipeError(
+            f"texts.categories: {categories} categories are fewer than the {clusters} clusters; "
+            "give more categories or lower clusters.count"
+        )
+    pins_N = np.bincount(list(pinned.values()), minlength=clusters)
+    fixed_N = (pins_N > 0) & (exclusive or len(pinned) == categories)
+    left, free = categories - int(pins_N[fixed_N].sum()), int((~fixed_N).sum())
+    least, most = bounds or (left // max(free, 1), -(-left // max(free, 1)))
+    sizes = Sizes(np.where(fixed_N, pins_N, least), np.where(fixed_N, pins_N, most))
+    full = int((pins_N - sizes.most_N).argmax())
+    if pins_N[full] > sizes.most_N[full]:
+        raise RecipeError(
+            f"clusters.pinned: cluster {full} gets {pins_N[full]} categories, and clusters hold "
+            f"{least} to {most}: pin fewer to it, or set clusters.sizes"
+        )
+    if not np.maximum(sizes.least_N, pins_N).sum() <= categories <= sizes.most_N.sum():
+        raise RecipeError(
+            f"clusters: {left} categories cannot be put into {free} clusters of {least} to {most} "
+            "around what is pinned; change clusters.sizes, clusters.count or clusters.pinned"
+        )
+    if not sizes.least_N.all():
+        raise RecipeError("clusters: a cluster would stay empty; pin fewer, or lower their count")
+    return sizes
+
+
 def cluster_categories(
     counts_CV: np.ndarray,
     clusters: int,
     pinned: Mapping[int, int] | None = None,
     *,
+    bounds: tuple[int, int] | None = None,
+    exclusive: bool = False,
     seed: int = 0,
     restarts: int = 16,
 ) -> np.ndarray:
@@ -31,39 +90,21 @@ def cluster_categories(
         counts_CV: occurrences of every token in each category: a category is one document.
         clusters: N, at most C.
         pinned: category -> cluster, kept as it is.
+        bounds, exclusive: as of :func:`sizes_of`.
         seed: of the embedding and of the starts.
-        restarts: starts of the balanced k-means; the one of least inertia counts.
+        restarts: starts of the k-means; the one of least inertia counts.
 
     Raises:
-        RecipeError: fewer categories than clusters, or pins that leave no equal sizes.
+        RecipeError: fewer categories than clusters, or pins that the sizes do not allow.
         ValueError: counts that are not a matrix of non-negative numbers.
     """
     counts_CV = np.asarray(counts_CV)
     if counts_CV.ndim != 2 or (counts_CV < 0).any():
         raise ValueError(f"counts_CV: got shape {counts_CV.shape}, wanted (C, V) counts >= 0")
-    check_pins(len(counts_CV), clusters, dict(pinned or {}))
+    pinned = dict(pinned or {})
+    sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)
     points_CD = embed(tf_idf(counts_CV), clusters, seed)
-    return balanced_kmeans(points_CD, clusters, pinned, seed=seed, restarts=restarts)
-
-
-def check_pins(categories: int, clusters: int, pinned: Mapping[int, int]) -> None:
-    """Raise RecipeError unless ``categories`` can be put into equal clusters around the pins."""
-    if categories < clusters:
-        raise RecipeError(
-            f"texts.categories: {categories} categories are fewer than the {clusters} clusters; "
-            "give more categories or lower clusters.count"
-        )
-    least, over = divmod(categories, clusters)
-    sizes = np.bincount(list(pinned.values()), minlength=clusters)
-    full = int(sizes.argmax())
-    larger = int((sizes > least).sum())
-    if sizes.max(initial=0) > least + bool(over) or larger > over:
-        raise RecipeError(
-            f"clusters.pinned: cluster {full} gets {sizes[full]} categories, and {categories} "
-            f"categories in {clusters} equal clusters are {least}"
-            + (f" each, {over} of them {least + 1}" if over else " each")
-            + ": another cluster would stay empty or too small; pin fewer to it"
-        )
+    return sized_kmeans(points_CD, sizes, pinned, seed=seed, restarts=restarts)
 
 
 def tf_idf(counts_CV: np.ndarray) -> np.ndarray:
@@ -89,20 +130,20 @@ def embed(weights_CV: np.ndarray, dimensions: int, seed: int) -> np.ndarray:
     return embedding.fit_transform(similar_CC + 1e-6)
 
 
-def balanced_kmeans(
+def sized_kmeans(
     points_CD: np.ndarray,
-    clusters: int,
+    sizes: Sizes,
     pinned: Mapping[int, int] | None = None,
     *,
     seed: int = 0,
     restarts: int = 16,
 ) -> np.ndarray:
-    """k-means whose clusters differ in size by one at most, ``(C,)`` int.
+    """k-means whose clusters keep bounds on their sizes, ``(C,)`` int.
 
     Each step is optimal: the assignment for given means (a linear assignment of points to places)
     and the means for a given assignment, so the inertia never rises.
     """
-    pinned = dict(pinned or {})
+    pinned, clusters = dict(pinned or {}), len(sizes.least_N)
     generator = np.random.default_rng(seed)
     best: tuple[float, np.ndarray] | None = None
     for _ in range(restarts):
@@ -110,7 +151,7 @@ def balanced_kmeans(
         labels_C = np.full(len(points_CD), -1)
         for _ in range(ITERATIONS):
             squares_CN = ((points_CD[:, None] - means_ND) ** 2).sum(-1)
-            previous, labels_C = labels_C, assign(squares_CN, pinned)
+            previous, labels_C = labels_C, assign(squares_CN, sizes, pinned)
             if (labels_C == previous).all():
                 break
             means_ND = np.stack([points_CD[labels_C == n].mean(0) for n in range(clusters)])
@@ -121,25 +162,24 @@ def balanced_kmeans(
     return best[1]
 
 
-def assign(costs_CN: np.ndarray, pinned: Mapping[int, int] | None = None) -> np.ndarray:
-    """Cheapest assignment of C points to N clusters whose sizes differ by one at most."""
+def assign(
+    costs_CN: np.ndarray, sizes: Sizes, pinned: Mapping[int, int] | None = None
+) -> np.ndarray:
+    """Cheapest assignment of C points to N clusters of bounded sizes, ``(C,)`` int."""
     from scipy.optimize import linear_sum_assignment
 
     points, clusters = costs_CN.shape
-    least, over = divmod(points, clusters)
-    costs_CN = costs_CN / (costs_CN.max() or 1.0)
-    places = np.repeat(np.arange(clusters), least)
-    costs_CP = costs_CN[:, places]
-    if over:
-        # One more place a cluster, so dear that the others are filled first.
-        places = np.concatenate([places, np.arange(clusters)])
-        costs_CP = np.concatenate([costs_CP, costs_CN + 2.0 * points], axis=1)
+    places_P = np.repeat(np.arange(clusters), sizes.most_N)
+    first_P = np.repeat(np.cumsum(sizes.most_N) - sizes.most_N, sizes.most_N)
+    must_P = np.arange(len(places_P)) - first_P < sizes.least_N[places_P]
+    # Rows beyond the points' are empty places, which must not be those that have to be filled.
+    costs_PP = np.zeros((len(places_P), len(places_P)))
+    costs_PP[:points] = (costs_CN / (costs_CN.max() or 1.0))[:, places_P]
+    costs_PP[points:, must_P] = FAR
     for point, cluster in (pinned or {}).items():
-        costs_CP[point, places != cluster] = FAR
-    rows, columns = linear_sum_assignment(costs_CP)
-    labels_C = np.empty(points, dtype=np.int64)
-    labels_C[rows] = places[columns]
-    return labels_C
+        costs_PP[point, places_P != cluster] = FAR
+    _, columns = linear_sum_assignment(costs_PP)
+    return places_P[columns[:points]]
 
 
 def _start(

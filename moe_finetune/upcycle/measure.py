@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.metrics import conditional_mean_rank, routing_entropy
+from moe_finetune.metrics import conditional_mean_rank
+from moe_finetune.metrics.arrays import entropy
 from moe_finetune.upcycle.texts import SPLITS, Split
 
 if TYPE_CHECKING:
@@ -70,8 +71,12 @@ class RoutingPool:
             for k, pool in enumerate(self.ranks, start=1):
                 found = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
                 pool.add(counted, float(found), found.std)
-        self.entropy.add(tokens, routing_entropy(record.distribution_TE[keep].cpu().numpy()))
-        self.score_entropy.add(tokens, routing_entropy(record.scores_TK[keep].cpu().numpy()))
+        for pool, of in (
+            (self.entropy, record.distribution_TE),
+            (self.score_entropy, record.scores_TK),
+        ):
+            nats_T = entropy(of[keep].cpu().numpy())
+            pool.add(tokens, float(nats_T.mean()), float(nats_T.std()))
         places_TK = np.broadcast_to(category_T[:, None], index_TK.shape)
         np.add.at(self.selected_CLN[:, layer], (places_TK, index_TK), 1)
         np.add.at(self.first_CLN[:, layer], (category_T, logits_TN.argmax(-1)), 1)
@@ -81,8 +86,8 @@ class RoutingPool:
         return {
             "cmr_1": self.ranks[0].summary(),
             "cmr_2": self.ranks[1].summary(),
-            "s_rl": self.entropy.summary()["mean"],
-            "score_entropy": self.score_entropy.summary()["mean"],
+            "s_rl": self.entropy.summary(),
+            "score_entropy": self.score_entropy.summary(),
             "selected": self.selected_CLN.tolist(),
             "first": self.first_CLN.tolist(),
         }

@@ -1,7 +1,8 @@
 """What ``moe-finetune upcycle`` does: a recipe of its own, read and checked as the others are.
 
-The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense,
-Branch-Train-MiX without and with load balancing (gshard on top-k scores, 0.01), and SvMoE.
+The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense
+(which trains for an expert's steps too), Branch-Train-MiX and SvMoE, both without and with load
+balancing (gshard on top-k scores, 0.01).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.sections import LoraSection, Section
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
+
+EPOCHS = "num_train_epochs"
 
 
 class PretrainSection(Section):
@@ -58,9 +61,23 @@ class ClusterSection(Section):
 
     count: int = Field(default=8, ge=2, description="clusters, and so experts")
     pinned: dict[str, int] = Field(default={}, description="category -> cluster, from 0")
+    exclusive: bool = Field(
+        default=False, description="clusters with pinned categories get no others"
+    )
+    sizes: list[int] | None = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="fewest and most categories of a cluster; default: equal, or as pinned",
+    )
     table: str | None = Field(default=None, description="a ready table; nothing is counted then")
     restarts: int = Field(default=16, ge=1, description="of the clustering; the best is kept")
     seed: int = Field(default=0, description="of the clustering")
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """``sizes`` as a pair."""
+        return (self.sizes[0], self.sizes[1]) if self.sizes is not None else None
 
 
 class ExpertSection(Section):
@@ -93,6 +110,9 @@ class ArmSection(Section):
     start: Literal["dense", "merged", "router"] = Field(description="what it is fine-tuned from")
     label: str | None = Field(default=None, description="its name in tables; default: the key")
     method: Method = Field(default=Method(), description="as in a recipe")
+    expert_steps: bool = Field(
+        default=False, description="from `dense`: trained for an expert's steps as well"
+    )
     trainer: dict[str, Any] = Field(default={}, description="laid over `finetune.trainer`")
 
     @field_validator("method", mode="before")
@@ -104,6 +124,8 @@ class ArmSection(Section):
     def _fits(self) -> ArmSection:
         if self.start == "dense" and self.method.terms:
             raise ValueError("an arm that starts from 'dense' has no router and takes no terms")
+        if self.expert_steps and self.start != "dense":
+            raise ValueError(f"expert_steps: the experts of '{self.start}' had theirs already")
         if self.method.bias_update is not None:
             raise ValueError("method.bias_update: these checkpoints have no place for such a bias")
         return self
@@ -143,10 +165,13 @@ class EvaluationSection(Section):
 def _paper_arms() -> dict[str, ArmSection]:
     balance = {"preset": "supervised_routing_baseline"}
     return {
-        "dense": ArmSection(start="dense", label="Dense"),
+        "dense": ArmSection(start="dense", label="Dense", expert_steps=True),
         "btx": ArmSection(start="merged", label="BTX"),
         "btx_balance": ArmSection(
             start="merged", label="BTX + balance", method=resolve_method(balance)
+        ),
+        "svmoe_balance": ArmSection(
+            start="router", label="SvMoE + balance", method=resolve_method(balance)
         ),
         "svmoe": ArmSection(start="router", label="SvMoE"),
     }
@@ -166,7 +191,7 @@ class UpcycleRecipe(Section):
     finetune: FinetuneSection = FinetuneSection()
     arms: dict[str, ArmSection] = Field(
         default_factory=_paper_arms,
-        description="models that are fine-tuned and compared; default: P3's four",
+        description="models that are fine-tuned and compared; default: P3's five",
     )
     evaluation: EvaluationSection = EvaluationSection()
     seeds: list[int] = Field(default=[0], description="of experts, routers and fine-tuning")
@@ -183,9 +208,22 @@ class UpcycleRecipe(Section):
         """Whether categories are clustered here: experts or table are still to be made."""
         return self.clusters.table is None or self.experts.checkpoints is None
 
+    def adds_expert_steps(self, arm: ArmSection) -> bool:
+        """Whether an expert's steps are known and the arm does not set its own."""
+        own = {"max_steps", EPOCHS} & set(arm.trainer)
+        return arm.expert_steps and self.experts.checkpoints is None and not own
+
     def trainer_of(self, arm: ArmSection) -> dict[str, Any]:
-        """TRL's arguments of an arm's fine-tuning."""
-        return {**self.finetune.trainer, **arm.trainer}
+        """TRL's arguments of an arm's fine-tuning, with an expert's steps where it has them too."""
+        own = {**self.finetune.trainer, **arm.trainer}
+        if not self.adds_expert_steps(arm):
+            return own
+        expert = self.experts.trainer
+        if "max_steps" in own:
+            return {**own, "max_steps": own["max_steps"] + expert["max_steps"]}
+        # An expert's epoch is over its own share of the texts.
+        share = expert.get(EPOCHS, 3) / self.clusters.count
+        return {**own, EPOCHS: own.get(EPOCHS, 3) + share}
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values of every key, defaults included."""
@@ -222,6 +260,13 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     given = recipe.experts.checkpoints
     if given is not None and len(given) != clusters.count:
         yield f"experts.checkpoints: got {len(given)}, wanted one for each of {clusters.count}"
+    for name, arm in recipe.arms.items():
+        steps = ["max_steps" in each.trainer for each in (recipe.experts, recipe.finetune)]
+        if recipe.adds_expert_steps(arm) and steps[0] != steps[1]:
+            yield (
+                f"arms.{name}.expert_steps: steps and epochs cannot be added; set max_steps in "
+                "experts.trainer and in finetune.trainer, or in neither"
+            )
     if not recipe.arms:
         yield "arms: is empty; name at least one model to compare"
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds):

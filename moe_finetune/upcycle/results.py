@@ -42,8 +42,8 @@ METRICS: dict[str, Callable[[dict[str, Any], str], float]] = {
     "perplexity_of_all_tokens": lambda m, split: m["splits"][split]["perplexity"]["of_all_tokens"],
     "cmr_1": lambda m, split: m["splits"][split]["routing"]["cmr_1"]["mean"],
     "cmr_2": lambda m, split: m["splits"][split]["routing"]["cmr_2"]["mean"],
-    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"],
-    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"],
+    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"]["mean"],
+    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"]["mean"],
 }
 OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
 

@@ -28,6 +28,7 @@ from moe_finetune.upcycle.actions import (
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.workspace import Upcycle
 
+MEASURED_FORMAT = 2
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
 
 
@@ -141,7 +142,11 @@ class Plan:
         judged = recipe.evaluation.judgement
         if judged is not None and judged.file is not None:
             measured["judgement"]["file"] = self._file(judged.file)
-        measured |= {"length": recipe.texts.max_length, "dense": arm.start == "dense"}
+        measured |= {
+            "format": MEASURED_FORMAT,
+            "length": recipe.texts.max_length,
+            "dense": arm.start == "dense",
+        }
         make_measured = Measure(self.upcycle, place, arm)
         after = (place, "clusters")
         yield Step(f"{at}/measured/{name}", make_measured, measured, after, stage="evaluate")

@@ -84,12 +84,13 @@ def _entropy(arms: Sequence[Arm]) -> Table:
     columns = ["", *(f"S_RL, {split}" for split in SPLITS), "of the top-k scores, test"]
     rows = []
     for arm in arms:
-        cells = [_mean(arm, "s_rl", split) for split in SPLITS]
-        rows.append([arm.name, *cells, _mean(arm, "score_entropy", "test")])
+        cells = [_spread(arm, "s_rl", split) for split in SPLITS]
+        rows.append([arm.name, *cells, _spread(arm, "score_entropy", "test")])
     experts = len(arms[0].measured[0]["splits"]["test"]["routing"]["selected"][0][0])
     note = (
-        f"Mean entropy of the router's probabilities in nats, at most ln {experts} = "
-        f"{math.log(experts):.2f}; in brackets the interval over seeds."
+        f"Entropy of the router's probabilities in nats, at most ln {experts} = "
+        f"{math.log(experts):.2f}: mean ± standard deviation over tokens and layers; in brackets "
+        "the interval over seeds."
     )
     return Table("Router entropy S_RL (Table 6)", note, columns, rows)
 
@@ -115,11 +116,6 @@ def _spread(arm: Arm, metric: str, split: str) -> str:
     held = [s["perplexity"] if metric == "perplexity" else s["routing"][metric] for s in splits]
     std = float(np.mean([each["std"] for each in held]))
     return f"{estimate.mean:.3f} ± {std:.2f} {_interval(estimate)}".strip()
-
-
-def _mean(arm: Arm, metric: str, split: str) -> str:
-    estimate = arm.estimate(metric, split)
-    return f"{estimate.mean:.3f} {_interval(estimate)}".strip()
 
 
 def _interval(estimate: Estimate, factor: float = 1.0, digits: int = 3) -> str:

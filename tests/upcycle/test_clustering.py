@@ -7,9 +7,11 @@ import pytest
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle.clustering import (
+    Sizes,
     assign,
-    balanced_kmeans,
     cluster_categories,
+    sized_kmeans,
+    sizes_of,
     tf_idf,
 )
 
@@ -18,45 +20,53 @@ def sizes(labels, clusters):
     return sorted(np.bincount(labels, minlength=clusters).tolist())
 
 
-def best_by_hand(costs, pinned):
-    """Least cost over all assignments whose sizes differ by one at most."""
+def best_by_hand(costs, bounds: Sizes, pinned):
+    """Least cost over all assignments that keep the bounds."""
     points, clusters = costs.shape
     best = np.inf
     for labels in itertools.product(range(clusters), repeat=points):
         counts = np.bincount(labels, minlength=clusters)
-        if counts.max() - counts.min() > 1 or any(labels[p] != c for p, c in pinned.items()):
-            continue
-        best = min(best, sum(costs[p, c] for p, c in enumerate(labels)))
+        kept = (bounds.least_N <= counts).all() and (counts <= bounds.most_N).all()
+        if kept and all(labels[p] == c for p, c in pinned.items()):
+            best = min(best, sum(costs[p, c] for p, c in enumerate(labels)))
     return best
 
 
 @pytest.mark.parametrize(
-    ("points", "clusters", "pinned"),
+    ("points", "clusters", "pinned", "options"),
     [
-        (6, 3, {}),
-        (7, 3, {}),
-        (5, 3, {}),
-        (8, 3, {4: 0}),
-        (7, 2, {0: 1, 3: 1, 5: 0}),
-        (3, 3, {2: 0}),
+        (6, 3, {}, {}),
+        (7, 3, {}, {}),
+        (5, 3, {}, {}),
+        (8, 3, {4: 0}, {}),
+        (7, 2, {0: 1, 3: 1, 5: 0}, {}),
+        (3, 3, {2: 0}, {}),
+        (7, 3, {}, {"bounds": (1, 4)}),
+        (8, 3, {0: 2, 5: 2, 6: 2, 7: 2}, {"bounds": (1, 5)}),
+        (8, 3, {4: 1}, {"exclusive": True}),
+        (8, 4, {0: 3, 1: 3, 2: 0}, {"exclusive": True, "bounds": (1, 4)}),
+        (6, 3, {0: 1, 1: 1, 2: 1, 3: 1, 4: 0, 5: 2}, {}),
     ],
 )
-def test_the_assignment_is_the_cheapest_with_equal_sizes(points, clusters, pinned):
+def test_the_assignment_is_the_cheapest_that_keeps_the_sizes(points, clusters, pinned, options):
     generator = np.random.default_rng(points * 10 + clusters)
+    bounds = sizes_of(points, clusters, pinned, **options)
     for _ in range(5):
         costs = generator.exponential(size=(points, clusters)) * 7
-        labels = assign(costs, pinned)
-        counts = np.bincount(labels, minlength=clusters)
-        assert counts.max() - counts.min() <= 1
-        assert all(labels[point] == cluster for point, cluster in pinned.items())
+        labels = assign(costs, bounds, pinned)
         total = costs[np.arange(points), labels].sum()
-        assert total == pytest.approx(best_by_hand(costs, pinned))
+        assert total == pytest.approx(best_by_hand(costs, bounds, pinned))
+        counts = np.bincount(labels, minlength=clusters)
+        if not options and len(pinned) < points:
+            assert counts.max() - counts.min() <= 1
+        if options.get("exclusive"):
+            assert all(counts[n] == sum(c == n for c in pinned.values()) for n in pinned.values())
 
 
 @pytest.mark.parametrize(("points", "clusters"), [(24, 8), (11, 4), (5, 5), (9, 2)])
 def test_sizes_are_equal_whatever_the_points(points, clusters):
     points_CD = np.random.default_rng(0).normal(size=(points, 3)) ** 3
-    labels = balanced_kmeans(points_CD, clusters, seed=1)
+    labels = sized_kmeans(points_CD, sizes_of(points, clusters, {}), seed=1)
     least, over = divmod(points, clusters)
     assert sizes(labels, clusters) == [least] * (clusters - over) + [least + 1] * over
 
@@ -65,7 +75,7 @@ def test_more_starts_never_give_a_worse_clustering():
     points_CD = np.random.default_rng(3).normal(size=(20, 4))
 
     def inertia(restarts):
-        labels = balanced_kmeans(points_CD, 4, seed=5, restarts=restarts)
+        labels = sized_kmeans(points_CD, sizes_of(20, 4, {}), seed=5, restarts=restarts)
         return sum(
             ((points_CD[labels == n] - points_CD[labels == n].mean(0)) ** 2).sum() for n in range(4)
         )
@@ -101,6 +111,24 @@ def test_pins_are_kept_and_others_follow_them():
         assert (labels[kind_C == kind_C[category]] == cluster).all()
 
 
+def test_sizes_may_be_unequal_and_pinned_clusters_closed():
+    counts_CV, kind_C = planted(kinds=3, each=4)
+    small = np.flatnonzero(kind_C == 0)[:3].tolist()
+    rest = [c for c in range(12) if c not in small]
+    labels = cluster_categories(counts_CV, 3, dict.fromkeys(small, 2), exclusive=True)
+    assert np.flatnonzero(labels == 2).tolist() == small
+    free = cluster_categories(counts_CV[rest], 3, bounds=(1, 5))
+    together = kind_C[rest][:, None] == kind_C[rest]
+    assert ((free[:, None] == free) == together).all()
+    assert sizes(free, 3) == [1, 4, 4]
+
+
+def test_a_table_of_a_paper_is_taken_as_it_is():
+    pinned = dict(enumerate([1, 1, 1, 1, 0, 2, 2]))
+    counts_CV, _ = planted(kinds=7, each=1)
+    assert cluster_categories(counts_CV, 3, pinned).tolist() == list(pinned.values())
+
+
 def test_tf_idf_is_scikit_learns_formula():
     counts_CV, _ = planted(kinds=2, each=2, vocabulary=7)
     counts_CV[:, 3] = [5, 0, 0, 0]
@@ -115,8 +143,8 @@ def test_tf_idf_is_scikit_learns_formula():
     ("categories", "clusters", "pinned", "said"),
     [
         (4, 5, {}, "4 categories are fewer than the 5 clusters"),
-        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories.*are 2 each"),
-        (7, 3, {0: 1, 1: 1, 2: 1, 3: 0, 4: 0, 5: 0}, "another cluster would stay empty"),
+        (6, 3, {0: 1, 1: 1, 2: 1}, "cluster 1 gets 3 categories, and clusters hold 2 to 2"),
+        (7, 3, {0: 1, 1: 1, 2: 1, 3: 0, 4: 0, 5: 0}, "cannot be put into 3 clusters of 2 to 3"),
         (3, 3, {0: 2, 1: 2}, "cluster 2 gets 2 categories"),
     ],
 )

@@ -100,7 +100,7 @@ def test_every_stage_leaves_what_it_says(finished):
     assert moved == {f"model.layers.{n}.block_sparse_moe.gate.weight" for n in range(3)}
 
     results = json.loads((output / "results.json").read_text())
-    assert list(results["arms"]) == ["Dense", "BTX", "BTX + balance", "SvMoE"]
+    assert list(results["arms"]) == ["Dense", "BTX", "BTX + balance", "SvMoE + balance", "SvMoE"]
     for name in ("btx", "btx_balance", "svmoe"):
         model = load_model(seed / "arms" / name)
         assert model.config.num_local_experts == 3 and model.config.num_experts_per_tok == 2
@@ -136,7 +136,14 @@ def test_what_is_done_is_kept_and_what_changed_is_done_again(copied, capsys):
     code, _ = run(capsys, *other, "--replace")
     changed = {name for name, when in made_at(output).items() if before[name] != when}
     assert code == 0
-    assert changed == {"seed-0.router", "seed-0.arms.svmoe", "seed-0.measured.svmoe"}
+    assert changed == {
+        "seed-0.router",
+        *(
+            f"seed-0.{step}.{arm}"
+            for step in ("arms", "measured")
+            for arm in ("svmoe", "svmoe_balance")
+        ),
+    }
     assert run(capsys, "upcycle", recipe, "--output", output)[0] == 2, "without --resume"
 
 
@@ -284,9 +291,28 @@ def test_the_miniature_is_the_papers_setting():
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
     assert list(recipe.arms) == ["dense", "btx", "btx_balance", "svmoe"]
+    assert recipe.trainer_of(recipe.arms["dense"])["max_steps"] == 30 + 40
+    assert recipe.trainer_of(recipe.arms["svmoe"])["max_steps"] == 40
     balance = recipe.arms["btx_balance"].method.terms["load_balance"]
     assert (balance.weight, balance.variant, balance.probabilities) == (0.01, "gshard", "topk")
     assert not recipe.arms["btx"].method.terms and len(recipe.seeds) >= 3
+
+
+def test_dense_trains_as_long_as_an_expert_and_its_mixture(tmp_path):
+    file = write_recipe(tmp_path)
+    both = load_upcycle_recipe([file])
+    assert list(both.arms) == ["dense", "btx", "btx_balance", "svmoe_balance", "svmoe"]
+    assert both.trainer_of(both.arms["dense"])["max_steps"] == 3 + 2
+    (tmp_path / "epochs").mkdir()
+    file = write_recipe(
+        tmp_path / "epochs", experts={"trainer": {"num_train_epochs": 2}}, finetune={}
+    )
+    found = load_upcycle_recipe([file])
+    # An epoch of one of three experts is over a third of the texts; TRL's default is 3 epochs.
+    assert found.trainer_of(found.arms["dense"])["num_train_epochs"] == pytest.approx(3 + 2 / 3)
+    assert "num_train_epochs" not in found.trainer_of(found.arms["svmoe"])
+    own = load_upcycle_recipe([file], ["arms={dense: {start: dense, trainer: {max_steps: 7}}}"])
+    assert own.trainer_of(own.arms["dense"])["max_steps"] == 7
 
 
 # -- wrong input: exit code 2, one message, nothing written -----------------------------------
@@ -302,6 +328,12 @@ def test_the_miniature_is_the_papers_setting():
             "clusters.pinned.kid1: no such category; did you mean 'kind1'?",
         ),
         (["clusters.pinned.kind1=3"], "clusters are 0 to 2"),
+        (["clusters.sizes=[3,4]"], "6 categories cannot be put into 3 clusters of 3 to 4"),
+        (["finetune={trainer: {num_train_epochs: 1}}"], "steps and epochs cannot be added"),
+        (
+            ["arms={a: {start: merged, expert_steps: true}}"],
+            "expert_steps: the experts of 'merged' had theirs already",
+        ),
         (["merge.top_k=4"], "merge.top_k: 4 is more than the 3 experts"),
         (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, wanted one for each of 3"),
         (["experts.trainer.max_step=3"], "experts.trainer.max_step: unknown key"),

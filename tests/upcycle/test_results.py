@@ -12,8 +12,8 @@ def measured(perplexity, cmr=None, entropy=0.5):
     routing = {
         "cmr_1": {"mean": cmr, "std": 1.0},
         "cmr_2": {"mean": 3.0, "std": 1.5},
-        "s_rl": entropy,
-        "score_entropy": 0.25,
+        "s_rl": {"mean": entropy, "std": 0.5},
+        "score_entropy": {"mean": 0.25, "std": 0.125},
         "selected": [[[3, 1, 2], [2, 2, 2]]],
     }
     split = {"perplexity": {"mean": perplexity, "std": 2.0, "of_all_tokens": perplexity - 1}}
