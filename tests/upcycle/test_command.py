@@ -110,7 +110,7 @@ def test_every_stage_leaves_what_it_says(finished):
     tables = (output / "tables.md").read_text()
     assert all(f"(Table {number})" in tables for number in (1, 2, 4, 6))
     page = (output / "report/index.html").read_text()
-    assert "Load per expert and layer" in page and "Categories of each expert" in page
+    assert "Load of each expert in each layer" in page and "Categories of each expert" in page
     assert "Repeated tokens that go to their usual expert" in page
     assert not list((output / "work").rglob("*.safetensors")), "nothing is left at work"
 
