@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
 from tests.upcycle import dense
 
@@ -111,7 +112,7 @@ def test_every_stage_leaves_what_it_says(finished):
     assert all(f"(Table {number})" in tables for number in (1, 2, 4, 6))
     page = (output / "report/index.html").read_text()
     assert "Load of each expert in each layer" in page and "Categories of each expert" in page
-    assert "Repeated tokens that go to their usual expert" in page
+    assert "repeated tokens go to their usual expert" in page
     assert not list((output / "work").rglob("*.safetensors")), "nothing is left at work"
 
 
@@ -128,7 +129,7 @@ def test_what_is_done_is_kept_and_what_changed_is_done_again(copied, capsys):
     moved = f"dense.path={copy}"
     assert run(capsys, "upcycle", recipe, moved, "--output", output, "--resume")[0] == 0
     assert made_at(output) == before
-    assert (output / "curves/seed-0.expert-2.jsonl").read_text().count('"kind": "train"') == 1
+    assert (output / "curves/seed-0.expert-2.jsonl").read_text().count('"kind": "train"') == 3
     other = ["upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"]
     code, said = run(capsys, *other)
     assert code == 2 and "seed-0/router: made with other values of trainer" in said
@@ -311,6 +312,8 @@ def test_dense_trains_as_long_as_an_expert_and_its_mixture(tmp_path):
     # An epoch of one of three experts is over a third of the texts; TRL's default is 3 epochs.
     assert found.trainer_of(found.arms["dense"])["num_train_epochs"] == pytest.approx(3 + 2 / 3)
     assert "num_train_epochs" not in found.trainer_of(found.arms["svmoe"])
+    with pytest.raises(RecipeError, match=r"arms\.dense\.expert_steps: steps and epochs"):
+        load_upcycle_recipe([file], ["finetune.trainer.max_steps=4"])
     own = load_upcycle_recipe([file], ["arms={dense: {start: dense, trainer: {max_steps: 7}}}"])
     assert own.trainer_of(own.arms["dense"])["max_steps"] == 7
 
@@ -329,7 +332,6 @@ def test_dense_trains_as_long_as_an_expert_and_its_mixture(tmp_path):
         ),
         (["clusters.pinned.kind1=3"], "clusters are 0 to 2"),
         (["clusters.sizes=[3,4]"], "6 categories cannot be put into 3 clusters of 3 to 4"),
-        (["finetune={trainer: {num_train_epochs: 1}}"], "steps and epochs cannot be added"),
         (
             ["arms={a: {start: merged, expert_steps: true}}"],
             "expert_steps: the experts of 'merged' had theirs already",
@@ -388,7 +390,7 @@ def test_too_many_pins_end_with_2(tmp_path, capsys):
     pinned = {"kind0": 1, "kind1": 1, "kind2": 1}
     recipe = write_recipe(tmp_path, clusters={"count": 3, "pinned": pinned})
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
-    assert code == 2 and "another cluster would stay empty or too small" in err
+    assert code == 2 and "cluster 1 gets 3 categories, and clusters hold 2 to 2" in err
     assert not (tmp_path / "run").exists()
 
 
