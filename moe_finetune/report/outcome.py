@@ -7,6 +7,7 @@ import math
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import read_log
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import finite, terminal
+from moe_finetune.report.context import Report
+from moe_finetune.report.runs import read_runs
+from moe_finetune.report.sections.answer import answer_text
+
+WIDTH = 100
 
 CHANGES = {
     "expert_overlap": "expert overlap",
@@ -125,12 +131,16 @@ def _after(pair: Mapping[str, float] | None) -> str:
 
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
     """Print what the runs came to on standard output; as JSON where the terminal speaks that."""
-    found, shown = outcome(runs, base), terminal()
+    labels = list(runs) if len(runs) > 1 else None  # one run is called by its folder
+    report = Report(read_runs(runs.values(), labels), "")
+    found, shown = outcome(runs, base) | {"answer": answer_text(report)}, terminal()
     if shown.style == "json":
         print(json.dumps(finite(found)))
         return
     if text := outcome_text(found):
         print(f"\n{text}")
+    for paragraph in found["answer"]:
+        print("\n" + textwrap.fill(paragraph, WIDTH))
     if not shown.quiet:
         print(f"\n{following}")
 

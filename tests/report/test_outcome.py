@@ -15,7 +15,8 @@ def _run(folder, score, overlap, losses):
     (folder / "eval" / "results.json").write_text(json.dumps({"tasks": {"sums": task}}))
     for when, value in zip(("before", "after"), overlap, strict=True):
         metrics = {"expert_overlap": {"mean": value}, "max_violation": {"mean": None}}
-        (folder / "routing" / f"{when}.json").write_text(json.dumps({"metrics": metrics}))
+        shot = {"layers": [1], "num_experts": 3, "top_k": 2, "load": [[3, 2, 5]]}
+        (folder / "routing" / f"{when}.json").write_text(json.dumps(shot | {"metrics": metrics}))
     rows = [{"kind": "train", "step": n, "loss": loss} for n, loss in enumerate(losses)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "report" / "index.html").write_text("page")
@@ -46,7 +47,7 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
     run = _run(tmp_path / "a b", None, (0.4, 0.2), [3.0])
     (run / "eval" / "results.json").unlink()
     following = next_commands(run / "report" / "index.html", run / "merged", ["r.yaml"])
-    for style, quiet in (("plain", False), ("plain", True), ("json", False)):
+    for style, quiet in (("json", False), ("plain", False), ("plain", True)):
         before = use(Terminal(style, quiet))
         try:
             end_run({"after": run}, None, following)
@@ -57,6 +58,9 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
         if style == "json":
             change = json.loads(out)["changes"]["after"]["expert_overlap"]
             assert change == {"before": 0.4, "after": 0.2}
+            (answer,) = json.loads(out)["answer"]
+            assert answer.startswith("a b against the checkpoint") and "expert overlap" in answer
         else:
             assert "0.2 (-50 %)" in out and ("next:" in out) is not quiet
+            assert answer in " ".join(out.split())
             assert quiet or f"moe-finetune serve '{run / 'merged'}'" in out

@@ -15,11 +15,15 @@ from moe_finetune.report.sections.scores import against, comparisons, score_tabl
 
 
 def _render(report: Report) -> Markup | None:
-    sentences = [_sentence(report, run) for run in report.runs[1:] or report.runs]
+    sentences = [
+        tag("p", tag("strong", label), f"{compared}. {said}")
+        for label, compared, said in answer(report)
+    ]
+    before = _since_before(report)
     notes = [tag("li", note) for note in _different_data(report)]
     return join(
         [
-            tag("div", sentences, _since_before(report), class_="lede"),
+            tag("div", sentences, tag("p", before) if before else None, class_="lede"),
             tag("ul", notes, class_="warning") if notes else None,
             group("Scores", table) if (table := score_table(report)) else None,
             group("Experts", table) if (table := experts_table(report)) else None,
@@ -29,13 +33,25 @@ def _render(report: Report) -> Markup | None:
     )  # fmt: skip
 
 
-def _sentence(report: Report, run: Run) -> Markup:
+def answer(report: Report) -> list[tuple[str, str, str]]:
+    """What each run but the baseline changed: its label, against what, and the sentences."""
+    return [_sentences(report, run) for run in report.runs[1:] or report.runs]
+
+
+def answer_text(report: Report) -> list[str]:
+    """:func:`answer` as paragraphs, and what all runs did to the scores before fine-tuning."""
+    said = ["".join((label, compared, ". ", text)) for label, compared, text in answer(report)]
+    paragraphs = [*said, *filter(None, [_since_before(report)])]
+    return [each.replace("\xa0", " ") for each in paragraphs]
+
+
+def _sentences(report: Report, run: Run) -> tuple[str, str, str]:
     """Say what a run changed against the baseline, or against the checkpoint before it."""
     parts = [_experts(report, run), _scores(report, run), _loss(report, run)]
     compared = any(math.isfinite(m.share) for m in expert_metrics(report, run)) or parts[1]
     against_what = f" against {against(report)}" if compared else ""
     said = " ".join(part for part in parts if part) or "Nothing was measured."
-    return tag("p", tag("strong", run.label), f"{against_what}. {said}")
+    return run.label, against_what, said
 
 
 def _experts(report: Report, run: Run) -> str | None:
@@ -70,7 +86,7 @@ def _clear(found: list[tuple[str, Difference]]) -> str | None:
     return " and ".join(parts) or None
 
 
-def _since_before(report: Report) -> Markup | None:
+def _since_before(report: Report) -> str | None:
     """What all runs did to the scores of the checkpoint that they began with."""
     if report.baseline is None:
         return None
@@ -80,9 +96,7 @@ def _since_before(report: Report) -> Markup | None:
         found = [(t, report.difference(run.base_scores[t], run.scores[t])) for t in shared]
         if found:
             said.append(f"{run.label} is {_clear(found) or 'not clearly different'}")
-    return (
-        tag("p", f"Against the checkpoint before fine-tuning, {'; '.join(said)}.") if said else None
-    )
+    return f"Against the checkpoint before fine-tuning, {'; '.join(said)}." if said else None
 
 
 def _with_interval(task: str, delta: Difference) -> str:
