@@ -194,7 +194,9 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import adapts, add_lora
     from moe_finetune.moe.offload import offload_experts
+    from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training import ranks
+    from moe_finetune.training.drift import watch_drift
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import name_base, run_metadata, save_trained
@@ -240,6 +242,8 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     )
     if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
         take(output / "routing" / "before.json")
+    if STAGES[recipe.stage].form != "tokens":
+        watch_drift(trainer, callback, sample)
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
         try:

@@ -35,6 +35,7 @@ from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
 from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.visit import Observer
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
@@ -201,10 +202,12 @@ class Sample:
 
 
 @contextmanager
-def sampling(recorder: Recorder, sample: Sample) -> Iterator[None]:
-    """Let ``sample`` observe an installed recorder's forwards instead of what observes it."""
+def observing(
+    recorder: Recorder, observer: Observer, needs: frozenset[str] = frozenset()
+) -> Iterator[None]:
+    """Let ``observer`` see an installed recorder's forwards instead of what observes it."""
     before = recorder.observers, recorder.needs, recorder.observe
-    recorder.observers, recorder.needs, recorder.observe = [sample], NEEDS, "all"
+    recorder.observers, recorder.needs, recorder.observe = [observer], needs, "all"
     try:
         yield
     finally:
@@ -228,7 +231,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) 
     batches = getattr(batches, "base_dataloader", batches)
     try:
         # What a loader draws to start must not change what training draws next.
-        with torch.no_grad(), sampling(recorder, sample), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), observing(recorder, sample, NEEDS), torch.random.fork_rng(devices=[]):
             for number, batch in enumerate(batches, start=1):
                 inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
                 model(**inputs, use_cache=False, logits_to_keep=1)
