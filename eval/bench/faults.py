@@ -144,7 +144,7 @@ def soak(steps: int) -> dict:
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.recipe.tree import merge_mappings
     from moe_finetune.run import run_recipe
-    from moe_finetune.training import sft
+    from moe_finetune.training import trainer as stage_trainer
 
     torch.set_num_threads(1)
     seen: list[tuple[int, int]] = []
@@ -155,14 +155,14 @@ def soak(steps: int) -> dict:
                 pages = int(Path("/proc/self/statm").read_text().split()[1])
                 seen.append((state.global_step, pages * 4096))
 
-    build = sft.build_trainer
+    build = stage_trainer.build_trainer
 
     def watched(*args):
         trainer, callback = build(*args)
         trainer.add_callback(Memory())
         return trainer, callback
 
-    sft.build_trainer = watched
+    stage_trainer.build_trainer = watched
     with tempfile.TemporaryDirectory() as name:
         recipe = json.loads(write_inputs("qwen3_moe", Path(name)).read_text())
         changes = {"max_steps": steps, "save_steps": 100, "logging_steps": 10}

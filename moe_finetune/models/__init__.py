@@ -64,7 +64,7 @@ def _refusal(config: dict[str, Any]) -> str:
             f"a '{model_type}' is supported with a language part of type {' or '.join(parts)}, and "
             f"this one's is '{part_of(config)}'"
         )
-    if model_type in table.REFUSED:
+    if isinstance(model_type, str) and model_type in table.REFUSED:
         return f"a '{model_type}' cannot be trained: {table.REFUSED[model_type]}"
     known = {family.model_type: family.title for family in known_families().values()}
     supported = ", ".join(f"{t} ({title})" for t, title in known.items())

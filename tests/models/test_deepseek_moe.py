@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_headers, tensors_of
 from moe_finetune.models import FAMILIES, deepseek_moe, family_of
+from moe_finetune.models.deepseek_moe.modeling import DeepseekForCausalLM
 from tests import tiny
 from tests.models import deepseek_reference
 
@@ -32,6 +33,12 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
 def _assert_near(got: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
     """Equal to 1e-5 of the tensor's largest entry."""
     assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp_min(1e-3), name
+
+
+def test_a_dense_llama_says_nothing_of_its_experts():
+    # Transformers notes on a class whether its experts can be set, and classes inherit the note.
+    assert not LlamaForCausalLM._can_set_experts_implementation()
+    assert DeepseekForCausalLM._can_set_experts_implementation()
 
 
 @pytest.mark.parametrize("changes", VARIANTS)

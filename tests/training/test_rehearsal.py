@@ -12,7 +12,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
-from moe_finetune.training import sft
+from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.start import check_inputs
 
 
@@ -95,7 +95,7 @@ def test_a_start_that_fails_late_removes_only_its_own(capsys, recipe, tmp_path, 
     def fail(*_, **__):
         raise RecipeError("the disk has turned to sand")
 
-    monkeypatch.setattr(sft.trainer_of(STAGES["sft"]), "train", fail)
+    monkeypatch.setattr(stage_trainer.trainer_of(STAGES["sft"]), "train", fail)
     run = tmp_path / "run"
     assert train(capsys, recipe, "--output", run)[0] == 2
     assert not run.exists()
@@ -104,11 +104,11 @@ def test_a_start_that_fails_late_removes_only_its_own(capsys, recipe, tmp_path, 
         (run / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
         fail()
 
-    monkeypatch.setattr(sft.trainer_of(STAGES["sft"]), "train", fail_with_a_log)
+    monkeypatch.setattr(stage_trainer.trainer_of(STAGES["sft"]), "train", fail_with_a_log)
     assert train(capsys, recipe, "--output", run)[0] == 2
     assert {"metrics.jsonl", "recipe.yaml", "routing"} <= {p.name for p in run.iterdir()}
     before = sorted(run.rglob("*"))
-    monkeypatch.setattr(sft.trainer_of(STAGES["sft"]), "train", fail)
+    monkeypatch.setattr(stage_trainer.trainer_of(STAGES["sft"]), "train", fail)
     assert train(capsys, recipe, "--output", run, "--resume")[0] == 2
     assert sorted(run.rglob("*")) == before
 

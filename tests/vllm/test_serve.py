@@ -216,8 +216,9 @@ def test_whatever_ends_it_the_whole_group_ends(tmp_path, number):
     while time.monotonic() < end and alive(grandchild):
         time.sleep(0.1)
     assert not alive(grandchild)
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port))  # nor the server
+    while time.monotonic() < end and answers(port):
+        time.sleep(0.1)
+    assert not answers(port), "the server is still there"
 
 
 ENGINE = """
@@ -297,6 +298,11 @@ def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
         if streams == "out"
         else ""
     )
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
 
 
 def alive(pid: int) -> bool:

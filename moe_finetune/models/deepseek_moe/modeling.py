@@ -139,6 +139,9 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
     config: DeepseekConfig
     config_class = DeepseekConfig
     _no_split_modules = ["DeepseekDecoderLayer"]  # noqa: RUF012
+    # Transformers keeps what it found on the class it was asked of, and a dense Llama's "no" would
+    # be inherited.
+    _can_set_experts_implementation_cached_value = True
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": DeepseekDecoderLayer,
         "attentions": LlamaAttention,
