@@ -133,10 +133,14 @@ def test_train_hands_over_the_merged_recipe(capsys, monkeypatch, tmp_path):
         return output
 
     monkeypatch.setattr("moe_finetune.run.run_recipe", keep)
+    monkeypatch.setattr(
+        "moe_finetune.report.outcome.end_run", lambda *ended: seen.update(ended=ended)
+    )
     arguments = [first, second, "trainer.max_steps=5", "--output", tmp_path / "o", "--resume"]
     assert run(capsys, "train", *arguments)[0] == 0
     assert seen["recipe"].method.preset == "erc" and seen["recipe"].trainer == {"max_steps": 5}
     assert seen["resume"] is True and seen["output"] == tmp_path / "o"
+    assert seen["ended"][0] == {"after": tmp_path / "o"}
 
 
 # -- merge, permute ---------------------------------------------------------------------------
