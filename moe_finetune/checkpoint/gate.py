@@ -67,9 +67,10 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
     """Refuse an adapter of another base; say so where that cannot be known."""
     wanted = adapter.metadata.extra.get(BASE_KEY)
     if wanted is None:
-        if adapter.folder in _warned:
+        folder = adapter.folder.absolute()  # the same name may be another folder elsewhere
+        if folder in _warned:
             return
-        _warned.add(adapter.folder)
+        _warned.add(folder)
         log.warning(
             "%s: does not say which base it was trained on (%s of %s); that the shapes fit "
             "%s is all that is known",

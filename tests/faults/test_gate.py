@@ -200,6 +200,17 @@ def test_an_adapter_that_does_not_say_its_base_is_taken_with_a_warning(here, cap
     assert "does not say which base" in caplog.text
 
 
+def test_the_warning_comes_once_a_folder_wherever_it_lies(here, caplog, monkeypatch):
+    """A relative name names another folder after a change of directory."""
+    (here / "adapter" / "moe_finetune.json").unlink()
+    shutil.copytree(here, here / "elsewhere")
+    check_adapter("adapter", open_checkpoint("base"))
+    check_adapter("adapter", open_checkpoint("base"))
+    monkeypatch.chdir(here / "elsewhere")
+    check_adapter("adapter", open_checkpoint("base"))
+    assert caplog.text.count("does not say which base") == 2
+
+
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
 def test_the_gate_knows_every_family(tiny_checkpoint, tmp_path, family):
     """Any one tensor gone, whichever it is, is missed; as published nothing is."""
