@@ -59,6 +59,35 @@ class LoraFactors:
     dropout: float = 0.0
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer, and how they are run.
+
+    Attributes:
+        gate_up_E2DH: stacked gate and up projections, gate rows first; rows as ``activation``
+            takes them where it is an :class:`OwnGate`. Any strides.
+        down_EHD: stacked down projections. Any strides.
+        activation: elementwise function of the gate (``model.act_fn``), or an ``OwnGate``.
+        lora_up: factors on ``gate_up_E2DH``; dropout draws one mask a token.
+        lora_down: factors on ``down_EHD``; dropout draws one mask a row.
+        bias_up_E2D, bias_down_EH: what the projections add, or None.
+        dropout: on z before the down projection (ST-MoE); what is handed over as activations is z
+            without it.
+        grouped: one product for all experts instead of one for each, see ``grouped_products``;
+            the factors' rank must be aligned too.
+    """
+
+    gate_up_E2DH: Tensor
+    down_EHD: Tensor
+    activation: Callable[[Tensor], Tensor]
+    lora_up: LoraFactors | None = None
+    lora_down: LoraFactors | None = None
+    bias_up_E2D: Tensor | None = None
+    bias_down_EH: Tensor | None = None
+    dropout: float = 0.0
+    grouped: bool = False
+
+
 @dataclass
 class ExpertsResult:
     """What the experts hand over. Everything but ``out_TH`` is None unless asked for.
@@ -99,16 +128,8 @@ def run_experts(
     hidden_TH: Tensor,
     index_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_E2DH: Tensor,
-    down_EHD: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    lora_up: LoraFactors | None = None,
-    lora_down: LoraFactors | None = None,
+    experts: Experts,
     needs: frozenset[str] = frozenset(),
-    expert_dropout: float = 0.0,
-    grouped: bool = False,
-    bias_up_E2D: Tensor | None = None,
-    bias_down_EH: Tensor | None = None,
 ) -> ExpertsResult:
     """Run the experts on ``hidden_TH`` and return the combined output and what ``needs`` names.
 
@@ -116,47 +137,37 @@ def run_experts(
         hidden_TH: input, any float dtype; computed in the experts' dtype, returned in its own.
         index_TK: int64 experts of each token.
         weights_TK: routing weights.
-        gate_up_E2DH: stacked gate and up projections, gate rows first; rows as ``activation``
-            takes them where it is an :class:`OwnGate`. Any strides.
-        down_EHD: stacked down projections. Any strides.
-        activation: elementwise function of the gate (``model.act_fn``), or an ``OwnGate``.
-        lora_up: factors on ``gate_up_E2DH``; dropout draws one mask a token.
-        lora_down: factors on ``down_EHD``; dropout draws one mask a row.
+        experts: of the layer.
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
-        expert_dropout: dropout on z before the down projection (ST-MoE); what is handed over as
-            activations is z without it.
-        grouped: one product for all experts instead of one for each, see ``grouped_products``;
-            the factors' rank must be aligned too.
-        bias_up_E2D, bias_down_EH: what the projections add, or None.
     """
+    gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
     call = _Call(
         index_TK=index_TK,
-        num_experts=gate_up_E2DH.shape[0],
-        activation=activation,
+        num_experts=gate_up.shape[0],
+        activation=experts.activation,
         scaling_up=lora_up.scaling if lora_up else 0.0,
         scaling_down=lora_down.scaling if lora_down else 0.0,
         dropout_up=lora_up.dropout if lora_up else 0.0,
         dropout_down=lora_down.dropout if lora_down else 0.0,
-        dropout_expert=expert_dropout,
-        grouped=grouped,
+        dropout_expert=experts.dropout,
+        grouped=experts.grouped,
         activations_gram="activations_gram" in needs,
         outputs_gram="outputs_gram" in needs,
         activations="activations" in needs,
         outputs="outputs" in needs,
     )
-    compute = gate_up_E2DH.dtype
     out, z_gram, y_gram, z, y = _Experts.apply(
         call,
-        hidden_TH.to(compute),
+        hidden_TH.to(gate_up.dtype),
         weights_TK,
-        gate_up_E2DH,
-        down_EHD,
+        gate_up,
+        experts.down_EHD,
         lora_up.a_ErI if lora_up else None,
         lora_up.b_EOr if lora_up else None,
         lora_down.a_ErI if lora_down else None,
         lora_down.b_EOr if lora_down else None,
-        bias_up_E2D,
-        bias_down_EH,
+        experts.bias_up_E2D,
+        experts.bias_down_EH,
     )
     return ExpertsResult(out.to(hidden_TH.dtype), z_gram, y_gram, z, y)
 

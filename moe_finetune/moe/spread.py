@@ -16,7 +16,7 @@ LoRA factors of all experts are on every rank, which uses its own experts' part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import (
 from moe_finetune.errors import CaptureError, UnsupportedModelError
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
-from moe_finetune.moe.experts import ExpertsResult, LoraFactors, run_experts
+from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.layers import model_facts
 
 
@@ -121,22 +121,14 @@ def run_spread(
     hidden_TH: Tensor,
     index_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_E2DH: Tensor,
-    down_EHD: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    lora_up: LoraFactors | None,
-    lora_down: LoraFactors | None,
+    experts: Experts,
     needs: frozenset[str],
-    expert_dropout: float,
-    grouped: bool,
-    bias_up_E2D: Tensor | None,
-    bias_down_EH: Tensor | None,
 ) -> ExpertsResult:
     """As :func:`run_experts`, where weights and biases are of this rank's experts alone.
 
     All ranks of the group call it as often as the others; one may have no tokens.
     """
-    per_rank = down_EHD.shape[0]
+    per_rank, width, _ = experts.down_EHD.shape
     flat_S = index_TK.reshape(-1)
     order_S = torch.argsort(flat_S, stable=True)
     counts_NE = torch.bincount(flat_S, minlength=per_rank * spread.size).view(spread.size, per_rank)
@@ -147,30 +139,27 @@ def run_spread(
     numbers = torch.arange(per_rank, device=index_TK.device).repeat(spread.size)
     expert_R = numbers.repeat_interleave(came_NE.reshape(-1), output_size=sum(came))
 
-    rows_SH = hidden_TH.to(down_EHD.dtype)[order_S // index_TK.shape[1]]
+    rows_SH = hidden_TH.to(experts.down_EHD.dtype)[order_S // index_TK.shape[1]]
     rows_RH = _Exchange.apply(rows_SH, sent, came, spread.group)
     want_z = bool(needs & {"activations", "activations_gram"})
+    own = replace(
+        experts,
+        lora_up=_own_factors(spread, experts.lora_up),
+        lora_down=_own_factors(spread, experts.lora_down),
+    )
     found = run_experts(
         rows_RH,
         expert_R.unsqueeze(1),
         rows_RH.new_ones(len(rows_RH), 1),
-        gate_up_E2DH,
-        down_EHD,
-        activation,
-        _own_factors(spread, lora_up),
-        _own_factors(spread, lora_down),
+        own,
         frozenset({"activations"} if want_z else ()),
-        expert_dropout,
-        grouped,
-        bias_up_E2D,
-        bias_down_EH,
     )
     made = found.out_TH
     if found.activations_TKD is not None:
         made = torch.cat([made, found.activations_TKD.squeeze(1)], dim=1)
     back_SX = _Exchange.apply(made, came, sent, spread.group)
     pairs_SX = back_SX[torch.argsort(order_S)]
-    y_TKH, z_TKD = pairs_SX.view(*index_TK.shape, -1).tensor_split([down_EHD.shape[1]], dim=2)
+    y_TKH, z_TKD = pairs_SX.view(*index_TK.shape, -1).tensor_split([width], dim=2)
     return _combined(hidden_TH, weights_TK, y_TKH, z_TKD, needs)
 
 

@@ -18,7 +18,7 @@ from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
-from moe_finetune.moe.experts import LoraFactors, run_experts
+from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.inject import inject
 from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
@@ -133,22 +133,19 @@ class LayerVisits:
                 needs |= recorder.needs
             if context.train and recorder.perturbation is not None:
                 expert_dropout = recorder.perturbation.expert_dropout
-        run = run_experts if spread is None else partial(run_spread, spread)
-        result = run(
-            hidden_TH,
-            index_TK,
-            weights_TK,
-            gate_up,
-            down_proj,
-            activation_of(experts),
-            up,
-            down,
-            needs,
-            expert_dropout,
-            grouped,
-            local(getattr(experts, f"{first}_bias")) if experts.has_bias else None,
-            local(experts.down_proj_bias) if experts.has_bias else None,
+        own = Experts(
+            gate_up_E2DH=gate_up,
+            down_EHD=down_proj,
+            activation=activation_of(experts),
+            lora_up=up,
+            lora_down=down,
+            bias_up_E2D=local(getattr(experts, f"{first}_bias")) if experts.has_bias else None,
+            bias_down_EH=local(experts.down_proj_bias) if experts.has_bias else None,
+            dropout=expert_dropout,
+            grouped=grouped,
         )
+        run = run_experts if spread is None else partial(run_spread, spread)
+        result = run(hidden_TH, index_TK, weights_TK, own, needs)
         if context is not None and context.wanted:
             layer.result = result
             layer.projection = partial(_projection, experts, up, down)

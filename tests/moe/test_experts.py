@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_finetune.moe import by_token, grouped
-from moe_finetune.moe.experts import LoraFactors, run_experts
+from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
 
 TOKENS, EXPERTS, SELECTED, HIDDEN, WIDTH, RANK = 23, 7, 3, 10, 6, 2
 IDLE = 4  # an expert that no token selects
@@ -75,11 +75,13 @@ def by_groups(given: dict, activation: nn.Module, needs: frozenset[str]) -> dict
         given["hidden"],
         given["index"],
         given["weights"],
-        given["gate_up"],
-        given["down"],
-        activation,
-        LoraFactors(*up, scaling=1.5) if up else None,
-        LoraFactors(*down, scaling=0.7) if down else None,
+        Experts(
+            given["gate_up"],
+            given["down"],
+            activation,
+            LoraFactors(*up, scaling=1.5) if up else None,
+            LoraFactors(*down, scaling=0.7) if down else None,
+        ),
         needs,
     )
     found = {
