@@ -25,7 +25,8 @@ def run_miniature(
     """Run the miniature in the folder ``output`` and return the number of failed runs.
 
     ``output`` then holds ``shards/`` (one result a run), ``runs/`` (recipes and logs),
-    ``effects.md|csv|json``, ``directions.md``, and pictures of P4's experiments.
+    ``effects.md|csv|json``, ``directions.md``, and pictures of P4's experiments (Figure 3 over
+    epochs with the spread of folds, its numbers beside it).
 
     Args:
         recipe: a file such as ``recipes/studies/miniature.yaml``.

@@ -51,6 +51,16 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="PEFT adapter over it (hf only).")
     ] = None,
+    determinantal: Annotated[
+        float | None,
+        typer.Option(
+            "--determinantal", metavar="EPS", help="Greedy determinant, not top-k (hf only)."
+        ),
+    ] = None,
+    candidates: Annotated[
+        int | None,
+        typer.Option("--candidates", metavar="N", min=1, help="Experts that it tries; all."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", help="Folder of local task data.")
     ] = None,
@@ -148,6 +158,8 @@ def evaluate(
                 "model": model,
                 "batch_size": batch_size if batch_size == "auto" else int(batch_size),
                 "adapter": adapter,
+                "determinantal": determinantal,
+                "candidates": candidates,
                 "dtype": dtype,
                 "seed": seed,
             },

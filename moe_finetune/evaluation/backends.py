@@ -77,6 +77,8 @@ def open_backend(
     batch_size: int | str = "auto",
     dtype: str = "auto",
     seed: int = 0,
+    determinantal: float | None = None,
+    candidates: int | None = None,
 ) -> Backend:
     """Open a checkpoint for evaluation.
 
@@ -92,8 +94,12 @@ def open_backend(
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         seed: seed of the engine.
+        determinantal: choose experts by greedy determinant with this eps in the place of top-k
+            (transformers only), see :mod:`moe_finetune.moe.greedy`.
+        candidates: experts of highest score that it tries; None: all.
 
     Raises:
+        CaptureError: the router's choice is not one that ``determinantal`` can take over.
         CheckpointError: the folder is not a checkpoint.
         DependencyError: the backend was asked for and cannot be used.
         EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
@@ -105,12 +111,22 @@ def open_backend(
     if backend != "server" and (base_url or model):
         raise EvaluationError("base_url and model belong to backend 'server'")
     notes = []
+    if determinantal is not None and backend not in (None, "hf"):
+        raise EvaluationError(
+            f"determinantal choice needs backend 'hf'; '{backend}' has top-k alone"
+        )
+    if determinantal is not None and determinantal <= 0:
+        raise EvaluationError(f"determinantal choice: eps is {determinantal:g}, wanted more than 0")
+    if candidates is not None and determinantal is None:
+        raise EvaluationError("candidates belong to the determinantal choice")
     if adapter is not None and backend in (None, "vllm"):
         if backend == "vllm":
             raise EvaluationError(
                 "vLLM evaluates merged checkpoints; run 'moe-finetune merge' first, or use "
                 "backend 'hf' for base + adapter"
             )
+        backend = "hf"
+    if determinantal is not None:
         backend = "hf"
     if backend is None:
         try:
@@ -147,8 +163,10 @@ def open_backend(
         chunk = 64 if is_cpu_build() else 2048
     else:
         from moe_finetune.evaluation.transformers_backend import open_transformers
+        from moe_finetune.moe.determinantal import Determinantal
 
-        lm, settings, routing = open_transformers(folder, adapter, batch_size, dtype, seed)
+        choice = None if determinantal is None else Determinantal(determinantal, candidates)
+        lm, settings, routing = open_transformers(folder, adapter, batch_size, dtype, seed, choice)
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
     return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)

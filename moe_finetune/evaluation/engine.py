@@ -43,6 +43,8 @@ def evaluate(
     seed: int = 0,
     adapter: str | Path | None = None,
     *,
+    determinantal: float | None = None,
+    candidates: int | None = None,
     dtype: str = "auto",
     overflow: str = "error",
     allow_unsafe_local: bool = False,
@@ -71,6 +73,8 @@ def evaluate(
         batch_size: an int, or ``"auto"``.
         seed: seed of few-shot sampling, of bootstraps and of the engine.
         adapter: PEFT adapter over the checkpoint (transformers only).
+        determinantal: eps of a greedy determinantal choice of experts (transformers only).
+        candidates: experts of highest score that it tries; all unless given.
         dtype: computation type.
         overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
         allow_unsafe_local: score generated programs without a sandbox.
@@ -100,7 +104,8 @@ def evaluate(
     own = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
-        batch_size=batch_size, dtype=dtype, seed=seed,
+        batch_size=batch_size, dtype=dtype, seed=seed, determinantal=determinantal,
+        candidates=candidates,
     )  # fmt: skip
     settings = active.settings | {"overflow": overflow, "seed": seed}
     _refuse_other_checkpoint(output, active)

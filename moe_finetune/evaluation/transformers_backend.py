@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
+from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
+from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
 
 
@@ -32,23 +36,34 @@ class SpecialsKeptHFLM(HFLM):
 
 
 def open_transformers(
-    folder: Path, adapter: str | Path | None, batch_size: int | str, dtype: str, seed: int
+    folder: Path,
+    adapter: str | Path | None,
+    batch_size: int | str,
+    dtype: str,
+    seed: int,
+    determinantal: Determinantal | None = None,
 ) -> tuple[SpecialsKeptHFLM, dict[str, Any], Recorder | None]:
     """Load the checkpoint in ``folder``, with ``adapter`` and its routing bias on top.
 
     Returns:
         lm-eval's model, all settings that can change a reply, and the hooks that apply the routing
-        bias (None without one).
+        bias or the determinantal choice (None without one).
     """
     cuda = torch.cuda.is_available()
     model: Any = load_model(folder, dtype=dtype, device_map="cuda" if cuda else None)
-    routing = None
+    choice: Perturbation | None = None
     if adapter is not None:
         model = with_adapter(model, folder, Path(adapter))
-        bias = stored_bias(model, Path(adapter))
-        if bias is not None:
-            routing = Recorder(model, perturbation=bias)
-            routing.install()
+        choice = stored_bias(model, Path(adapter))
+    if determinantal is not None:
+        if choice is not None:
+            raise EvaluationError(
+                f"{adapter} selects experts with a bias, which the determinantal choice leaves out"
+            )
+        choice = DeterminantalChoice(determinantal)
+    routing = None if choice is None else Recorder(model, perturbation=choice)
+    if routing is not None:
+        routing.install()
     if batch_size == "auto" and not cuda:
         batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
     lm = SpecialsKeptHFLM(
@@ -65,6 +80,7 @@ def open_transformers(
             "seed": seed,
             "max_length": lm.max_length,
             "versions": package_versions("lm-eval", "transformers", "torch"),
+            **({} if determinantal is None else {"determinantal": asdict(determinantal)}),
         },
         routing,
     )

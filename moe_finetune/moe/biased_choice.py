@@ -29,6 +29,13 @@ def select_with_bias(
     if rule.groups > 1:
         choice_TE = _best_groups(choice_TE, rule)
     index_TK = choice_TE.topk(own_index_TK.shape[1], dim=-1).indices
+    return select_again(scores_TE, index_TK, own_index_TK, own_weights_TK, rule)
+
+
+def select_again(
+    scores_TE: Tensor, index_TK: Tensor, own_index_TK: Tensor, own_weights_TK: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Weights and index of another choice; the router's own, in its order, where the sets agree."""
     weights_TK = scores_TE.gather(1, index_TK)
     if rule.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -41,9 +48,12 @@ def select_with_bias(
 
 
 class Rule:
-    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits."""
+    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits.
 
-    def __init__(self, layer: Any):
+    ``purpose`` is what selects again, for the message where it cannot.
+    """
+
+    def __init__(self, layer: Any, purpose: str = "loss-free bias"):
         family, config = layer.family, layer.experts.config
         self.score = family.score
         self.renormalize = family.renormalize(config)
@@ -52,11 +62,11 @@ class Rule:
         self._block = layer.block
         if family.own_weights:
             raise CaptureError(
-                f"loss-free bias is not supported for {family.title}: {family.own_weights}"
+                f"{purpose} is not supported for {family.title}: {family.own_weights}"
             )
         if self.groups > 1 and family.score == "softmax":
             raise CaptureError(
-                f"loss-free bias with n_group {self.groups} is not supported for {family.title}"
+                f"{purpose} with n_group {self.groups} is not supported for {family.title}"
             )
 
     def scores(self, logits_TE: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from moe_finetune.moe.layers import MoeLayer
@@ -10,8 +12,8 @@ from moe_finetune.moe.layers import MoeLayer
 class Perturbation:
     """Changes to routing; the identity here. Subclasses live in ``balancing/``.
 
-    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` is asked in
-    every forward.
+    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` and
+    ``at_experts`` are asked in every forward.
     """
 
     expert_dropout: float = 0.0
@@ -27,4 +29,17 @@ class Perturbation:
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Weights and index that the block uses instead of the router's own."""
+        return weights_TK, index_TK
+
+    def at_experts(
+        self,
+        layer: MoeLayer,
+        outputs_of: Callable[[slice, Tensor], Tensor],
+        weights_TK: Tensor,
+        index_TK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and index in the light of what experts give.
+
+        ``outputs_of(rows, index_SN)`` are the outputs ``(S, N, H)`` of any experts on some tokens.
+        """
         return weights_TK, index_TK

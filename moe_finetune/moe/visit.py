@@ -6,6 +6,7 @@ The hooks of :mod:`moe_finetune.moe.hooks` call these in the order in which the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
-from moe_finetune.moe.experts import Experts, LoraFactors, run_experts
+from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.inject import inject
 from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
@@ -145,6 +146,13 @@ class LayerVisits:
             grouped=grouped,
         )
         run = run_experts if spread is None else partial(run_spread, spread)
+        if recorder.perturbation is not None:
+            outputs_of = partial(_outputs, run, replace(own, dropout=0.0), hidden_TH)
+            weights_TK, index_TK = recorder.perturbation.at_experts(
+                layer, outputs_of, weights_TK, index_TK
+            )
+            if layer.router_output is not None:
+                layer.router_output = (layer.router_output[0], weights_TK, index_TK)
         result = run(hidden_TH, index_TK, weights_TK, own, needs)
         if context is not None and context.wanted:
             layer.result = result
@@ -276,6 +284,20 @@ class LayerVisits:
     def finish(self, module: nn.Module, args: tuple, output: Any) -> None:
         """The layer has ended, perhaps by an error: nothing of it stays."""
         self.layer.clear()
+
+
+def _outputs(
+    run: Callable[..., ExpertsResult],
+    experts: Experts,
+    hidden_TH: Tensor,
+    rows: slice,
+    index_SN: Tensor,
+) -> Tensor:
+    """Outputs ``(S, N, H)`` of any experts on some of the tokens."""
+    weights_SN = hidden_TH.new_ones(index_SN.shape)
+    found = run(hidden_TH[rows], index_SN, weights_SN, experts, frozenset({"outputs"}))
+    assert found.outputs_TKH is not None
+    return found.outputs_TKH
 
 
 def _projection(

@@ -70,7 +70,11 @@ def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
     assert "| 12 | Diverse experts" in capsys.readouterr().out
     files = sorted(output.glob("shards/**/*.json"))
     assert len(files) == 6
-    assert {path.name for path in (output / "pictures").iterdir()} == {"figure2.png", "figure3.png"}
+    drawn = {path.name for path in (output / "pictures").iterdir()}
+    epochs = {"figure3_epochs.png", "figure3_epochs.csv"}
+    assert drawn == {"figure2.png", "figure3.png"} | epochs
+    # Two arms, three metrics, two epochs and the start.
+    assert len((output / "pictures" / "figure3_epochs.csv").read_text().splitlines()) == 1 + 18
     first = (output / "effects.json").read_text()
     held = {path: path.stat().st_mtime_ns for path in files}
     files[0].unlink()

@@ -21,6 +21,7 @@ from eval.effects.theory.classification import (
     run_arm,
 )
 from eval.effects.theory.experts import ARMS, Routed, StackedMixtures, training_loss
+from eval.effects.theory.pictures import epoch_rows
 
 M, T, F, C, E, D, K = 2, 13, 9, 5, 6, 7, 3
 
@@ -162,6 +163,51 @@ def test_heat_maps_and_means_against_loops():
             assert found["class_shares"][e][c] == pytest.approx(share.item(), abs=1e-5)
 
 
+def test_the_determinantal_choice_replaces_top_k_alone():
+    generator = torch.Generator().manual_seed(6)
+    inputs_MTF = torch.randn(M, T, F, generator=generator, dtype=torch.float64)
+    stack, eps, moved = _stack(), 1e-3, 0
+    with torch.no_grad():
+        stack.down_MEDC[:, 1::2] = stack.down_MEDC[:, ::2] * 1.1  # experts that repeat each other
+        stack.up_MFED[:, :, 1::2] = stack.up_MFED[:, :, ::2]
+        plain, found = stack(inputs_MTF), stack(inputs_MTF, eps)
+    torch.testing.assert_close(found.outputs_MTEC, plain.outputs_MTEC)
+    for m in range(M):
+        for t in range(T):
+            outputs_EC, probs_E = plain.outputs_MTEC[m, t], plain.probs_MTE[m, t]
+            unit_EC = outputs_EC / outputs_EC.norm(dim=1, keepdim=True)
+            kernel_EE = unit_EC @ unit_EC.T * probs_E.outer(probs_E) + eps * torch.eye(E)
+            taken: list[int] = []
+            for _ in range(K):
+                left = [e for e in range(E) if e not in taken]
+                subsets = [[*taken, e] for e in left]
+                taken = max(subsets, key=lambda own: kernel_EE[own][:, own].det().item())
+            assert found.index_MTK[m, t].tolist() == taken
+            moved += set(taken) != set(plain.index_MTK[m, t].tolist())
+            wanted_C = (probs_E[taken, None] * outputs_EC[taken]).sum(0) / probs_E[taken].sum()
+            torch.testing.assert_close(found.logits_MTC[m, t], wanted_C)
+    assert moved > 5
+
+
+def test_curves_have_a_mean_and_the_folds_spread():
+    runs = [
+        {"curves": {"accuracy": [[0.1, 0.2, 0.6], [0.5, 0.5, 0.8]]}},
+        {"curves": {"accuracy": [[0.3, 0.3, 0.3], [0.9, 0.5, 0.7]]}},
+    ]
+    first, second = epoch_rows({"dpp": runs})
+    assert (first["epoch"], second["epoch"], first["folds"], first["seeds"]) == (0, 1, 3, 2)
+    assert first["mean"] == pytest.approx(0.3)
+    assert second["mean"] == pytest.approx(0.65)
+    # By seed the variances are 0.07 and 0, then 0.03 and 0.04.
+    assert first["spread"] == pytest.approx(math.sqrt(0.035), abs=1e-5)
+    assert second["spread"] == pytest.approx(math.sqrt(0.035), abs=1e-5)
+
+
+def test_runs_without_curves_are_left_out_aloud(caplog):
+    assert epoch_rows({"ncl": [{"accuracy": [0.4]}]}) == []
+    assert "ncl: 1 of 1 runs keep no curves" in caplog.text
+
+
 def test_a_zero_output_has_cosine_zero_with_anything():
     outputs_ETC = np.ones((3, 2, 4))
     outputs_ETC[1] = 0
@@ -180,6 +226,13 @@ def test_arms_share_what_the_seed_decides_and_repeat():
     )  # fmt: skip
     found = {arm: run_arm(arm, 1, setting) for arm in ("baseline", "orthogonality")}
     assert np.mean(found["baseline"]["accuracy"]) > 0.4  # chance is 0.25
+    for arm, result in found.items():
+        for name, curve in result["curves"].items():
+            assert np.shape(curve) == (7, 3), arm
+            assert curve[-1] == result[name]
+            assert curve[0] == found["baseline"]["curves"][name][0]  # before training arms agree
+            assert curve[1] != curve[0]
+        assert np.shape(result["determinantal_accuracy"]) == (3,)
     assert np.mean(found["orthogonality"]["pair_cosine"]) < np.mean(
         found["baseline"]["pair_cosine"]
     )

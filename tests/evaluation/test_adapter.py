@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from moe_finetune.checkpoint import merge_adapter, write_metadata
 from moe_finetune.checkpoint.adapter import BIAS_FILE, read_bias
 from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.moe.layers import moe_layers
 from tests import tiny
@@ -46,6 +47,8 @@ def test_its_routing_bias_acts(tiny_checkpoint, tmp_path, family):
     with open_backend(base, "hf", adapter=adapter, batch_size=2) as opened:
         model = opened.lm.model
         found = logits(model)
+    with pytest.raises(EvaluationError, match="selects experts with a bias"):
+        open_backend(base, "hf", adapter=adapter, determinantal=1e-4)
     without = logits(model)  # closing takes the bias off
     assert (found - without).abs().max() > 0.1
     if family == "moonlight":

@@ -21,6 +21,7 @@ from moe_finetune.losses.dpp import dpp_loss
 from moe_finetune.losses.load_balance import load_balancing_loss
 from moe_finetune.losses.ncl import ncl_loss
 from moe_finetune.losses.orthogonality import orthogonality_loss
+from moe_finetune.moe.greedy import greedy_choice
 
 Arm = Literal["baseline", "orthogonality", "dpp", "ncl"]
 ARMS: tuple[Arm, ...] = ("baseline", "orthogonality", "dpp", "ncl")
@@ -44,7 +45,8 @@ class Routed(NamedTuple):
 class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
 
-    Weights of the selected experts are renormalised to sum 1. Every expert is computed on every
+    Router and experts have biases, which are ours; the paper writes neither. Weights of the
+    selected experts are renormalised to sum 1. Every expert is computed on every
     sample: at this size that is faster than sorting samples by expert. An expert that no sample of
     a batch selects has a zero gradient.
 
@@ -82,18 +84,26 @@ class StackedMixtures(nn.Module):
         self.down_MEDC = uniform(models, experts, hidden, classes, inputs=hidden)
         self.down_bias_MEC = uniform(models, experts, classes, inputs=hidden)
 
-    def forward(self, inputs_MTF: Tensor) -> Routed:
-        """Class logits of every sample, with what the losses need."""
+    def forward(self, inputs_MTF: Tensor, determinantal_eps: float | None = None) -> Routed:
+        """Class logits of every sample, with what the losses need.
+
+        With ``determinantal_eps`` the experts are chosen by greedy determinant (theorem 6.3), not
+        by top-k.
+        """
         experts, hidden = self.up_MFED.shape[2:]
         logits_MTE = torch.baddbmm(self.router_bias_ME.unsqueeze(1), inputs_MTF, self.router_MFE)
         probs_MTE = logits_MTE.softmax(-1)
-        scores_MTK, index_MTK = probs_MTE.topk(self.top_k, dim=-1)
-        weights_MTK = scores_MTK / scores_MTK.sum(-1, keepdim=True)
         up_bias_M1S = self.up_bias_MED.flatten(1).unsqueeze(1)
         up_MTS = torch.baddbmm(up_bias_M1S, inputs_MTF, self.up_MFED.flatten(2))
         hidden_MTED = gelu(up_MTS).unflatten(2, (experts, hidden))
         outputs_MTEC = torch.einsum("mted,medc->mtec", hidden_MTED, self.down_MEDC)
         outputs_MTEC = outputs_MTEC + self.down_bias_MEC.unsqueeze(1)
+        index_MTK = probs_MTE.topk(self.top_k, dim=-1).indices
+        if determinantal_eps is not None:
+            flat = probs_MTE.flatten(0, 1), outputs_MTEC.flatten(0, 1)
+            index_MTK = greedy_choice(*flat, self.top_k, determinantal_eps).view_as(index_MTK)
+        scores_MTK = probs_MTE.gather(-1, index_MTK)
+        weights_MTK = scores_MTK / scores_MTK.sum(-1, keepdim=True)
         picked = index_MTK.unsqueeze(-1).expand(-1, -1, -1, outputs_MTEC.shape[-1])
         logits_MTC = (weights_MTK.unsqueeze(-1) * outputs_MTEC.gather(2, picked)).sum(2)
         return Routed(logits_MTC, probs_MTE, index_MTK, outputs_MTEC)
@@ -106,7 +116,8 @@ def training_loss(
 
     Each model's parts are means over its own samples. ``orthogonality`` is the squared cosine of
     the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalised
-    Gram matrix, ``ncl`` acts on the softmax of each selected expert's output. Source: P4 section
+    Gram matrix, ``ncl`` acts on the softmax of each selected expert's output; algorithm 3's term
+    with the label is left out, the cross-entropy of the mixture stands for it. Source: P4 section
     6.2, algorithms 1 to 3.
     """
     models, samples, classes = routed.logits_MTC.shape

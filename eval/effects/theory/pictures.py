@@ -1,21 +1,30 @@
-"""Figures 2 and 3 of P4 as PNG files."""
+"""Figures 2 and 3 of P4 as PNG files, and Figure 3's curves as a table."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moe_finetune.io import write_atomic
+from moe_finetune.io.tables import csv_text
+
 if TYPE_CHECKING:
     from eval.effects.shards import Shard
 
+log = logging.getLogger(__name__)
 TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "NCL"}
 
 
 def draw_pictures(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw what the results have: ``figure2.png``, ``figure3.png``; return the files."""
+    """Draw what the results have; return the files.
+
+    ``figure2.png``; ``figure3.png`` (the end of training) and ``figure3_epochs.png`` with its
+    numbers, ``figure3_epochs.csv``.
+    """
     sweeps = [result for shard, result in results.items() if shard.part == "recovery"]
     arms: dict[str, list[Mapping[str, Any]]] = {}
     for shard, result in results.items():
@@ -26,6 +35,11 @@ def draw_pictures(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> l
         drawn.append(draw_recovery(sweeps, folder / "figure2.png"))
     if arms:
         drawn.append(draw_classification(arms, folder / "figure3.png"))
+        curves = epoch_rows(arms)
+        if curves:
+            drawn.append(draw_epochs(curves, folder / "figure3_epochs.png"))
+            write_atomic(folder / "figure3_epochs.csv", csv_text(curves))
+            drawn.append(folder / "figure3_epochs.csv")
     return drawn
 
 
@@ -79,6 +93,60 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
             axes.set_title(f"{names[column - 1]}: {title}", fontsize=8)
             axes.tick_params(labelsize=6)
             figure.colorbar(drawn, ax=axes, shrink=0.7).ax.tick_params(labelsize=6)
+    return _save(figure, path)
+
+
+def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Mean and spread of folds in every epoch: a row for each arm, metric and epoch.
+
+    ``spread`` is the standard deviation over the folds of a seed, averaged over seeds as a
+    variance is. Runs of before the curves were kept have none.
+    """
+    found = []
+    for arm, runs in arms.items():
+        kept = [run["curves"] for run in runs if "curves" in run]
+        if len(kept) < len(runs):
+            log.warning(
+                "%s: %d of %d runs keep no curves; delete their files under shards/classification "
+                "to run them again", arm, len(runs) - len(kept), len(runs),
+            )  # fmt: skip
+        for metric in kept[0] if kept else ():
+            values_SAM = np.array([curves[metric] for curves in kept])
+            spread_A = np.sqrt(values_SAM.var(axis=2, ddof=1).mean(0))
+            for epoch, (mean, spread) in enumerate(
+                zip(values_SAM.mean((0, 2)), spread_A, strict=True)
+            ):
+                found.append(
+                    {
+                        "arm": arm,
+                        "metric": metric,
+                        "epoch": epoch,
+                        "mean": round(float(mean), 5),
+                        "spread": round(float(spread), 5),
+                        "folds": values_SAM.shape[2],
+                        "seeds": len(kept),
+                    }
+                )
+    return found
+
+
+def draw_epochs(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Accuracy and effective rank over epochs, with a band of one standard deviation of folds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, 2), ("accuracy", "effective_rank"), strict=True):
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            own = [row for row in rows if (row["arm"], row["metric"]) == (arm, metric)]
+            epochs, mean, spread = (
+                np.array([row[key] for row in own]) for key in ("epoch", "mean", "spread")
+            )
+            (line,) = axes.plot(epochs, mean, label=TITLES.get(arm, arm), linewidth=1.4)
+            axes.fill_between(
+                epochs, mean - spread, mean + spread, color=line.get_color(), alpha=0.15
+            )
+        axes.set(xlabel="epoch", title=metric.replace("_", " "))
+        axes.legend(fontsize=8)
     return _save(figure, path)
 
 

@@ -1,0 +1,113 @@
+"""Choice of experts by greedy determinant instead of top-k, for evaluation (P4 theorem 6.3).
+
+The router's scores are the quality of :func:`moe_finetune.moe.greedy.greedy_choice`, the outputs of
+the experts on the token what it compares; that scores are the quality is our reading.
+
+Shape legend: T tokens, S some of them, E experts, N candidates, K selected, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import CaptureError
+from moe_finetune.moe.biased_choice import Rule, correction_bias, select_again
+from moe_finetune.moe.greedy import greedy_choice
+from moe_finetune.moe.layers import MoeLayer, moe_layers, stacks
+from moe_finetune.moe.perturbation import Perturbation
+
+WORK = 2**24
+"""Numbers of outputs that are held at a time."""
+
+
+@dataclass(frozen=True)
+class Determinantal:
+    """``eps`` of the objective, and how many experts of highest score are tried (None: all)."""
+
+    eps: float = 1e-4
+    candidates: int | None = None
+
+
+class DeterminantalChoice(Perturbation):
+    """Lets every MoE layer choose by :func:`greedy_choice`, weights as the router makes them.
+
+    All candidates are computed for every token: E/K times the experts' work, N/K with N candidates,
+    among which alone the guarantee then holds.
+
+    Raises:
+        CaptureError: on ``install``, where the router's choice is not of any k experts by score.
+    """
+
+    def __init__(self, options: Determinantal):
+        self.options = options
+        self._rules: dict[int, Rule] = {}
+        self._scores: dict[int, Tensor] = {}
+
+    def install(self, model: nn.Module) -> None:
+        layers = moe_layers(model)
+        config, family = layers[0].experts.config, layers[0].family
+        count, selected = family.num_experts(config), family.top_k(config)
+        candidates = self.options.candidates
+        if candidates is not None and not selected <= candidates <= count:
+            raise CaptureError(
+                f"determinantal choice: {candidates} candidates; wanted {selected} to {count}, the "
+                f"experts a token and all experts of this {family.title}"
+            )
+        for layer in layers:
+            rule = Rule(layer, "determinantal choice")
+            if why := _other_choice(layer, rule, selected):
+                raise CaptureError(
+                    f"determinantal choice is not supported for this {family.title}, layer "
+                    f"{layer.index}: {why}"
+                )
+            self._rules[layer.index] = rule
+
+    def routing(
+        self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the scores until the experts are reached."""
+        self._scores[layer.index] = self._rules[layer.index].scores(logits_TE)
+        return weights_TK, index_TK
+
+    @torch.no_grad()
+    def at_experts(
+        self,
+        layer: MoeLayer,
+        outputs_of: Callable[[slice, Tensor], Tensor],
+        weights_TK: Tensor,
+        index_TK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Choose among the candidates by score and output."""
+        scores_TE = self._scores.pop(layer.index)
+        quality_TN, candidates_TN = scores_TE.topk(
+            self.options.candidates or scores_TE.shape[1], dim=-1
+        )
+        hidden = stacks(layer.experts)[1].shape[1]
+        size = max(1, WORK // (candidates_TN.shape[1] * hidden))
+        chosen = []
+        for start in range(0, len(scores_TE), size):
+            rows = slice(start, start + size)
+            outputs_SNH = outputs_of(rows, candidates_TN[rows])
+            chosen.append(
+                greedy_choice(quality_TN[rows], outputs_SNH, index_TK.shape[1], self.options.eps)
+            )
+        again_TK = candidates_TN.gather(1, torch.cat(chosen)) if chosen else index_TK
+        return select_again(scores_TE, again_TK, index_TK, weights_TK, self._rules[layer.index])
+
+
+def _other_choice(layer: MoeLayer, rule: Rule, selected: int) -> str | None:
+    """Why the choice is not one of any k experts by their scores, or None."""
+    if layer.index in layer.family.fixed_layers(layer.experts.config):
+        return "its experts are looked up by token"
+    if selected < 2:
+        return "it selects one expert a token, which cannot repeat another"
+    if rule.groups > 1:
+        return f"its experts are selected from {rule.kept_groups} of {rule.groups} groups"
+    bias_E = correction_bias(layer.block)
+    if bias_E is not None and bool(bias_E.any()):
+        return "a bias that may be negative joins its scores, which then are no quality"
+    return None
