@@ -78,7 +78,7 @@ class Ncl(Term):
     """``ncl``: negative spread of the selected experts' outputs around their mean."""
 
     name = "ncl"
-    source = "P4 algorithm 3"
+    source = "P4 algorithm 3 without its label term"
     reads = "expert outputs"
     trains = frozenset({"experts"})
     Options = NclOptions

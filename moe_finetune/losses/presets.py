@@ -160,7 +160,7 @@ _ALL = (
     Preset(
         "ncl",
         terms={"load_balance": _SYNTHETIC, "ncl": {"weight": 0.1}},
-        source="P4 algorithm 3",
+        source="P4 algorithm 3 without its label term",
         shows="spread of outputs above aux_loss",
     ),
     Preset(

@@ -25,9 +25,9 @@ class Setting:
     """Sizes and schedule of the paper's experiment (P4 section 6 and appendix L).
 
     Attributes:
-        redundant: features that are random mixtures of the informative ones: the 90 of the 100
-            features besides the informative ones that appendix L prescribes.
-        noise: features of noise alone.
+        redundant: features that are random mixtures of the informative ones; the 90 noise features
+            that appendix L prescribes are read as these.
+        noise: features of noise alone, the other reading of the same words.
         clusters: of each class; 1 is ours, the paper is silent.
         alpha: weight of the balance loss, in all arms.
         weight: of the arm's own loss (the paper's lambda).
