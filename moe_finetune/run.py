@@ -58,13 +58,14 @@ def run_recipe(
     Raises:
         OutputExistsError: ``output`` holds something already (without ``resume``).
         OutputBusyError: another process is at work in ``output``.
+        ConnectionError: another rank of this run has ended.
         RecipeError: ``resume`` with another recipe than the run's.
     """
     from moe_finetune.training import ranks
 
     output = Path(output)
     ranks.join_group()
-    with ranks.first_alone(lambda: output_lock(output)):
+    with ranks.others_needed(), ranks.first_alone(lambda: output_lock(output)):
         return carry_out(recipe, output, resume, ignore_memory, worker)
 
 
@@ -240,8 +241,9 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         tokenizer=inputs.tokenizer,
         data="validation" if held_out else "train",
     )
-    if ranks.rank() == 0 and not (output / "routing" / "before.json").exists():
-        take(output / "routing" / "before.json")
+    before = output / "routing" / "before.json"
+    if ranks.any_rank(ranks.rank() == 0 and not before.exists()):
+        take(before)  # of all ranks, since experts may be spread over them
     if STAGES[recipe.stage].form != "tokens":
         watch_drift(trainer, callback, sample)
     with StopOnSignal(output) as stop:

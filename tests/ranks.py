@@ -13,7 +13,7 @@ LIMIT_S = 600
 
 
 def run_ranks(module: str, world: int, *arguments: object) -> None:
-    """Run ``python -m module ARGUMENTS`` as ``world`` ranks; an assertion shows what one said."""
+    """Run ``python -m module ARGUMENTS`` as ``world`` ranks; an assertion shows what they said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,9 +37,8 @@ def run_ranks(module: str, world: int, *arguments: object) -> None:
         for rank in range(world)
     ]
     try:
-        for process in running:
-            _, text = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, text[-4000:]
+        said = [process.communicate(timeout=LIMIT_S)[1][-3000:] for process in running]
+        assert [process.returncode for process in running] == [0] * world, "\n\n".join(said)
     finally:
         for process in running:  # the others wait for ever for one that failed
             process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from moe_finetune.errors import (
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import QUANTIZATION, check_kernel
 from moe_finetune.models.loading import load_config, local_folder
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.structure import class_of, meta_model
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device_map: str | dict[str, Any] | None = None,
     quantization: str | None = None,
+    expert_ranks: int = 1,
     **options: Any,
 ) -> PreTrainedModel:
     """Return the causal language model of a checkpoint, in eval mode.
@@ -39,6 +41,8 @@ def load_model(
         quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time;
             they are frozen, and train through an adapter. See
             :mod:`moe_finetune.checkpoint.load_quantized`.
+        expert_ranks: how many ranks together hold the routed experts, of which this one reads its
+            part alone; all ranks of the run call it.
         options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
@@ -59,11 +63,16 @@ def load_model(
     folder = local_folder(path)
     config = load_config(folder)
     if kind is not None or read_config(folder, quantized=True).get(QUANTIZATION) is not None:
+        if expert_ranks > 1:
+            raise RecipeError(
+                f"{folder}: is quantised, or to be held so, which does not go with experts spread "
+                "over ranks; take an unquantised checkpoint, or leave them whole"
+            )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
         check_attention(options.get("attn_implementation"))
         return load_quantized(folder, config, kind, dtype, device_map, **options)
-    return with_weights(folder, config, dtype=dtype, device_map=device_map, **options)
+    return with_weights(folder, config, expert_ranks, dtype=dtype, device_map=device_map, **options)
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
@@ -76,7 +85,9 @@ def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
     )
 
 
-def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
+def with_weights(
+    folder: Path, config: PreTrainedConfig, expert_ranks: int = 1, **options: Any
+) -> Any:
     """The causal language model of ``config`` with the folder's tensors; none is left random.
 
     Raises:
@@ -87,8 +98,13 @@ def with_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> Any:
 
     check_attention(options.get("attn_implementation"))
     check_folder(folder, config)
+    read = class_of(config).from_pretrained
+    if expert_ranks > 1:
+        from moe_finetune.moe.spread_loading import load_spread
+
+        read = partial(load_spread, type(meta_model(config)), expert_ranks)
     try:
-        loaded: Any = class_of(config).from_pretrained(
+        loaded: Any = read(
             folder,
             config=config,
             trust_remote_code=False,

@@ -13,7 +13,7 @@ import typer
 
 # Importing them registers their verbs.
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
-from moe_finetune.cli.app import app, split_common
+from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.terminal import OWN, Records, Terminal, use
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         arguments, common = split_common(arguments)
+        check_alone(arguments)
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

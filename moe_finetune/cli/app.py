@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+TOGETHER = "train"
+"""The verb whose processes work together."""
+ADVICE = {
+    "study": "; for several runs at once set launch.kind, or use --shard I/N on each machine",
+    "upcycle": "; for several devices set experts.processes, or run --stage experts --expert N on "
+    "each",
+}
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")]
 RecipeItems = Annotated[
@@ -61,6 +70,22 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
         else:
             rest.append(argument)
     return rest, common
+
+
+def check_alone(arguments: Sequence[str]) -> None:
+    """Refuse a verb that one process carries out where a launcher started several.
+
+    Raises:
+        ValueError: each of them would do the same work, and write the same files.
+    """
+    verb = next((word for word in arguments if not word.startswith("-")), None)
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes == "1" or verb in (None, TOGETHER) or {"-h", "--help"} & set(arguments):
+        return
+    raise ValueError(
+        f"{verb}: was started as one of {processes} processes (accelerate launch or torchrun), and "
+        f"{TOGETHER} alone knows of others; start it without a launcher" + ADVICE.get(str(verb), "")
+    )
 
 
 def split_items(items: Sequence[str]) -> tuple[list[str], list[str]]:

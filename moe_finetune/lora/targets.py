@@ -123,11 +123,12 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         materialize(adapted)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
-    if held_quantized:
-        # DDP would send rank 0's weights to all; each has read the same ones from the files.
-        adapted._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            name for name, parameter in adapted.named_parameters() if quantized(parameter)
-        ]
+    # DDP would send rank 0's weights to all; each has read its own from the files.
+    adapted._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+        name
+        for name, parameter in adapted.named_parameters()
+        if quantized(parameter) or hasattr(parameter, "device_mesh")
+    ]
     return adapted
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.layers import model_facts
+
+DISPATCH = "ep_dispatch_experts"
+"""Transformers' plan under which each rank has tokens of its own."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,27 @@ def spread_experts(model: Any, ranks: int | None = None) -> Any:
         raise ValueError(
             f"ranks: wanted 2 or more that divide {experts} experts and {world} ranks, got {size}"
         )
-    if "ep_dispatch_experts" not in model.ep_plan.values():
+    if DISPATCH not in model.ep_plan.values():
         raise UnsupportedModelError(
-            f"{type(model).__name__}: transformers has no plan ep_dispatch_experts for it; train "
-            "it with FSDP2 (recipes/hardware)"
+            f"{type(model).__name__}: transformers has no plan {DISPATCH} for it; train it with "
+            "FSDP2 (recipes/hardware)"
         )
+    return place_experts(model, size, next(model.parameters()).device.type)
+
+
+def place_experts(model: Any, ranks: int, device: str) -> Any:
+    """Make the stacks of ``model``, which may be meta, parts on a mesh of ``device``s, in place.
+
+    Generation then goes on until every rank has ended: each takes part in the others' forwards.
+    """
+    world = distributed.get_world_size()
     # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
-    config = DistributedConfig(fsdp_size=world, ep_size=size)
-    _, plan = resolve_parallel_plans(model, config)
-    kind, shape = next(model.parameters()).device.type, (world // size, size, 1)
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "ep", "tp"))
-    return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
+    _, plan = resolve_parallel_plans(model, DistributedConfig(fsdp_size=world, ep_size=ranks))
+    shape = (world // ranks, ranks, 1)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "ep", "tp"))
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
+    model.generate = partial(model.generate, synced_gpus=True)
+    return model
 
 
 def spread_of(experts: Any) -> Spread | None:

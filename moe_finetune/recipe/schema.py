@@ -19,6 +19,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.recipe.parallel import ParallelSection, unspreadable
 from moe_finetune.recipe.sections import (
     DataSection,
     EvaluationSection,
@@ -64,6 +65,7 @@ class Recipe(Section):
     )
     evaluation: EvaluationSection | None = None
     numerics: NumericsSection = NumericsSection()
+    parallel: ParallelSection = ParallelSection()
     rewards: list[RewardSection] = Field(
         default=[], description="of stage grpo: a name, or a mapping"
     )
@@ -193,6 +195,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield from _unquantizable(recipe)
     if recipe.model.offload != "none":
         yield from _unoffloadable(recipe)
+    if recipe.parallel.experts != 1:
+        yield from unspreadable(recipe)
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"

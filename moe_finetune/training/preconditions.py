@@ -33,6 +33,20 @@ def check_launcher() -> None:
         )
 
 
+def check_parallel(expert_ranks: int) -> None:
+    """Refuse a launch whose processes cannot spread experts.
+
+    Raises:
+        RecipeError: says how to start it.
+    """
+    if expert_ranks > 1 and _launched_by("FSDP"):
+        raise RecipeError(
+            "parallel.experts: does not go with FSDP, which would shard the experts once more; "
+            f"start it without that config (accelerate launch --num_processes {expert_ranks}), or "
+            "leave the key out"
+        )
+
+
 def _launched_by(name: str) -> bool:
     """Whether accelerate's launcher set ``ACCELERATE_USE_...``."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")

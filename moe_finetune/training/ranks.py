@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -43,11 +43,16 @@ def barrier() -> None:
 
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on some rank; every rank must ask."""
-    if world_size() == 1:
-        return flag
-    votes = torch.tensor([int(flag)], device=device())
+    return any_of_each([flag])[0]
+
+
+def any_of_each(flags: Sequence[bool]) -> list[bool]:
+    """Which of ``flags``, as many on each rank, are true on some rank; every rank must ask."""
+    if world_size() == 1 or not flags:
+        return list(flags)
+    votes = torch.tensor(flags, dtype=torch.int32, device=device())
     distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
-    return bool(votes.item())
+    return [bool(vote) for vote in votes.tolist()]
 
 
 @contextmanager
@@ -67,6 +72,24 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
         if any_rank(problem is not None):
             raise problem or MoeFinetuneError("rank 0 cannot begin; see its message")
         yield
+
+
+@contextmanager
+def others_needed() -> Iterator[None]:
+    """Say so when another process of the run has gone, in the place of its library's error.
+
+    Raises:
+        ConnectionError: a collective found that another rank ended or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo/" not in str(error):
+            raise
+        raise ConnectionError(
+            "another process of this run has ended or does not answer, so this one stops, too; its "
+            "own message says why, and --resume goes on from the last checkpoint"
+        ) from error
 
 
 def gather_bytes(blob: bytes) -> list[bytes]:

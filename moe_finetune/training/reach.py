@@ -47,6 +47,9 @@ def check_reach(
         if wrapped or any(hasattr(p, "device_mesh") for _, p in parameters):
             return _reach_of_sharded(model, objective, parameters, kernel)
         values = _term_values(model, objective, device, kernel)
+    # All ranks must agree where experts are spread: each has taken part in the others' forwards.
+    spread = any(hasattr(p, "device_mesh") for p in model.parameters())
+    agreed = ranks.any_of_each if spread else list
     for term in objective.terms:
         total = values.get(term.name)
         found: list[str] = []
@@ -55,13 +58,11 @@ def check_reach(
             grads = torch.autograd.grad(
                 total, [p for _, p in parameters], retain_graph=True, allow_unused=True
             )
-            found = [
-                name
-                for (name, _), grad in zip(parameters, grads, strict=True)
-                if grad is not None and bool((grad != 0).any())
-            ]
+            acts = agreed([grad is not None and bool((grad != 0).any()) for grad in grads])
+            found = [name for (name, _), act in zip(parameters, acts, strict=True) if act]
             connected = any(grad is not None for grad in grads)
-        if not found and term.hinge and connected and total is not None and not total.any():
+        (positive,) = agreed([total is not None and bool(total.any())])
+        if not found and term.hinge and connected and not positive:
             _say_met(term.name)
         elif not found:
             raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))

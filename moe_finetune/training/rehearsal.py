@@ -103,6 +103,7 @@ def rehearse(
     validation: Dataset | None,
     ignore_memory: bool = False,
     activations: bool = False,
+    expert_ranks: int = 1,
 ) -> Plan:
     """Build what the run will build, but for weights.
 
@@ -114,6 +115,7 @@ def rehearse(
         validation: such examples or None.
         ignore_memory: allow a run that cannot fit into this machine, however small its batches.
         activations: tell what a step needs, too, which takes a few seconds.
+        expert_ranks: how many ranks are to hold the routed experts together.
 
     Raises:
         RecipeError: a setting that this machine, the model or the trainer refuses, by its key.
@@ -122,6 +124,8 @@ def rehearse(
 
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
+    from moe_finetune.moe.layers import model_facts
+    from moe_finetune.moe.spread_loading import check_spread
 
     attention = recipe.model.attn_implementation
     try:
@@ -131,6 +135,8 @@ def rehearse(
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
             "leave it out"
         ) from error
+    if expert_ranks > 1:
+        check_spread(model, model_facts(model).num_experts, expert_ranks, ranks.world_size())
     with torch.device("meta"):
         model = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(model)

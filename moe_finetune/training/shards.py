@@ -29,8 +29,8 @@ FOLDER = "shards"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the model's parameters (FSDP2)."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    """Whether ranks hold parts of what trains (FSDP2); frozen experts may be spread beside it."""
+    return any(hasattr(p, "device_mesh") for p in model.parameters() if p.requires_grad)
 
 
 def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:

@@ -44,8 +44,17 @@ def start_model(recipe: Recipe) -> Any:
         base,
         dtype=dtype,
         quantization=recipe.model.quantization,
+        expert_ranks=expert_ranks(recipe),
         attn_implementation=attention,
     )
+
+
+def expert_ranks(recipe: Recipe) -> int:
+    """How many ranks together hold all experts of the recipe's model."""
+    from moe_finetune.training import ranks
+
+    asked = recipe.parallel.experts
+    return ranks.world_size() if asked == "all" else asked
 
 
 def second_model(recipe: Recipe) -> Any:
@@ -85,11 +94,13 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     from moe_finetune.training.preconditions import (
         check_accelerator,
         check_launcher,
+        check_parallel,
         check_quantization,
     )
     from moe_finetune.training.rehearsal import check_arguments, rehearse
 
     check_launcher()
+    check_parallel(expert_ranks(recipe))
     check_quantization(recipe.model.quantization)
     if recipe.model.offload == "experts":
         check_offload()
@@ -102,6 +113,11 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     else:
         config = load_config(base)
         opened = open_checkpoint(base, values=True, stored=True)
+        if opened.quantized is not None and expert_ranks(recipe) > 1:
+            raise RecipeError(
+                f"parallel.experts: {base} is stored as {opened.quantized.format}, and what is "
+                "dequantised while it is loaded cannot be divided; name an unquantised checkpoint"
+            )
         if opened.quantized is not None and recipe.export.merge and recipe.lora is not None:
             raise RecipeError(
                 f"export.merge: {base} is stored as {opened.quantized.format}, and a merge goes "
@@ -128,7 +144,9 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     found = load_for_stage(recipe, tokenizer)
     examples = found.train, found.validation
-    plan = rehearse(recipe, config, tokenizer, *examples, ignore_memory, activations)
+    plan = rehearse(
+        recipe, config, tokenizer, *examples, ignore_memory, activations, expert_ranks(recipe)
+    )
     for remark in plan.remarks:
         log.warning("%s", remark)
     return Inputs(tokenizer, *examples, found.sources, plan)

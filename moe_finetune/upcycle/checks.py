@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from moe_finetune.checkpoint.opened import check_folder as check_weights
@@ -17,12 +16,11 @@ from moe_finetune.upcycle.workspace import Upcycle
 
 
 def check(upcycle: Upcycle) -> None:
-    """Find what is wrong with the process, texts, pins, models, table or questions.
+    """Find what is wrong with texts, pins, models, table or questions.
 
     Raises:
         RecipeError, DataError, CheckpointError, UnsupportedModelError: see the functions called.
     """
-    check_alone()
     dense = upcycle.given_dense
     if dense is not None:
         # The whole way: config, options that a MoE has no place for, tensors and their values.
@@ -38,16 +36,6 @@ def check(upcycle: Upcycle) -> None:
     judged = upcycle.recipe.evaluation.judgement
     if judged is not None and judged.file is not None:
         check_file(judged)
-
-
-def check_alone() -> None:
-    """Refuse to be one of several ranks: each would write the same folders."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError(
-            f"upcycle: was started as one of {os.environ['WORLD_SIZE']} processes (accelerate "
-            "launch or torchrun), and its stages train in one. Start it without a launcher; for "
-            "several devices set experts.processes, or run --stage experts --expert N on each"
-        )
 
 
 def _check_pins(upcycle: Upcycle) -> None:

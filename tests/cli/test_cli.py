@@ -34,6 +34,15 @@ def test_help_has_an_example_that_parses(capsys, verb):
         assert out.count(option) >= 2, f"{option} of the example is not an option of {verb}"
 
 
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
+def test_several_processes_do_not_do_the_work_of_one(capsys, monkeypatch, tmp_path, verb):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = run(capsys, "--quiet", verb, "x", "--output", tmp_path / "made")
+    assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert err.startswith(f"error: {verb}: was started as one of 2 processes")
+    assert run(capsys, verb, "--help")[0] == 0
+
+
 def test_help_lists_the_verbs_and_imports_nothing_heavy():
     heavy = ["torch", "transformers", "peft", "trl", "vllm", "lm_eval", "datasets", "pydantic"]
     code = (

@@ -154,6 +154,22 @@ def test_contradictions(write):
     assert "needs completions" in refused(file, masked)[0]
 
 
+@pytest.mark.parametrize("change, reason", [
+    ("lora=null", "parallel.experts: 2 needs an adapter"),
+    ("lora.targets=[]", "parallel.experts: 2 needs an adapter"),
+    ("model.quantization=int8", "does not go with model.quantization 'int8'"),
+    ("model.offload=experts", "does not go with model.offload 'experts'"),
+    ("trainer.torch_compile=true", "trainer.torch_compile: does not go with parallel.experts: 2"),
+    ("parallel.experts=0", "parallel.experts: 0 is not right; wanted 1 or more, or 'all'"),
+])  # fmt: skip
+def test_what_spread_experts_do_not_go_with(write, change, reason):
+    file = write("r.yaml", BASE + "parallel: {experts: 2}")
+    assert load_recipe(file).parallel.experts == 2
+    assert load_recipe(file, ["lora.targets=[]", "router.train=lora"]).lora.targets == []
+    (line,) = refused(file, [change])
+    assert reason in line
+
+
 def test_numbers_in_exponent_form_are_numbers(write):
     recipe = load_recipe(write("r.yaml", BASE + "trainer: {learning_rate: 1e-4}"))
     assert recipe.trainer["learning_rate"] == 1e-4

@@ -1,4 +1,5 @@
-"""What each rank of ``test_stages_sharded.py`` runs: one step of every stage by FSDP2, then alone.
+"""What each rank of ``test_stages_sharded.py`` runs: one step of every stage with experts spread
+over the ranks, by FSDP2, then alone.
 
 ``python -m tests.training.stages_worker FOLDER`` under RANK and WORLD_SIZE 2. Two ranks take the
 micro-batches that one process then takes one after the other.
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.stage_rows import load_for_stage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -31,6 +33,7 @@ from tests import fsdp, tiny
 PLAIN = "sft without a method"
 CASES = (*STAGES, PLAIN)
 WORLD, LENGTH = 2, 7
+SPREAD, SHARDED, ALONE = MODES = ("spread", "sharded", "alone")
 # Means over tokens, which are as many in every micro-batch here, or of weights alone: the trainer
 # of GRPO cuts a step into other micro-batches.
 TERMS = {
@@ -113,10 +116,15 @@ def recipe(case: str, folder: Path) -> Any:
     return recipe_from_tree(Tree(tree))
 
 
-def student() -> torch.nn.Module:
+def student(mode: str) -> torch.nn.Module:
     """A tiny model with an adapter that does something."""
+    if mode == SPREAD:
+        folder = Path(os.environ["STAGES_FOLDER"]) / "base"
+        base = load_model(folder, dtype="float32", expert_ranks=WORLD)
+        assert base.model.layers[1].mlp.experts.num_experts == 6, "the experts are not spread"
+    else:
+        base = tiny.model("qwen3_moe", num_hidden_layers=2)
     torch.manual_seed(1)
-    base = tiny.model("qwen3_moe", num_hidden_layers=2)
     made = recipe("sft", Path(os.environ["STAGES_FOLDER"])).lora
     built = add_lora(base, made, "full")
     with torch.no_grad():
@@ -153,13 +161,13 @@ def fixed_completions(trainer: Any) -> None:
     trainer._generate_single_turn = given
 
 
-def step(case: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients and the log of one step."""
     asked, tokenizer = recipe(case, folder), tiny.tokenizer()
     data = load_for_stage(asked, tokenizer).train
-    output = folder / f"{case}-{ranks.world_size()}"
+    output = folder / f"{case}-{mode}"
     output.mkdir(exist_ok=True)
-    trainer, callback = build_trainer(asked, output, student(), tokenizer, data, None, teacher)
+    trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data, None, teacher)
     if case in ("grpo", "distill"):
         fixed_completions(trainer)
     held = Gradients()
@@ -168,28 +176,29 @@ def step(case: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, fl
         trainer.train()
     finally:
         callback.close()
-    sharded = is_sharded(trainer.model)
-    assert sharded == (ranks.world_size() > 1), "accelerate fell back to DDP"
+    assert is_sharded(trainer.model) == (mode == SHARDED), "accelerate fell back to DDP"
     return held.held, trainer.state.log_history[0]
 
 
 def main(folder: Path) -> None:
-    """Every case by two ranks, then by the first of them."""
+    """Every case by two ranks, in two ways, then by the first of them."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ["STAGES_FOLDER"] = str(folder)
-    fsdp.use()
-    for world in (WORLD, 1):
+    for mode in MODES:
+        world = 1 if mode == ALONE else WORLD
         if int(os.environ.get("RANK", "0")) >= world:
             return
+        if mode == SHARDED:
+            fsdp.use()
         fsdp.regroup(world)
         tensors, logs = {}, {}
         for case in CASES:
-            gradients, logs[case] = step(case, folder)
+            gradients, logs[case] = step(case, folder, mode)
             tensors |= {f"{case}/{name}": grad.contiguous() for name, grad in gradients.items()}
         if ranks.rank() == 0:
-            save_file(tensors, folder / f"{world}.safetensors")
-            (folder / f"{world}.json").write_text(json.dumps(logs))
+            save_file(tensors, folder / f"{mode}.safetensors")
+            (folder / f"{mode}.json").write_text(json.dumps(logs))
         ranks.barrier()
 
 

@@ -1,4 +1,7 @@
-"""A recipe through ``accelerate launch``: two processes on the CPU, top to bottom."""
+"""A recipe through ``accelerate launch``: two processes on the CPU, top to bottom.
+
+In the second way of two, each holds half of the experts.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 STEPS, GLOBAL_BATCH = 8, 4
+WHOLE, SPREAD = (), ("parallel.experts=2",)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +83,12 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def straight(recipe, tmp_path_factory):
-    """The same recipe by one process and by two."""
+    """The same recipe by one process and, by way, by two."""
     folder = tmp_path_factory.mktemp("straight")
-    for processes in (1, 2):
-        finish(start(recipe, folder / str(processes), processes))
-    return folder / "1", folder / "2"
+    finish(start(recipe, folder / "1", 1))
+    for number, way in enumerate((WHOLE, SPREAD)):
+        finish(start(recipe, folder / f"2-{number}", 2, *way))
+    return folder / "1", {WHOLE: folder / "2-0", SPREAD: folder / "2-1"}
 
 
 def rows(run):
@@ -91,16 +96,26 @@ def rows(run):
     return [row for row in map(json.loads, lines) if row["kind"] == "train"]
 
 
-def test_two_processes_make_the_run_of_one(straight):
-    one, two = straight
+def moments(run):
+    return load_file(run / "checkpoints" / f"checkpoint-{STEPS}" / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPREAD], ids=["whole", "spread"])
+def test_two_processes_make_the_run_of_one(straight, way):
+    one, two = straight[0], straight[1][way]
     assert [row["step"] for row in rows(two)] == list(range(1, STEPS + 1))
     for a, b in zip(rows(one), rows(two), strict=True):
         for name in ("loss", "losses/load_balance", "routing/max_violation"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
-    weights = [load_file(run / "adapter" / "adapter_model.safetensors") for run in straight]
+    weights = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, two)]
     assert weights[0].keys() == weights[1].keys()
     apart = max(float((weights[0][n] - weights[1][n]).abs().max()) for n in weights[0])
     assert apart < 1e-5
+    assert {n: m.shape for n, m in moments(one).items()} == {
+        n: m.shape for n, m in moments(two).items()
+    }
+    before = [json.loads((run / "routing/before.json").read_text()) for run in (one, two)]
+    assert before[0]["load"] == before[1]["load"]
     for part in ("merged/config.json", "report/index.html", "routing/before.json",
                  "routing/after.json", "summary.json", "environment.json"):  # fmt: skip
         assert (two / part).is_file(), part
@@ -108,9 +123,10 @@ def test_two_processes_make_the_run_of_one(straight):
     assert set(ranks) == {"rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path):
-    run = tmp_path / "run"
-    process = start(recipe, run, 2)
+@pytest.mark.parametrize("way", [WHOLE, SPREAD], ids=["whole", "spread"])
+def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path, way):
+    run, whole = tmp_path / "run", straight[1][way]
+    process = start(recipe, run, 2, *way)
     limit = time.monotonic() + 300
     while not (run / "checkpoints" / "checkpoint-2").is_dir():
         assert process.poll() is None and time.monotonic() < limit
@@ -120,10 +136,10 @@ def test_a_stopped_launch_resumes_to_the_same_adapter(recipe, straight, tmp_path
         part.kill()
     process.communicate()
     assert not (run / "adapter").exists()
-    finish(start(recipe, run, 2, "--resume"))
+    finish(start(recipe, run, 2, *way, "--resume"))
     name = "adapter/adapter_model.safetensors"
-    assert (run / name).read_bytes() == (straight[1] / name).read_bytes()
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
     logged = [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows(run)]
     wanted = [{k: v for k, v in row.items() if k != "tokens_per_second"}
-              for row in rows(straight[1])]  # fmt: skip
+              for row in rows(whole)]  # fmt: skip
     assert logged == wanted

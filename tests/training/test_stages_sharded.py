@@ -1,4 +1,6 @@
-"""Every stage's gradients with a method: two FSDP2 ranks through the launcher's way, and one."""
+"""Every stage's gradients with a method: two ranks with their experts spread over them, two FSDP2
+ranks through the launcher's way, and one process.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from moe_finetune.recipe.stages import STAGES
+from tests import tiny
 from tests.ranks import run_ranks
-from tests.training.stages_worker import PLAIN, TERMS, WORLD
+from tests.training.stages_worker import ALONE, MODES, PLAIN, SHARDED, SPREAD, TERMS, WORLD
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-5
@@ -18,10 +21,11 @@ LIMIT = 1e-5
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
+    tiny.save("qwen3_moe", folder / "base", num_hidden_layers=2)
     run_ranks("tests.training.stages_worker", WORLD, folder)
     return {
-        world: (load_file(folder / f"{world}.safetensors"), json.loads(log.read_text()))
-        for world, log in ((world, folder / f"{world}.json") for world in (WORLD, 1))
+        mode: (load_file(folder / f"{mode}.safetensors"), json.loads(log.read_text()))
+        for mode, log in ((mode, folder / f"{mode}.json") for mode in MODES)
     }
 
 
@@ -38,9 +42,10 @@ def furthest(one, two):
     )
 
 
+@pytest.mark.parametrize("mode", [SPREAD, SHARDED])
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_sharded_ranks_have_the_gradients_of_one_process(found, stage):
-    (one, log), (two, other) = found[1], found[WORLD]
+def test_two_ranks_have_the_gradients_of_one_process(found, stage, mode):
+    (one, log), (two, other) = found[ALONE], found[mode]
     assert furthest(gradients(one, stage), gradients(two, stage)) <= LIMIT
     for name in ("loss", *(f"losses/{term}" for term in TERMS)):
         assert other[stage][name] == pytest.approx(log[stage][name], rel=LIMIT, abs=1e-6), name
@@ -48,5 +53,5 @@ def test_two_sharded_ranks_have_the_gradients_of_one_process(found, stage):
 
 
 def test_a_method_is_seen_in_the_gradients(found):
-    tensors, _ = found[WORLD]
+    tensors, _ = found[SPREAD]
     assert furthest(gradients(tensors, PLAIN), gradients(tensors, "sft")) > 100 * LIMIT

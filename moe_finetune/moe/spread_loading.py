@@ -1,0 +1,83 @@
+"""Read a checkpoint onto ranks of which each holds its part of the routed experts.
+
+``from_pretrained`` of transformers 5.19 shards while it reads, but refuses a plan of
+``ep_dispatch_experts`` beside attention that is left whole: it wants ``ep_size == tp_size``. Two
+steps of it, the choice of the mesh and the placing of parameters before they are read, are replaced
+here in a class of the model's own name; a rank then reads its own experts' tensors alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers.distributed import DistributedConfig
+
+from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.moe.spread import DISPATCH, place_experts
+
+KEY = "parallel.experts"
+
+
+def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
+    """Refuse a number of ranks that cannot share the experts of ``model``, which may be meta.
+
+    Raises:
+        RecipeError: it divides neither the experts nor the run's ranks.
+        UnsupportedModelError: transformers has no plan for the model.
+    """
+    if world == 1 or world % ranks:
+        raise RecipeError(
+            f"{KEY}: {ranks} ranks hold all experts together, and this run has {world}; start it "
+            f"by accelerate launch --num_processes {ranks}, or a multiple, or set {KEY}: all"
+        )
+    if experts % ranks:
+        fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
+        raise RecipeError(
+            f"{KEY}: {experts} experts cannot be divided by {ranks} ranks; choose one of {fit}"
+        )
+    if DISPATCH not in model.ep_plan.values():
+        raise UnsupportedModelError(
+            f"{KEY}: transformers has no plan {DISPATCH} for {type(model).__name__}; shard it with "
+            "FSDP2 (recipes/hardware/fsdp2_8gpu.yaml), or leave the key out"
+        )
+
+
+def load_spread(
+    model_class: Any, ranks: int, folder: Path, device_map: Any = None, **options: Any
+) -> Any:
+    """``model_class.from_pretrained(...)`` with its routed experts spread over ``ranks`` ranks.
+
+    All ranks of the run call it.
+
+    Args:
+        model_class: transformers' class of the model.
+        ranks: how many together hold all experts.
+        folder: the checkpoint's.
+        device_map: None, for this process's device.
+        **options: of ``from_pretrained``, ``output_loading_info`` among them.
+    """
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+    def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    def place(cls: Any, model: Any, config: Any, mesh: Any) -> Any:
+        return place_experts(model, ranks, device.type)
+
+    own = {
+        "prepare_distribute_model": classmethod(prepare),
+        "maybe_distribute_model": classmethod(place),
+        "__module__": model_class.__module__,
+    }
+    spread_class = type(model_class.__name__, (model_class,), own)
+    spread = DistributedConfig(fsdp_size=distributed.get_world_size(), ep_size=ranks)
+    model, report = spread_class.from_pretrained(
+        folder, distributed_config=spread, device_map=device_map or {"": device}, **options
+    )
+    model.__class__ = model_class
+    del model.config.distributed_config
+    return model, report
