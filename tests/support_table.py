@@ -55,6 +55,8 @@ def in_vllm(family: Family, registry: dict[str, set[str]]) -> str:
 
 def router(family: Family) -> str:
     """The score function, and what is particular about the selection."""
+    if family.self_ranking:
+        return "none: softmax of norms"
     parts = [family.score]
     if family.disk.router_bias is not None:
         parts.append("bias")
@@ -73,7 +75,8 @@ def lines(registry: dict[str, set[str]]) -> Iterator[str]:
         shared = " with shared experts" if family.shared_targets else ""
         shared = f", the language part{shared}" if family.part else shared
         served = in_vllm(family, registry)
-        yield f"| `{name}` | {family.title} | {router(family)} | yes{shared} | {served} |"
+        trains = "from scratch" if family.self_ranking else f"yes{shared}"
+        yield f"| `{name}` | {family.title} | {router(family)} | {trains} | {served} |"
 
 
 def table() -> str | None:

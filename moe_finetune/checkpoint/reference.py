@@ -15,16 +15,9 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.models import native
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.structure import class_of
-
-
-def register_classes(base: Checkpoint) -> None:
-    """Make transformers know a family's own classes."""
-    if base.family.name == "deepseek_moe":
-        from moe_finetune.models import deepseek_moe
-
-        deepseek_moe.register()
 
 
 def compare_logits(
@@ -57,7 +50,7 @@ def load(checkpoint: Checkpoint) -> Any:
     """The checkpoint in transformers, in eval mode."""
     from transformers import AutoConfig
 
-    register_classes(checkpoint)
+    native.register()
     kind = class_of(AutoConfig.from_pretrained(checkpoint.folder))
     # Float32 for both: what is compared is the weights, not the rounding of activations.
     return kind.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()

@@ -19,9 +19,9 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
-from moe_finetune.checkpoint.reference import register_classes
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
+from moe_finetune.models import native
 from moe_finetune.models.structure import class_of, name_on_disk
 
 
@@ -78,7 +78,7 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
     from peft.tuners.lora import LoraLayer
     from transformers import AutoConfig
 
-    register_classes(base)
+    native.register()
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(base.folder)
         model = class_of(config).from_config(config, dtype=torch.float32)

@@ -43,6 +43,8 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     from peft import LoraConfig
 
     family = family_in(model)
+    if family.self_ranking:
+        raise RecipeError(f"lora: {family.title} trains in full; set lora: null")
     read_selection(model, lora)
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []

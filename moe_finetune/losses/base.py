@@ -166,6 +166,8 @@ class ModelFacts:
     has_gate: bool = True
     one_space: bool = True
     """Whether router and experts read vectors of the same space."""
+    router_rows: bool = True
+    """Whether a router has a row for each expert."""
     fixed_layers: tuple[int, ...] = ()
     """MoE layers whose experts are looked up by token, so that no training moves the selection."""
 
@@ -187,6 +189,8 @@ class Term(ABC):
     """Whether it is a hinge: 0, without a gradient, once its aim is met."""
     selection: ClassVar[bool] = False
     """Whether it is about which experts are selected: left out where they are looked up."""
+    router_rows: ClassVar[bool] = False
+    """Whether it reads the router's weight."""
 
     def __init__(self, options: TermOptions):
         self.options = options
@@ -228,6 +232,11 @@ class Term(ABC):
                 )
         if self.selection:
             self._leave_out(facts)
+        if self.router_rows and not facts.router_rows:
+            raise ObjectiveError(
+                f"method.terms.{self.name} reads the router's rows, and this model's experts rank "
+                "themselves without a router; remove the term (weight: 0)"
+            )
 
     def _leave_out(self, facts: ModelFacts) -> None:
         self._left_out = frozenset(facts.fixed_layers)

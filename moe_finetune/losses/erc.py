@@ -238,6 +238,7 @@ class Erc(Term):
     Options = ErcOptions
     options: ErcOptions
     hinge = True
+    router_rows = True
 
     def __init__(self, options: ErcOptions):
         super().__init__(options)
@@ -267,7 +268,7 @@ class Erc(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         options = self.options
-        assert record.expert_factors is not None
+        assert record.expert_factors is not None and record.router_weight_EH is not None
         weight_EH = record.router_weight_EH
         with without_autocast(weight_EH.device):
             proxies_PH = at_least_float32(weight_EH if options.router_grad else weight_EH.detach())

@@ -57,7 +57,8 @@ class RoutingRecord:
         mask_T: bool, True where a token counts.
         token_ids_T: input ids, or None when the model was called with embeddings.
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
-        router_weight_EH: the router's effective weight (adapter included).
+        router_weight_EH: the router's effective weight (adapter included); None where experts rank
+            themselves and have no row.
         score: "softmax", "sigmoid" or "sqrtsoftplus".
         expert_factors: the effective projections of the experts, by name.
     """
@@ -69,7 +70,7 @@ class RoutingRecord:
     weights_TK: Tensor
     mask_T: Tensor
     score: str
-    router_weight_EH: Tensor
+    router_weight_EH: Tensor | None
     token_ids_T: Tensor | None = None
     sequence_lengths: Tensor | None = None
     activations_TKD: Tensor | None = None

@@ -44,6 +44,8 @@ class RouterOrthogonality(Term):
     reads = "router weight"
     trains = frozenset({"router"})
     Options = RouterOrthogonalityOptions
+    router_rows = True
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        assert record.router_weight_EH is not None
         return router_orthogonality_loss(record.router_weight_EH)

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError, did_you_mean
 from moe_finetune.models import (
+    autonomy,
     deepseek_moe,
     deepseek_v2,
     mixtral,
@@ -22,7 +23,7 @@ from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.composite import part_of
 from moe_finetune.models.declared import find_family, known_families, using
 
-_ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral)
+_ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral, autonomy)
 for _module in _ALL:
     FAMILIES.register(_module.FAMILY.name, _module.FAMILY)
 for _family in (*table.FAMILIES, *table.COMPOSITES):

@@ -92,6 +92,8 @@ class Family:
             "index" are passed through. Weights and index that it does not return are those that the
             experts are called with.
         router_logits: the module in the router whose output the logits are, where it returns none.
+        self_ranking: whether the module at ``router_name`` holds a part of each expert, which ranks
+            it, instead of a row for it; such experts run themselves and train in full.
         gated: whether experts have a gate projection, ``gate_up_proj``, or ``up_proj`` alone.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
         own_weights: why the weights do not follow from these, and no selection can be made again.
@@ -117,6 +119,7 @@ class Family:
     router_returns: tuple[str, ...] = ("logits", "weights", "index")
     router_logits: str | None = None
     experts_name: str = "experts"
+    self_ranking: bool = False
     gated: bool = True
     num_experts: Callable[[Any], int] = lambda config: config.num_experts
     renormalize: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import check_config
-from moe_finetune.models import deepseek_moe, family_of
+from moe_finetune.models import family_of, native
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
 from moe_finetune.models.structure import class_of
 
@@ -26,7 +26,8 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
 
     Args:
         path: folder or hub id.
-        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``.
+        changes: keys of its ``config.json``, such as ``num_experts`` or ``n_shared_experts``;
+            ``model_type`` may become one that extends the checkpoint's, which has none of its own.
 
     Raises:
         RecipeError: an unknown key, or values that the model type refuses.
@@ -35,10 +36,12 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    deepseek_moe.register()
+    native.register()
     raw = read_config(local_folder(path, weights=False))
     base = load_config(path)
     # A few keys have two names: transformers 5 writes the one, published files have the other.
+    changes = dict(changes)
+    base = _extended(base, changes.pop("model_type", base.model_type))
     real = base.attribute_map
     known = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
     for key, value in changes.items():
@@ -55,7 +58,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
             )
     values = {real.get(key, key): value for key, value in [*raw.items(), *changes.items()]}
     check_config(values, "model.config")
-    for key in ("auto_map", "model_type", *_PER_LAYER):
+    for key in ("auto_map", "architectures", "model_type", *_PER_LAYER):
         values.pop(key, None)
     try:
         config = AutoConfig.for_model(base.model_type, **values)
@@ -66,6 +69,23 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     if not 1 <= selected <= experts:
         raise RecipeError(f"model.config: {selected} experts of {experts} cannot be selected")
     return config
+
+
+def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
+    """``base``, or the default config of a ``model_type`` whose class extends its class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type == base.model_type:
+        return base
+    kinds = {name: CONFIG_MAPPING[name] for name in native.MODEL_TYPES}
+    extending = [name for name, kind in kinds.items() if issubclass(kind, type(base))]
+    if model_type not in extending:
+        others = f"; it may become {', '.join(extending)}" if extending else ""
+        raise RecipeError(
+            f"model.config.model_type: is not a key of {base.model_type}'s config "
+            f"that can be changed to '{model_type}'{others}"
+        )
+    return kinds[model_type]()
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:

@@ -12,7 +12,7 @@ from moe_finetune.errors import (
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.json_file import read_object
-from moe_finetune.models import deepseek_moe, family_of
+from moe_finetune.models import family_of, native
 from moe_finetune.models.chat_template import check_template
 from moe_finetune.models.declared import declare_family_of
 from moe_finetune.models.structure import first_line
@@ -91,7 +91,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.activations import ACT2FN
 
-    deepseek_moe.register()
+    native.register()
     place = folder / "config.json"
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

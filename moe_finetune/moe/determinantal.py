@@ -103,6 +103,8 @@ def _other_choice(layer: MoeLayer, rule: Rule, selected: int) -> str | None:
     """Why the choice is not one of any k experts by their scores, or None."""
     if layer.index in layer.family.fixed_layers(layer.experts.config):
         return "its experts are looked up by token"
+    if layer.family.self_ranking:
+        return "its experts rank themselves, and have no router's scores"
     if selected < 2:
         return "it selects one expert a token, which cannot repeat another"
     if rule.groups > 1:

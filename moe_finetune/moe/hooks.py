@@ -275,13 +275,20 @@ class Recorder:
 
 
 def _experts_function(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *projected: Tensor,
 ) -> Tensor:
-    """Transformers' experts function of the name ``moe_finetune``: the layer's own, if recorded."""
+    """Transformers' experts function of the name ``moe_finetune``: the layer's own, if recorded.
+
+    ``projected`` is what self-ranking experts get beside it.
+    """
     run = self.__dict__.get("_moe_finetune")
     if run is None:
         raise CaptureError(
             "experts_implementation 'moe_finetune' is set on a model that is not being recorded; "
             "use SpecializationCallback or Recorder, or set another implementation"
         )
-    return run(hidden_states, top_k_index, top_k_weights)
+    return run(hidden_states, top_k_index, top_k_weights, *projected)

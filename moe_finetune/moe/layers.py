@@ -110,6 +110,7 @@ def config_facts(config: Any) -> ModelFacts:
         has_gate=family.gated,
         fixed_layers=tuple(family.fixed_layers(config)),
         one_space=not family.separate_spaces(config),
+        router_rows=not family.self_ranking,
     )
 
 

@@ -31,6 +31,7 @@ from moe_finetune.moe.lora_factors import (
     variants,
 )
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.moe.self_ranking import check_plain, run_self_ranking
 from moe_finetune.moe.spread import local, run_spread, spread_of
 
 Observer = Callable[[RoutingRecord, LayerLoss], None]
@@ -112,12 +113,20 @@ class LayerVisits:
         hidden_TH: Tensor,
         index_TK: Tensor,
         weights_TK: Tensor,
+        *projected: Tensor,
     ) -> Tensor:
         layer, recorder = self.layer, self.recorder
         context = layer.context
         if "index" not in layer.family.router_returns:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         _, wrappers = parameter_wrappers(layer.outer_experts)
+        needs, expert_dropout = self._asked_of_experts()
+        if layer.family.self_ranking:
+            check_plain(layer, wrappers, expert_dropout)
+            result = run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected, needs)
+            if context is not None and context.wanted:
+                layer.result = result
+            return result.out_TH
         spread = spread_of(experts)
         gate_up, down_proj = map(local, stacks(experts))
         dtype = gate_up.dtype
@@ -125,15 +134,6 @@ class LayerVisits:
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         up = expert_factors(wrappers.get(first), dtype, recorder.dropout, grouped)
         down = expert_factors(wrappers.get("down_proj"), dtype, recorder.dropout, grouped)
-        needs: frozenset[str] = frozenset()
-        expert_dropout = 0.0
-        if context is not None:
-            if context.train and recorder.objective is not None:
-                needs |= recorder.objective.needs_of(layer.index)
-            if context.observe:
-                needs |= recorder.needs
-            if context.train and recorder.perturbation is not None:
-                expert_dropout = recorder.perturbation.expert_dropout
         own = Experts(
             gate_up_E2DH=gate_up,
             down_EHD=down_proj,
@@ -158,6 +158,20 @@ class LayerVisits:
             layer.result = result
             layer.projection = partial(_projection, experts, up, down)
         return result.out_TH
+
+    def _asked_of_experts(self) -> tuple[frozenset[str], float]:
+        """What losses and observers read of the experts, and the dropout on their activations."""
+        layer, recorder, context = self.layer, self.recorder, self.layer.context
+        needs: frozenset[str] = frozenset()
+        expert_dropout = 0.0
+        if context is not None:
+            if context.train and recorder.objective is not None:
+                needs |= recorder.objective.needs_of(layer.index)
+            if context.observe:
+                needs |= recorder.needs
+            if context.train and recorder.perturbation is not None:
+                expert_dropout = recorder.perturbation.expert_dropout
+        return needs, expert_dropout
 
     def after_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer, recorder = self.layer, self.recorder
@@ -220,7 +234,11 @@ class LayerVisits:
         assert context.tokens is not None
         logits, weights, index = layer.router_output
         result = layer.result
-        weight_EH = router_weight(layer.router, layer.family.router_weight)
+        weight_EH = None
+        if not layer.family.self_ranking:
+            # Rows beyond the experts' are of shared ones.
+            rows_RH = router_weight(layer.router, layer.family.router_weight)
+            weight_EH = rows_RH[: logits.shape[1]]
         return RoutingRecord(
             layer=layer.index,
             inputs_TH=layer.router_input,
@@ -229,8 +247,7 @@ class LayerVisits:
             weights_TK=weights,
             mask_T=context.tokens.mask_T,
             score=layer.family.score,
-            # Rows beyond the experts' are of shared ones.
-            router_weight_EH=weight_EH[: logits.shape[1]],
+            router_weight_EH=weight_EH,
             token_ids_T=context.tokens.ids_T,
             sequence_lengths=context.tokens.sequence_lengths,
             activations_TKD=result.activations_TKD,

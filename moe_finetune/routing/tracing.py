@@ -98,8 +98,11 @@ def router_values(record: RoutingRecord, gated: bool = True) -> dict[str, float]
     """What router and gates of one layer say without a token: cosine, norms, ERC (P2 Tables 2, 3).
 
     The gates are gone through a few experts at a time: all of a layer's are as large as the layer.
-    Where experts have none that reads what the router reads, the router's values are all.
+    Where experts have none that reads what the router reads, the router's values are all; where
+    they rank themselves, there is no value.
     """
+    if record.router_weight_EH is None:
+        return {}
     router_EH = record.router_weight_EH.float()
     rows_E = router_EH.norm(dim=-1).cpu().numpy()
     of_router = {

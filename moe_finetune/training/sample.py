@@ -85,7 +85,8 @@ class Sample:
             gram_TKK = getattr(record, f"{kind}_TKK")
             assert gram_TKK is not None
             self._note(kind, layer, gram_TKK[at_T].float())
-        self._router[layer] = record.router_weight_EH.detach().float().cpu().numpy()
+        if record.router_weight_EH is not None:
+            self._router[layer] = record.router_weight_EH.detach().float().cpu().numpy()
         wanted = self._pictures and self._gated and layer == self.middle
         if wanted and self.gate_rows_EDH is None:
             assert record.expert_factors is not None
@@ -144,9 +145,10 @@ class Sample:
             "routing_variance": routing_variance(probabilities_TE),
             "expert_overlap": overlap,
             "silhouette": clusters,
-            "router_cosine": router_cosine(self._router[layer]),
-            "noise_level": noise_level(self._router[layer]),
         }
+        if layer in self._router:
+            found["router_cosine"] = router_cosine(self._router[layer])
+            found["noise_level"] = noise_level(self._router[layer])
         if self.top_k > 1:
             found["activation_cosine"] = gram_cosine(self.rows("activations_gram", layer))
             found["output_cosine"] = gram_cosine(self.rows("outputs_gram", layer))

@@ -66,8 +66,9 @@ class TrainingStatistics:
         row[2 * experts] += record.mask_T.sum()
         row[2 * experts + 1] += scores_TK.square().sum()
         row[2 * experts + 2] += entropy_T.sum()
-        if record.layer not in self._routers:
-            self._routers[record.layer] = _router_measures(record.router_weight_EH.detach())
+        weight_EH = record.router_weight_EH
+        if weight_EH is not None and record.layer not in self._routers:
+            self._routers[record.layer] = _router_measures(weight_EH.detach())
         for name, value in loss.values.items():
             held = self._losses.get(name)
             self._losses[name] = value.double() if held is None else held + value

@@ -95,6 +95,8 @@ def test_paper1_pretrain_by_hand():
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-large-lb", 7.0, 0.50),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
+        ("paper2_pretrain", "olmoe_1b_7b", "e64-autonomy", 3.0, None),
+        ("paper2_pretrain", "olmoe_1b_7b", "e256-autonomy", 15.0, None),
     ],
 )
 def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, tmp_path):

@@ -116,10 +116,10 @@ def peak_of(setting: dict[str, Any], folder: Path) -> int:
     """
     from transformers import AutoConfig
 
-    from moe_finetune.models import deepseek_moe
+    from moe_finetune.models import native
     from moe_finetune.recipe.schema import Recipe
 
-    deepseek_moe.register()
+    native.register()
     recipe = few_steps(Recipe.model_validate(setting["recipe"]))
     values = dict(setting["config"])
     kind = values.pop("model_type")

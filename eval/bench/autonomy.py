@@ -1,0 +1,123 @@
+"""Cost of Autonomy-of-Experts beside a router, with and without ERC: P2's comparison.
+
+Steps of training from scratch (forward, backward, AdamW) of three models of the same number of
+weights, in float32 on one thread, interleaved; the time is the processor's, so that other work on
+the machine counts little. Peak memory is that of a process of its own for each.
+
+    python eval/bench/autonomy.py --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from saved import add_save, finish
+from transformers import AutoModelForCausalLM, OlmoeConfig
+
+from moe_finetune import Specialization
+from moe_finetune.models import native
+
+BALANCE = {"preset": "erc", "terms": {"erc": {"weight": 0}}}
+ARMS = {"vanilla": BALANCE, "erc": "erc", "autonomy": BALANCE}
+
+
+class Arm:
+    """A model, its method and its optimizer."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace):
+        native.register()
+        from moe_finetune.models.autonomy.modeling import AutonomyConfig
+
+        kind = AutonomyConfig if name == "autonomy" else OlmoeConfig
+        config = kind(
+            vocab_size=arguments.vocabulary,
+            hidden_size=arguments.hidden,
+            intermediate_size=arguments.width,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=8,
+            num_experts=arguments.experts,
+            num_experts_per_tok=8,
+        )
+        torch.manual_seed(1)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.ids = torch.randint(1, arguments.vocabulary, (arguments.tokens // 512, 512))
+        self.method = Specialization(self.model, ARMS[name], total_steps=1000)
+
+    def weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> float:
+        """Processor seconds of one step."""
+        start = time.process_time()
+        with self.method:
+            self.model(self.ids, labels=self.ids, use_cache=False).loss.backward()
+            self.optimizer.step()
+            self.method.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.process_time() - start
+
+
+def peak_bytes(name: str, arguments: argparse.Namespace) -> int:
+    """Most memory of three steps in a process of its own, beyond what its imports take."""
+
+    def highest() -> int:
+        # Not ru_maxrss, which begins at what the parent had when it forked.
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+    if not arguments.of:
+        command = [sys.executable, __file__, "--of", name, *sys.argv[1:]]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return int(json.loads(done.stdout.splitlines()[-1])["peak"])
+    before = highest()
+    arm = Arm(name, arguments)
+    for _ in range(3):
+        arm.step()
+    return highest() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for option, value in {
+        "rounds": 9, "tokens": 2048, "layers": 2, "hidden": 512, "width": 256, "experts": 64,
+        "vocabulary": 8192,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=value)
+    parser.add_argument("--of", help=argparse.SUPPRESS)
+    add_save(parser, "autonomy")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.of:
+        print(json.dumps({"peak": peak_bytes(arguments.of, arguments)}))
+        return
+    peaks = {name: peak_bytes(name, arguments) for name in ARMS}
+    arms = {name: Arm(name, arguments) for name in ARMS}
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    for round_ in range(arguments.rounds + 1):
+        order = list(ARMS) if round_ % 2 else list(ARMS)[::-1]
+        for name in order:
+            taken = arms[name].step()
+            if round_:
+                seconds[name].append(taken)
+    figures = {
+        name: {
+            "weights": arms[name].weights(),
+            "processor_s_median": round(median(seconds[name]), 3),
+            "time": round(median(seconds[name]) / median(seconds["vanilla"]), 3),
+            "peak_gb": round(peaks[name] / 1e9, 3),
+            "memory": round(peaks[name] / peaks["vanilla"], 3),
+        }
+        for name in ARMS
+    }
+    finish(arguments, {"arms": figures})
+
+
+if __name__ == "__main__":
+    main()

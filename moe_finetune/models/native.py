@@ -1,0 +1,13 @@
+"""Model types that transformers has no class for: their classes are here."""
+
+from __future__ import annotations
+
+from moe_finetune.models import autonomy, deepseek_moe
+
+MODEL_TYPES = tuple(module.FAMILY.model_type for module in (deepseek_moe, autonomy))
+
+
+def register() -> None:
+    """Make transformers' Auto classes know them; repeatable."""
+    deepseek_moe.register()
+    autonomy.register()
