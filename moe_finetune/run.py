@@ -96,7 +96,7 @@ def carry_out(
         if inputs is not None and ranks.rank() == 0 and not resume:
             discard(output, made)
         if (output / LOG_FILE).exists():
-            terminal().say(f"what the libraries said is in {output / LOG_FILE}", "warning")
+            terminal().say(f"what the libraries printed is in {output / LOG_FILE}", "warning")
         raise
     return output
 

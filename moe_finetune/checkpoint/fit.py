@@ -46,7 +46,7 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
     layers = max((number for number in numbers if number is not None), default=-1) + 1
     if not text.num_hidden_layers <= layers <= text.num_hidden_layers + _predicting(text):
         raise CheckpointError(
-            f"{place}: num_hidden_layers is {text.num_hidden_layers}, and the tensors are of "
+            f"{place}: num_hidden_layers is {text.num_hidden_layers}, but the files hold "
             f"{layers} layers; restore the checkpoint's own config.json"
         )
     experts = family.num_experts(config)
@@ -54,8 +54,8 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
         stored = checkpoint.experts.get(layer)
         if stored != experts:
             raise CheckpointError(
-                f"{place}: layer {layer} should have {experts} routed experts, and its tensors are "
-                f"of {stored or 'none'}; restore the checkpoint's own config.json"
+                f"{place}: layer {layer} should have {experts} routed experts, but the files "
+                f"hold {stored or 'none'}; restore the checkpoint's own config.json"
             )
     if not 1 <= family.top_k(config) <= experts:
         raise CheckpointError(
@@ -131,8 +131,9 @@ def check_tensors(
         )
     for name in extra:
         raise CheckpointError(
-            f"{folder}: tensor '{name}' in {tensors[name].file.name} is none of this model's "
-            f"({len(extra)} such tensors); the files are of another checkpoint or config.json is"
+            f"{folder}: tensor '{name}' in {tensors[name].file.name} does not belong to "
+            f"this model ({len(extra)} such tensors); the files or config.json are another "
+            "checkpoint's"
         )
     integers = integers_on_disk(config)
     for name, shape in needed.items():

@@ -72,8 +72,8 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
             return
         _warned.add(folder)
         log.warning(
-            "%s: does not say which base it was trained on (%s of %s); that the shapes fit "
-            "%s is all that is known",
+            "%s: does not say which base it was trained on (%s of %s); all that can be checked "
+            "is that its shapes fit %s",
             adapter.folder,
             BASE_KEY,
             METADATA,
@@ -86,7 +86,7 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
         check_values(base.tensors.values(), CheckpointError, "copy the checkpoint again")
         raise AdapterError(
             f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
-            f"the fingerprint {found[:12]}, {METADATA} asks for {str(wanted)[:12]}; give the base "
+            f"the fingerprint {found[:12]}, {METADATA} names {str(wanted)[:12]}; give the base "
             "that it was trained on (merge: --base)"
         )
 
@@ -125,13 +125,13 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     for key in sorted(wanted - held):
         if not key.endswith(_OPTIONAL):
             raise AdapterError(
-                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} asks for"
+                f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} calls for"
                 f"{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
             )
     if extra:
         raise AdapterError(
-            f"{adapter.folder}: adapter tensor '{extra[0]}' is not one of those that {CONFIG} asks "
-            f"for ({len(extra)} such tensors); take the config that belongs to this file"
+            f"{adapter.folder}: adapter tensor '{extra[0]}' is not one of those that {CONFIG} "
+            f"calls for ({len(extra)} such tensors); take the config that belongs to this file"
         )
 
 

@@ -60,7 +60,7 @@ def load_quantized(
 
     if unknown:
         raise RecipeError(
-            f"{next(iter(unknown))}: does not go with quantization; leave one of them out"
+            f"{next(iter(unknown))}: cannot be combined with quantization; leave one of them out"
         )
     checkpoint = open_checkpoint(folder, values=True, stored=True)
     if isinstance(dtype, str):
@@ -80,8 +80,8 @@ def load_quantized(
     device, family = _one_device(device_map), checkpoint.family
     if family.disk.interleaved:
         raise UnsupportedModelError(
-            f"{folder}: {family.title} cannot be loaded tensor by tensor: its files have rows of "
-            "gate and up in turn; load it without quantization"
+            f"{folder}: {family.title} cannot be loaded tensor by tensor: its files interleave "
+            "the rows of gate and up; load it without quantization"
         )
     if family.disk.either and family.disk.transposed:
         stored = Transposed(stored, family)
@@ -99,7 +99,7 @@ def _one_device(device_map: Any) -> torch.device:
         device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if not isinstance(device_map, str | int | torch.device):
         raise RecipeError(
-            f"device_map: {device_map!r} spreads the model; a quantised model is on one device"
+            f"device_map: {device_map!r} spreads the model; a quantised one has to be on one device"
         )
     return torch.device(device_map)
 
@@ -143,8 +143,8 @@ def load_streaming(
             disk = _pieces(model, name, state[name])
         if any(place not in stored for place in disk):
             raise UnsupportedModelError(
-                f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is no "
-                "tensor of the files by itself; load it without quantization"
+                f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
+                "stored as a tensor of its own; load it without quantization"
             )
         if kind is not None and name in names:
             value: Tensor = _quantised(shapes[name], disk, stored, kind, state[name].dtype, device)

@@ -118,7 +118,7 @@ def with_weights(
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} tensors that config.json asks for are in no file, the first "
+            f"{folder}: {len(missing)} tensors that config.json describes are missing, the first "
             f"is '{missing[0]}'; copy the checkpoint again"
         )
     return model

@@ -124,8 +124,8 @@ class QuantizedTensors:
             )
         if not parts:
             raise CheckpointError(
-                f"config.json: {QUANTIZATION} says {form.name}, and no tensor of the files is so; "
-                "the files are of another checkpoint, or the key is to be removed"
+                f"config.json: {QUANTIZATION} says {form.name}, but no tensor is stored that "
+                "way; the files are of another checkpoint, or the key has to go"
             )
         for name, info in stored.items():
             if name not in parts:

@@ -53,7 +53,7 @@ def inspect(
         typer.Option(
             "--gpu",
             metavar="GIB",
-            help="Say whether the recipe fits a GPU of so many GiB, and what to change; "
+            help="Say whether the recipe fits a GPU with this many GiB, and what to change; "
             "exit code 1 where it does not. Nothing is loaded.",
         ),
     ] = None,
@@ -102,7 +102,7 @@ def inspect(
     if gpu is not None and not recipe:
         raise RecipeError("--gpu: tells whether a recipe fits; name one with --recipe")
     if gpu is not None and not 0 < gpu < 1e6:
-        raise RecipeError(f"--gpu: {gpu:g} is not right; wanted the GiB of one GPU, such as 24")
+        raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
     inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
     if inspection.verdict is not None and not inspection.verdict.fits:
@@ -252,7 +252,7 @@ def serve(
         Path | None, typer.Option("--adapter", help="Adapter to serve over the base, unmerged.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds until it must be ready.")
+        float, typer.Option("--timeout", min=1, help="Seconds to wait until it is ready.")
     ] = 1800.0,
 ) -> None:
     """Serve a merged checkpoint with vLLM. Ctrl-C stops it.

@@ -41,7 +41,7 @@ def init(
     asks = sys.stdin.isatty()
     if not asks and (checkpoint is None or data is None):
         missing = "CHECKPOINT" if checkpoint is None else "--data"
-        raise RecipeError(f"{missing}: required, since nobody can be asked here")
+        raise RecipeError(f"{missing}: required where there is no terminal to ask on")
     if checkpoint is None:
         checkpoint = typer.prompt("Checkpoint (folder or hub id)")
     print(describe(checkpoint)[0])

@@ -78,7 +78,7 @@ def draw(rows: Iterator[Placed], limit: int, seed: int, asked: str) -> Iterator[
         elif (place := int(generator.integers(seen))) < limit:
             held[place] = (seen, row)
     if seen < limit:
-        raise DataError(f"{asked}: {limit} rows are wanted and there are {seen}; lower the limit")
+        raise DataError(f"{asked}: asks for {limit} rows, and there are only {seen}; lower it")
     for _, row in sorted(held, key=lambda item: item[0]):
         yield row
 

@@ -37,7 +37,7 @@ class Parts:
         file = folder / PARTS_FILE
         if not file.is_file() and is_taken(folder):
             raise OutputExistsError(f"{folder} holds something else; choose another --output")
-        remedy = f"delete {folder} to begin anew"
+        remedy = f"delete {folder} to start over"
         held = read_object(file, OutputExistsError, remedy) if file.is_file() else {}
         self._begun: dict[str, str] = held.get("begun", {})
         self._finished: dict[str, str] = held.get("finished", {})
@@ -46,14 +46,14 @@ class Parts:
         """Whether a part was finished under ``identity``; says so."""
         if self._finished.get(name) != identity or not (self._folder / name).is_dir():
             return False
-        terminal().say(f"{name}: kept, nothing that it follows from has changed")
+        terminal().say(f"{name}: kept, its inputs have not changed")
         return True
 
     def begin(self, name: str, identity: str) -> None:
         """Note that a part is being made; what was made from something else is removed."""
         place = self._folder / name
         if self._begun.get(name) != identity and place.exists():
-            terminal().say(f"{name}: made again, what it follows from has changed")
+            terminal().say(f"{name}: made again, its inputs have changed")
             shutil.rmtree(place)
         self._finished.pop(name, None)
         self._begun[name] = identity

@@ -197,8 +197,8 @@ class Catalog:
             )
         if entry.template and examples == tested:
             raise EvaluationError(
-                f"suite {self.suite.name}: task '{entry.task}' wants shots: {entry.shots} and has "
-                "no rows to take them from but the tested ones; name others under files: "
+                f"suite {self.suite.name}: task '{entry.task}' has shots: {entry.shots} and "
+                "only the tested rows to take them from; name others under files: "
                 "{train: FILE}, or set shots: 0"
             )
         found_files: dict[str, Path] = {}

@@ -26,7 +26,7 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.moe.hooks import Recorder
 
-HELP = "/experts: experts of the last token   /reset: begin anew   /exit: end"
+HELP = "/experts: experts of the last token   /reset: start over   /exit: end"
 
 
 @dataclass

@@ -171,7 +171,7 @@ class Judge:
             if attempt == min(2, self._retries):
                 break  # a judge that was asked three times will not learn to
         raise EvaluationError(
-            f"{self._name} gave no verdict but {content[:200]!r}; "
+            f"{self._name} answered {content[:200]!r} and gave no verdict; "
             "use a stronger judge, or a server that supports response_format json_schema"
         )
 

@@ -54,7 +54,7 @@ def _check_same(runs: Sequence[Run], output: Path) -> None:
     known = {row.get("recipe_sha256") for row in rows if isinstance(row, dict)}
     if known and known.isdisjoint(run.recipe.hash for run in runs):
         raise OutputExistsError(
-            f"{output} holds another study, none of whose runs is one of this; choose another "
+            f"{output} holds another study, which shares no run with this one; choose another "
             "--output"
         )
 

@@ -38,7 +38,7 @@ def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = Non
     out = [f"{study.title or study.name}: {len(runs)} runs", aligned(lines, "left")]
     out += ["", f"{total:,.1f} h one after another, {total * assumed.devices:,.1f} device hours"]
     if known < len(runs):
-        out[-1] += f", of the {known:.0f} runs whose time can be told"
+        out[-1] += f", for the {known:.0f} runs whose time can be estimated"
     out += [f"{UNKNOWN}: {reason}" for reason in reasons]
     out.append(
         f"Assumed: {assumed.devices} x {assumed.hardware} ({assumed.memory_gib:g} GiB, "

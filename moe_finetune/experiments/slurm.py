@@ -119,7 +119,7 @@ def _through_submitit(study: StudyRecipe, command: list[str], jobs: int, output:
             executor.submit(run_shard, [*command, "--shard", f"{number}/{jobs}"])
             for number in range(1, jobs + 1)
         ]
-    log.info("submitted %d jobs; their logs lie in %s", jobs, output / "slurm")
+    log.info("submitted %d jobs; their logs are in %s", jobs, output / "slurm")
     if local:
         for job in started:
             job.result()

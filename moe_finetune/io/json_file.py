@@ -61,7 +61,7 @@ def parse_json(text: str | bytes, finite: bool = True) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise JsonError("holds half of a surrogate pair, which is not a character") from None
+            raise JsonError("contains half of a surrogate pair, which is not a character") from None
     return value
 
 

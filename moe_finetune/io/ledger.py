@@ -141,7 +141,7 @@ class Ledger:
             shown = "\n".join(f"  {line}" for line in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise OutputExistsError(
-                f"{self.folder}: holds what was trained from other inputs than those given now:\n"
+                f"{self.folder}: holds results of other inputs than those given now:\n"
                 f"{shown}{more}\nNothing was deleted. Go on with the settings that it was made "
                 "with, choose another --output, or add --replace to delete it and train it again"
             )
@@ -182,7 +182,7 @@ class Ledger:
         self.failed_file(name).unlink(missing_ok=True)
         started = time.perf_counter()
         if step.done is None and self._appeared(name):
-            log.info("%s: had appeared whole before it was noted", name)
+            log.info("%s: was finished before it was noted", name)
         else:
             if step.done is None:
                 self._make_room(name)
@@ -221,7 +221,7 @@ class Ledger:
             try:
                 lock = held.enter_context(output_lock(place))
             except OutputBusyError:
-                log.warning("%s: another process is at it; waiting for it to end", name)
+                log.warning("%s: another process is working on it; waiting for it to end", name)
                 lock = held.enter_context(output_lock(place, wait=True))
             yield lock.descriptor
 

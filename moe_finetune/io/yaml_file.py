@@ -109,7 +109,7 @@ def _count(node: yaml.Node, sizes: dict[int, int], path: tuple[str, ...] = ()) -
     known = sizes.get(id(node))
     if known is not None:
         if known == 0:
-            raise YamlError("an alias stands inside what it names", line)
+            raise YamlError("an alias is inside the value that it refers to", line)
         return known
     sizes[id(node)] = 0
     size = 1
@@ -130,13 +130,13 @@ def _count(node: yaml.Node, sizes: dict[int, int], path: tuple[str, ...] = ()) -
             seen.add(name.value)
             size += _count(name, sizes, below) + _count(child, sizes, below)
     if size > MAX_VALUES:
-        raise YamlError(f"stands for more than {MAX_VALUES:,} values", line)
+        raise YamlError(f"expands to more than {MAX_VALUES:,} values", line)
     sizes[id(node)] = size
     return size
 
 
 def _check_scalar(node: yaml.ScalarNode, line: int) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in node.value):
-        raise YamlError("holds half of a surrogate pair, which is not a character", line)
+        raise YamlError("contains half of a surrogate pair, which is not a character", line)
     if node.tag.endswith(":int") and len(node.value) > 3 * MAX_DIGITS:
         raise YamlError(f"a whole number of {len(node.value)} digits", line)

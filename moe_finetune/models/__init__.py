@@ -47,8 +47,8 @@ def family_of(config: Any) -> Family:
     if mapping and family in table.PARTS:
         whole = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
         raise UnsupportedModelError(
-            f"model_type '{model_type}': transformers has this language model as a part of "
-            f"'{whole}' alone; give the whole checkpoint"
+            f"model_type '{model_type}': transformers has this language model only as a part "
+            f"of '{whole}'; give the whole checkpoint"
         )
     if not mapping:
         family.check(config)
@@ -62,7 +62,7 @@ def _refusal(config: dict[str, Any]) -> str:
     parts = [f.part for f in known_families().values() if f.part and f.model_type == model_type]
     if parts:
         return (
-            f"a '{model_type}' is supported with a language part of type {' or '.join(parts)}, and "
+            f"a '{model_type}' is supported with a language part of type {' or '.join(parts)}, but "
             f"this one's is '{part_of(config)}'"
         )
     if isinstance(model_type, str) and model_type in table.REFUSED:

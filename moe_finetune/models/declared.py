@@ -157,7 +157,7 @@ def _families_of(point: Any) -> Iterable[Family]:
     except Exception as error:  # whatever the plugin's own code raises
         raise UnsupportedModelError(
             f"plugin '{point.name}' ({point.value}) of {GROUP} cannot be loaded: "
-            f"{type(error).__name__}: {error}; mend or uninstall it"
+            f"{type(error).__name__}: {error}; fix or uninstall it"
         ) from error
     families = [loaded] if isinstance(loaded, Family) else loaded
     if not isinstance(families, Iterable) or not all(isinstance(f, Family) for f in families):

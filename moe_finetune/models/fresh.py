@@ -53,8 +53,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
         wanted = _kind(getattr(base, key, None))
         if value is not None and wanted is not None and not isinstance(value, wanted):
             raise RecipeError(
-                f"model.config.{key}: {value!r} is not right; wanted a value such as "
-                f"{getattr(base, key)!r}"
+                f"model.config.{key}: must be a value such as {getattr(base, key)!r}, not {value!r}"
             )
     values = {real.get(key, key): value for key, value in [*raw.items(), *changes.items()]}
     check_config(values, "model.config")
@@ -67,7 +66,7 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     family = family_of(config)
     experts, selected = family.num_experts(config), family.top_k(config)
     if not 1 <= selected <= experts:
-        raise RecipeError(f"model.config: {selected} experts of {experts} cannot be selected")
+        raise RecipeError(f"model.config: cannot select {selected} of {experts} experts")
     return config
 
 
@@ -108,7 +107,7 @@ def fresh_model(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.config: no {config.model_type} can be built: {error}") from error
+        raise RecipeError(f"model.config: {config.model_type} cannot be built: {error}") from error
     return model
 
 

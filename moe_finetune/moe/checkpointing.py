@@ -42,7 +42,7 @@ def check_block(block: nn.Module, index: int) -> None:
     """
     if any(hasattr(module, _INNER) for module in block.modules()):
         raise CaptureError(
-            f"layer {index}: a checkpoint wrapper lies around the MoE block or a part of it; wrap "
+            f"layer {index}: a checkpoint wrapper is around the MoE block or a part of it; wrap "
             "whole decoder layers (check_fn, or accelerate's transformer_cls_names_to_wrap)"
         )
 

@@ -94,7 +94,7 @@ class PlacementPlan:
                 raise DataError(f"{path}: not a {FORMAT}; write one with 'moe-finetune place'")
             rows = {int(layer): entry for layer, entry in document["layers"].items()}
             if list(map(str, rows)) != list(document["layers"]):
-                raise DataError(f"{path}: a layer's number is written oddly, or twice")
+                raise DataError(f"{path}: a layer's number is malformed, or there twice")
             lengths = {layer: len(entry["ranks"]) for layer, entry in rows.items()}
             wrong = [n for n, length in lengths.items() if length != document["num_experts"]]
             if wrong or not rows:

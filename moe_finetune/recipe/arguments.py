@@ -97,7 +97,7 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
         else:
             wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
             if wanted:
-                yield f"trainer.{name}: {value!r} is not right; wanted {wanted}"
+                yield f"trainer.{name}: must be {wanted}, not {value!r}"
     if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
         yield (
             "trainer.fp16: its loss scaling would scale the main loss and not the losses added "

@@ -81,8 +81,8 @@ class FamilySection(Section):
     def _order(self) -> FamilySection:
         if len(set(self.router_returns)) != len(self.router_returns):
             raise ValueError(
-                f"router_returns: {self.router_returns} is not right; wanted logits, weights and "
-                "index in the router's order, each once"
+                f"router_returns: must be logits, weights and index in the router's order, "
+                f"each once, not {self.router_returns}"
             )
         return self
 

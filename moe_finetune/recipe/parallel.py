@@ -22,7 +22,7 @@ class ParallelSection(Section):
     @classmethod
     def _some(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{value} is not right; wanted 1 or more, or 'all'")
+            raise ValueError(f"must be 1 or more, or 'all', not {value}")
         return value
 
 

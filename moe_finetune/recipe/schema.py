@@ -231,14 +231,14 @@ def _stage_contradictions(recipe: Recipe) -> Iterator[str]:
     """What the stage and other keys disagree about."""
     stage, data = STAGES[recipe.stage], recipe.data
     if stage.name == "pretrain" and data.format != "text":
-        yield f"data.format: '{data.format}' holds answers, and stage pretrain learns texts"
+        yield f"data.format: '{data.format}' holds answers, but stage pretrain learns from text"
     if stage.form != "tokens":
         if data.packing:
             yield f"data.packing: stage {stage.name} does not pack; leave it out"
         if data.format != "auto":
-            yield f"data.format: stage {stage.name} has one form of its own; leave it out"
+            yield f"data.format: stage {stage.name} has a format of its own; leave it out"
     if recipe.rewards and stage.name != "grpo":
-        yield f"rewards: of stage grpo, and this is stage {stage.name}"
+        yield f"rewards: only stage grpo has them, and this is stage {stage.name}"
     if stage.name == "grpo" and not recipe.rewards:
         yield (
             "rewards: required by stage grpo, but missing; name one (exact_match, boxed, code) or "
@@ -248,7 +248,7 @@ def _stage_contradictions(recipe: Recipe) -> Iterator[str]:
         yield (
             "teacher: required by stage distill, but missing; name a checkpoint"
             if stage.name == "distill"
-            else f"teacher: of stage distill, and this is stage {stage.name}"
+            else f"teacher: only stage distill has one, and this is stage {stage.name}"
         )
     if recipe.model.init == "random" and stage.name not in ("sft", "pretrain"):
         yield f"model.init: 'random' weights cannot begin with stage {stage.name}; pretrain first"

@@ -38,7 +38,7 @@ def _placed(tree: Tree, line: str) -> str:
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
     """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
-    wanted: dict[tuple[str, str], list[str]] = {}
+    wanted: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
@@ -56,12 +56,12 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
         elif cause is not None:
             lines.append(f"{key}: {cause}")
         else:
-            start = f"{key}: {item['input']!r:.200} is not right; wanted "
-            wanted.setdefault((key, start), []).append(in_words(item["msg"]))
+            got = f"{item['input']!r:.200}"
+            wanted.setdefault((key, got), []).append(in_words(item["msg"]))
     keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in wanted]
     return lines + [
-        start + " or ".join(dict.fromkeys(texts))
-        for (key, start), texts in wanted.items()
+        f"{key}: must be {' or '.join(dict.fromkeys(texts))}, not {got}"
+        for (key, got), texts in wanted.items()
         # of the branches of a union, the one that went deeper is the one that was meant
         if not any(other.startswith(f"{key}.") for other in keys)
     ]
@@ -86,9 +86,9 @@ _PATTERNS = (
     (r"less than or equal to (.+)", r"\1 or less"),
     (r"less than (.+)", r"less than \1"),
     (r"String should have at least 1 character.*", "text that is not empty"),
-    (r"String should have at (least|most) (\d+) characters?.*", r"at \1 \2 characters"),
-    (r"\w+ should have at least 1 item.*", "at least one item"),
-    (r"\w+ should have at (least|most) (\d+) items?.*", r"at \1 \2 items"),
+    (r"String should have at (least|most) (\d+) characters?.*", r"text of at \1 \2 characters"),
+    (r"\w+ should have at least 1 item.*", "a list of at least one item"),
+    (r"\w+ should have at (least|most) (\d+) items?.*", r"a list of at \1 \2 items"),
     (r"String should match pattern '(.+)'", r"text that matches \1"),
     (r"None", "null"),
 )

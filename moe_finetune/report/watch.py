@@ -127,7 +127,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         return [parse_json(line, finite=False) for line in whole]
     except JsonError as error:
-        raise DataError(f"{path}: {error.problem}; it is no log of a run") from None
+        raise DataError(f"{path}: {error.problem}; this is not the log of a run") from None
 
 
 def _steps(run: Path, rows: list[dict[str, Any]]) -> int | None:

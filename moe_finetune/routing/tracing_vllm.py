@@ -163,7 +163,7 @@ def open_engine(
     cpu = is_cpu_build()
     if cpu and int(overrides.get("tensor_parallel_size") or 1) > 1:
         raise CaptureError(
-            "tensor_parallel_size: on the CPU build the routers are heard in this process only; "
+            "tensor_parallel_size: the CPU build's routers can be read in this process only; "
             "leave it out"
         )
     environment, needed = ON_CPU if cpu else ON_GPU
@@ -184,7 +184,7 @@ def open_engine(
             heard = Heard() if cpu else None
             if heard is not None and not sum(llm.apply_model(heard.bind)):
                 raise CaptureError(
-                    f"vLLM's model of {checkpoint} has no MoE layer that can be heard; record "
+                    f"vLLM's model of {checkpoint} has no MoE layer that can be read; record "
                     "with --backend hf"
                 )
             yield llm, heard

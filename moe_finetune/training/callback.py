@@ -51,8 +51,8 @@ def _check_equal_steps(dataloader: Any) -> None:
         batches = -1  # unsized: max_steps ends all ranks alike
     if not ranks.equal_on_ranks(batches):
         raise ObjectiveError(
-            f"the ranks have different numbers of batches (this one {batches}); give every rank "
-            "as many, or let accelerate shard one dataset (even_batches: true)"
+            f"the ranks have different numbers of batches (this one {batches}); give each rank "
+            "the same number, or let accelerate shard one dataset (even_batches: true)"
         )
 
 

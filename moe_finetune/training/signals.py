@@ -60,7 +60,8 @@ class StopOnSignal(TrainerCallback):
         if not self._in_steps:
             raise self._interrupted()
         terminal().say(
-            f"{self._asked.name}: finishing this step and saving; once more ends at once", "warning"
+            f"{self._asked.name}: finishing this step and saving; a second one stops it at once",
+            "warning",
         )
 
     def _interrupted(self) -> Interrupted:

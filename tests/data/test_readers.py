@@ -58,7 +58,7 @@ def test_a_source_is_filtered_worded_and_limited(files):
     data = section([classification(files, limit=2)])
     kept = [row["prompt"] for row in rows(data.train[0], data)]
     assert len(kept) == 2 and kept == [p for p in ("bad:", "good:", "fine:") if p in kept]
-    with pytest.raises(DataError, match=r"data limit\): 4 rows are wanted and there are 3"):
+    with pytest.raises(DataError, match=r"data limit\): asks for 4 rows, and there are only 3"):
         rows(section([classification(files, limit=4)]).train[0], data)
 
 
@@ -148,7 +148,7 @@ def test_a_source_that_does_not_fit_its_file_is_refused(files, changes, message)
             {"path": "a", "columns": {"text": "b"}, "template": {"text": "{b}"}},
             "data.train.0: columns and template cannot be combined; keep one of them",
         ),
-        (3, "data.train.0: 3 is not right; wanted a mapping"),
+        (3, "data.train.0: must be a mapping, not 3"),
     ],
 )
 def test_a_wrong_source_is_one_line(source, message):

@@ -59,4 +59,4 @@ def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
     assert cli.main(arguments) == 0
     again = capsys.readouterr()
     assert files() == before and again.out == said.out
-    assert "report: kept, nothing that it follows from has changed" in again.err
+    assert "report: kept, its inputs have not changed" in again.err

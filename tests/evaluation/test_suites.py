@@ -179,9 +179,9 @@ def test_suite_files_are_checked(tmp_path):
         ("name: x\ntasks: [{task: a, metric: m, shot: 3}]", "unknown key; did you mean"),
         (
             "name: x\ntasks: [{task: a, metric: m, shots: few}]",
-            "wanted a whole number",
+            "shots: must be a whole number",
         ),
-        ("- 3", r"s\.yaml: \[3\] is not right; wanted a mapping"),
+        ("- 3", r"s\.yaml: must be a mapping, not \[3\]"),
         (
             "name: x\ntasks: [{task: ../a, metric: m}]",
             r"s\.yaml: tasks\.0: task '\.\./a' cannot name",

@@ -144,8 +144,8 @@ def test_what_does_not_fit_is_refused_with_its_place(write_study, values, messag
         ({"seeds": []}, r"study.yaml:\d+: seeds: "),
         ({"seeds": [4, 4]}, r"seeds: 4 is listed twice"),
         ({"sedes": [1]}, r"sedes: unknown key; did you mean 'seeds'"),
-        ({"launch": {"kind": "ssh"}}, r"launch.kind: 'ssh' is not right"),
-        ({"metrics": {"loss": "less"}}, r"metrics.loss: 'less' is not right"),
+        ({"launch": {"kind": "ssh"}}, r"launch.kind: must be .*, not 'ssh'"),
+        ({"metrics": {"loss": "less"}}, r"metrics.loss: must be .*, not 'less'"),
     ],
 )
 def test_a_wrong_study_key_is_refused_with_its_place(write_study, values, message):

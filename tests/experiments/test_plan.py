@@ -149,7 +149,7 @@ def test_plan_lists_arms_totals_and_what_is_unknown(qwen, write_study, tmp_path)
     text = plan_text(study, expand(study))
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert lines["known"][1:4] == ["2", "30.5", "B"] and lines["far"][1:3] == ["2", "?"]
-    assert "of the 2 runs whose time can be told" in text
+    assert "for the 2 runs whose time can be estimated" in text
     assert f"?: {tmp_path / 'x'}: no such folder" in text
     assert "H100" in text and "15% is met" in text
     assert not (tmp_path / "out").exists()

@@ -74,9 +74,9 @@ MERGES = "m0: &m0 {k: v}\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (ALIASES, "stands for more than"),
-        (MERGES, "stands for more than"),
-        ("a: &a [*a]", "an alias stands inside what it names"),
+        (ALIASES, "expands to more than"),
+        (MERGES, "expands to more than"),
+        ("a: &a [*a]", "an alias is inside the value that it refers to"),
         ("[" * 20_000, "nested more than"),
         ("[" * 200 + "]" * 200, "nested more than"),
         (f"a: {'7' * 5000}", "digits"),

@@ -71,7 +71,7 @@ def test_numbers_may_stand_for_keys():
     [
         ({"shared_target": []}, r"model.family.shared_target: unknown key; did you mean 'shared_t"),
         ({"disk": {"rooter": "gate"}}, r"model.family.disk.rooter: unknown key; did you mean 'rou"),
-        ({"score": "relu"}, "model.family.score: 'relu' is not right"),
+        ({"score": "relu"}, "model.family.score: must be .*, not 'relu'"),
         ({"attention_targets": []}, "model.family.attention_targets"),
         ({"router_returns": ["index", "index", "logits"]}, "router_returns: .* each once"),
         ({"groups": [1, 2, 3]}, "model.family.groups"),

@@ -108,7 +108,7 @@ def test_what_cannot_be_loaded_so_is_said(tmp_path, monkeypatch):
     save("qwen3_moe", tmp_path)
     with pytest.raises(RecipeError, match="unknown format 'nf5'; did you mean 'nf4'"):
         load_model(tmp_path, quantization="nf5")
-    with pytest.raises(RecipeError, match="output_loading_info: does not go with quantization"):
+    with pytest.raises(RecipeError, match="output_loading_info: cannot be combined with"):
         load_model(tmp_path, quantization="nf4", output_loading_info=True)
     with pytest.raises(RecipeError, match="spreads the model"):
         load_model(tmp_path, quantization="nf4", device_map={"a": "cpu", "b": "meta"})

@@ -249,7 +249,7 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
     [
         (["lora=null"], "needs an adapter: quantised weights cannot be trained"),
         (["lora=null", "model.init=random"], "holds a checkpoint's weights"),
-        (["model.quantization=int4"], "'int4' is not right; wanted 'none', 'nf4' or 'int8'"),
+        (["model.quantization=int4"], "must be 'none', 'nf4' or 'int8', not 'int4'"),
     ],
 )
 def test_what_cannot_run_ends_with_2(changes, words, recipe_file, tmp_path, capsys):

@@ -21,7 +21,7 @@ from moe_finetune.recipe.validation import in_words
         ("Input should be a valid boolean, unable to interpret input", "true or false"),
         ("Input should be a valid dictionary or instance of DataSection", "a mapping"),
         ("String should have at least 1 character", "text that is not empty"),
-        ("List should have at least 1 item after validation, not 0", "at least one item"),
+        ("List should have at least 1 item after validation, not 0", "a list of at least one item"),
         ("Input should be 'a' or 'b'", "'a' or 'b'"),
     ],
 )
@@ -36,5 +36,5 @@ def test_a_recipe_is_told_what_it_needs():
     assert str(caught.value).splitlines() == [
         "model: required, but missing (it needs model.path)",
         "data: required, but missing (it needs data.train)",
-        "lora.rank: -1 is not right; wanted 1 or more",
+        "lora.rank: must be 1 or more, not -1",
     ]

@@ -153,7 +153,11 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
     ("stage", "changes", "said"),
     [
         ("grpo", {"rewards": []}, "rewards: required by stage grpo"),
-        ("dpo", {"rewards": ["exact_match"]}, "rewards: of stage grpo, and this is stage dpo"),
+        (
+            "dpo",
+            {"rewards": ["exact_match"]},
+            "rewards: only stage grpo has them, and this",
+        ),
         ("distill", {"teacher": None}, "teacher: required by stage distill"),
         ("dpo", {"trainer": {"num_generations": 2}}, "unknown key of TRL's DPOConfig"),
         ("kto", {"trainer": {"max_length": 9}}, "trainer.max_length: cannot be set here"),

@@ -344,7 +344,7 @@ def test_dense_trains_as_long_as_an_expert_and_its_mixture(tmp_path):
         (["texts.corpus=python"], "wanted either `categories`"),
         (["seeds=[1,1]"], "seeds: wanted at least one number, each once"),
         (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
-        (["arms.one.start=nowhere"], "arms.one.start: 'nowhere' is not right"),
+        (["arms.one.start=nowhere"], "arms.one.start: must be 'dense'"),
         (["arms.one two.start=dense"], "wanted a name of a-z, 0-9 and _"),
         (["texts.categories.kind0=./nowhere.jsonl"], "there is no data file or folder"),
         (["dense.path=./nowhere"], "nowhere: no such folder"),

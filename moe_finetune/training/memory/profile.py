@@ -113,7 +113,7 @@ def step_profile(
     except Exception as error:  # an operation that has no rule for tensors without memory
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedModelError(
-            f"the memory of a step of this {config.model_type} cannot be told: {said:.200}"
+            f"the memory of a step of this {config.model_type} cannot be computed: {said:.200}"
         ) from error
     rows = marks.layers()
     stands = [

@@ -119,7 +119,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     lines += [f"  {name:<12} {size / GIB:8.2f} GiB  {what}".rstrip() for name, size, what in rows]
     lines.append(f"  {'total':<12} {plan.total / GIB:8.2f} GiB")
     if plan.losses:
-        lines.append(f"  {'of it':<12} {plan.losses / GIB:8.2f} GiB  losses and records")
+        lines.append(f"  {'of which':<12} {plan.losses / GIB:8.2f} GiB  losses and records")
     if plan.host:
         lines.append(f"  {'host':<12} {plan.host / GIB:8.2f} GiB  pinned memory")
     return lines
