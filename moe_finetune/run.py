@@ -203,7 +203,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.training.save import name_base, run_metadata, save_trained
     from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.snapshot import sample_examples, take_snapshot
-    from moe_finetune.training.trainer import build_trainer, describe_steps
+    from moe_finetune.training.trainer import build_trainer
 
     if recipe.numerics.deterministic:
         make_deterministic()
@@ -227,7 +227,6 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     if adapts(recipe.lora, recipe.router.train):
         name_base(model, recipe)  # checkpoints name it, too
         callback.run_metadata = run_metadata(recipe)
-    log.info("%s", describe_steps(trainer, inputs.train))
     held_out = inputs.validation is not None
     if not held_out:
         log.warning(

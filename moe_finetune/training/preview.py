@@ -14,7 +14,7 @@ from moe_finetune.data.stage_rows import load_for_stage
 from moe_finetune.data.tokenize import IGNORED
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
-from moe_finetune.training.rehearsal import count_steps
+from moe_finetune.training.rehearsal import describe_steps
 from moe_finetune.training.trainer import training_arguments
 
 BINS, BAR = 8, 40
@@ -22,8 +22,9 @@ COLOURED, PLAIN = ("\x1b[32m", "\x1b[0m"), ("⟦", "⟧")
 
 
 def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
-    """The first rows as the model will see them, their lengths, and what a step takes.
+    """What a step takes, the first rows as the model will see them, and their lengths.
 
+    What the rows are is logged above it, as at the start of a run, whose first lines are the same.
     Prepares the data as a run would (and so that the run finds them prepared); needs the tokenizer
     and no weights.
 
@@ -42,23 +43,18 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(recipe, Path(folder))
-    batch, steps = count_steps(recipe, arguments, len(train), int(lengths_N.sum()))
     shown = [
         f"row {number}: {len(row['input_ids'])} tokens, "
         f"{sum(label != IGNORED for label in row['labels'])} learned\n"
         + marked(row["input_ids"], row["labels"], tokenizer, COLOURED if color else PLAIN)
         for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
-    packed = recipe.data.packing
-    per_step = batch * (recipe.data.max_length if packed else lengths_N.mean())
-    about, kind = ("about ", "packed ") if packed else ("", "")
     return "\n\n".join(
         [
+            describe_steps(recipe, arguments, len(train), int(lengths_N.sum())),
             f"learned tokens are {'green' if color else 'between ' + ' and '.join(PLAIN)}",
             *shown,
             histogram(lengths_N),
-            f"{about}{steps:,} steps of {batch} {kind}sequences, about {per_step:,.0f} tokens "
-            "a step",
         ]
     )
 

@@ -71,6 +71,7 @@ class Plan:
     steps: int
     packed: bool
     remarks: list[str]
+    opening: str
 
     def text(self) -> str:
         losses = f" ({', '.join(self.terms)})" if self.terms else ""
@@ -288,6 +289,7 @@ def _plan(
         steps=steps,
         packed=recipe.data.packing,
         remarks=list(_remarks(arguments, steps, validation is not None)),
+        opening=describe_steps(recipe, arguments, len(train), tokens),
     )
 
 
@@ -302,6 +304,26 @@ def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple
         an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
         steps = math.ceil(arguments.num_train_epochs * an_epoch)
     return device_batch * accumulation, steps
+
+
+def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
+    """Steps and what one takes, as a line: with the rows' own the first that a run says.
+
+    Args:
+        recipe: the run.
+        arguments: its trainer's.
+        rows: of the training data.
+        tokens: of them; None where the stage's trainer tokenizes.
+    """
+    batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
+    if tokens is None:
+        group = getattr(arguments, "num_generations", 0)
+        each = f"completions, {group} of a prompt" if group else "rows"
+        return f"{steps:,} steps of {batch} {each}"
+    if recipe.data.packing:
+        size = batch * recipe.data.max_length
+        return f"about {steps:,} steps of {batch} packed sequences, about {size:,} tokens a step"
+    return f"{steps:,} steps of {batch} sequences, about {batch * tokens / rows:,.0f} tokens a step"
 
 
 def _machine() -> int:

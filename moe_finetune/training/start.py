@@ -147,6 +147,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     plan = rehearse(
         recipe, config, tokenizer, *examples, ignore_memory, activations, expert_ranks(recipe)
     )
+    log.info("%s", plan.opening)
     for remark in plan.remarks:
         log.warning("%s", remark)
     return Inputs(tokenizer, *examples, found.sources, plan)

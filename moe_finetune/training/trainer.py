@@ -173,32 +173,6 @@ def drop_after(path: Path, step: int) -> None:
     write_atomic(path, "".join(line + "\n" for line in kept))
 
 
-def describe_steps(trainer: RunTrainer, examples: Any) -> str:
-    """How many examples and tokens one optimizer step takes, as a sentence.
-
-    Args:
-        trainer: its dataset may hold several examples a row (packing).
-        examples: the dataset that it was given.
-    """
-    import pyarrow.compute
-
-    dataset: Any = trainer.train_dataset
-    args, rows = trainer.args, len(dataset)
-    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if "input_ids" not in examples.column_names:
-        group = getattr(args, "num_generations", 0)
-        what = f"completions, {group} of a prompt" if group else "rows"
-        return f"{len(examples)} examples; a step takes {step} {what}"
-    lengths = pyarrow.compute.list_value_length(examples.data.column("input_ids"))
-    tokens = pyarrow.compute.mean(lengths).as_py() * len(examples) / rows
-    packed = f" packed into {rows} rows of {tokens:.0f} tokens" if rows != len(examples) else ""
-    return (
-        f"{len(examples)} examples{packed}; a step takes {step} rows"
-        f"{f' (about {step * len(examples) / rows:.0f} examples)' if packed else ''}, about "
-        f"{step * tokens:.0f} tokens"
-    )
-
-
 def build_trainer(
     recipe: Recipe,
     output: Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from moe_finetune.data.sources import read_rows
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training.preview import histogram, marked, preview
+from moe_finetune.training.rehearsal import describe_steps
 from tests import tiny
 
 
@@ -110,4 +112,24 @@ def test_preview_shows_rows_lengths_and_steps(tiny_checkpoint, tmp_path, caplog)
     text = preview(recipe_from_tree(Tree(tree)), rows=2)
     assert "wrapped as 'Question: {question}\\nAnswer: {answer}'" in caplog.text
     assert text.count("\nQuestion: What is ") == 2 and text.count("Answer:⟦ x") == 2
-    assert "longest 41" in text and "8 steps of 3 sequences, about 107 tokens a step" in text
+    assert "train data: 10 rows, 356 tokens, " in caplog.text
+    assert text.startswith("8 steps of 3 sequences, about 107 tokens a step\n")
+    assert "longest 41" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "extra", "tokens", "said"),
+    [
+        ({}, {}, 700, "5 steps of 6 sequences, about 420 tokens a step"),
+        ({"packing": True, "max_length": 64}, {}, 700,
+         "about 5 steps of 6 packed sequences, about 384 tokens a step"),
+        ({}, {}, None, "5 steps of 6 rows"),
+        ({}, {"num_generations": 3}, None, "5 steps of 6 completions, 3 of a prompt"),
+    ],
+)  # fmt: skip
+def test_what_a_step_takes(data, extra, tokens, said):
+    tree = Tree({"model": {"path": "m"}, "data": {"train": "d.jsonl", **data}})
+    arguments = SimpleNamespace(
+        per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=5, **extra
+    )
+    assert describe_steps(recipe_from_tree(tree), arguments, 10, tokens) == said
