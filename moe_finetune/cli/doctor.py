@@ -148,14 +148,14 @@ def _vllm() -> Check:
 
 
 def _sandbox() -> Check:
-    from moe_finetune.evaluation.sandbox.install import install_command, missing, sandbox_state
+    from moe_finetune.evaluation.sandbox.install import missing, remedy, sandbox_state
 
     kind, trouble = sandbox_state()
     if kind is not None:
         return Check("sandbox", "ok", kind)
     if missing():
         found = "none: HumanEval and MBPP can be generated here, and not scored"
-        return Check("sandbox", "note", found, install_command())
+        return Check("sandbox", "note", found, remedy())
     return Check("sandbox", "note", trouble)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_finetune.cli import doctor
 from moe_finetune.evaluation.offline import check_suite, render_checks
-from moe_finetune.evaluation.sandbox.install import install_command, repair_sandbox, sandbox_state
+from moe_finetune.evaluation.sandbox.install import remedy, repair_sandbox, sandbox_state
 from moe_finetune.evaluation.suites import Suite
 from tests.conftest import pytest_terminal_summary
 
@@ -46,10 +46,10 @@ def test_without_a_sandbox_doctor_and_check_say_so(bare, tmp_path):
     assert sandbox_state()[0] is None
     program(bare, "apt-get", "exit 0")
     line = doctor._sandbox()
-    assert (line.state, line.remedy) == ("note", install_command())
-    assert install_command() == "apt-get update && apt-get install -y bubblewrap"
+    assert (line.state, line.remedy) == ("note", remedy())
+    assert remedy() == "apt-get update && apt-get install -y bubblewrap"
     found = checked(tmp_path)
-    assert not found.runnable and install_command() in found.problem
+    assert not found.runnable and remedy() in found.problem
     assert "cannot run  no sandbox to score programs in: apt-get" in render_checks([found])
     assert checked(tmp_path, allow_unsafe_local=True).runnable
 
@@ -72,7 +72,7 @@ def test_bubblewrap_is_installed_where_no_password_is_asked(bare, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     log.unlink()
     assert repair_sandbox() == [] and not log.exists()  # no sudo
-    assert install_command() == "sudo apt-get update && sudo apt-get install -y bubblewrap"
+    assert remedy() == "sudo apt-get update && sudo apt-get install -y bubblewrap"
     program(bare, "sudo", "exit 1")
     assert repair_sandbox() == [] and not log.exists()  # sudo asks for a password
     program(bare, "sudo", f'shift; if [ $1 != true ]; then echo "sudo $@" >> {log}; fi')
