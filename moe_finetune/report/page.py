@@ -47,11 +47,16 @@ def write_report(
             "the report on %d runs has %.1f MB and may open slowly; give fewer runs",
             len(read), len(page.encode()) / 1e6,
         )  # fmt: skip
-    return _write(page, Path(output))
+    return write_page(page, Path(output))
 
 
-def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
-    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
+def render_page(
+    report: Report, sections: Sequence[Section] = SECTIONS, every: float | None = None
+) -> str:
+    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too.
+
+    ``every``: seconds after which the page loads itself again.
+    """
     rendered = [(section, section.render(report)) for section in sections]
     shown = [(section, content) for section, content in rendered if content]
     style = Markup(_asset("page.css"))
@@ -82,7 +87,8 @@ def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
         tag("footer", "Made by moe-finetune from the runs' result files."),
         tag("div", id="tip", role="status", aria_live="polite"),
     )
-    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+    document = tag("html", head, body, lang="en", data_every=every)
+    return f"<!doctype html>\n{document}\n"
 
 
 def _title(labels: list[str]) -> str:
@@ -100,7 +106,8 @@ def _header(report: Report) -> Markup:
         "button", "Theme", type="button", id="theme", aria_label="Switch between light and dark"
     )
     eyebrow = tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow")
-    return tag("header", eyebrow, toggle, tag("h1", breakable(report.title)))
+    state = tag("p", report.state, class_="note") if report.state else None
+    return tag("header", eyebrow, toggle, tag("h1", breakable(report.title)), state)
 
 
 def _menu(sections: list[Section]) -> Markup:
@@ -126,7 +133,12 @@ def _asset(name: str) -> str:
     return files("moe_finetune.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _write(page: str, output: Path) -> Path:
+def write_page(page: str, output: Path) -> Path:
+    """Write a rendered page to the file, or into the folder, ``output``; return its path.
+
+    Raises:
+        OutputExistsError: something else is there.
+    """
     # Without its ending a browser shows the page's source.
     if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
         output = output / "index.html"

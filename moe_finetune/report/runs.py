@@ -124,9 +124,9 @@ def _labels(folders: list[Path]) -> list[str]:
     return [f"{index + 1}: {name}" for index, name in enumerate(longer)]
 
 
-def read_run(folder: Path, label: str) -> Run:
-    """Read one run's folder."""
-    curves, last_values = _read_metrics(folder / "metrics.jsonl")
+def read_run(folder: Path, label: str, writing: bool = False) -> Run:
+    """Read one run's folder; ``writing``: a line that has no end yet is left for later."""
+    curves, last_values = _read_metrics(folder / "metrics.jsonl", writing)
     results = _read_json(folder / "eval" / "results.json")
     base = _read_json(folder / "eval_base" / "results.json")
     return Run(
@@ -139,7 +139,7 @@ def read_run(folder: Path, label: str) -> Run:
         last_values=last_values,
         before=_read_routing(folder / "routing" / "before.json"),
         after=_read_routing(folder / "routing" / "after.json"),
-        routing_steps=_read_steps(folder / "routing" / "steps.jsonl"),
+        routing_steps=_read_steps(folder / "routing" / "steps.jsonl", writing),
         scores=_scores(results, folder / "eval" / "results.json"),
         base_scores=_scores(base, folder / "eval_base" / "results.json"),
         evaluation={k: v for k, v in results.items() if k != "tasks"},
@@ -175,24 +175,27 @@ def _read_routing(path: Path) -> Routing | None:
     return Routing.parse(data, path) if data else None
 
 
-def _read_steps(path: Path) -> dict[float, Routing]:
+def _read_steps(path: Path, writing: bool) -> dict[float, Routing]:
     if not path.exists():
         return {}
-    records = [_record(line, where) for line, where in _lines(path)]
+    records = [_record(line, where) for line, where in _lines(path, writing)]
     return {step: Routing.parse(record, path) for record, step in records}
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
-    lines = enumerate(_read_text(path).splitlines(), start=1)
+def _lines(path: Path, writing: bool) -> list[tuple[str, str]]:
+    text = _read_text(path)
+    if writing:
+        text = text[: text.rfind("\n") + 1]
+    lines = enumerate(text.splitlines(), start=1)
     return [(line, f"{path}:{number}") for number, line in lines if line.strip()]
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
+def _read_metrics(path: Path, writing: bool) -> tuple[dict[str, Curve], dict[str, Any]]:
     """Read ``metrics.jsonl``: numbers become curves by name, the rest is kept by its last value."""
     points: dict[str, dict[float, float]] = {}
     others: dict[str, Any] = {}
     if path.exists():
-        for line, where in _lines(path):
+        for line, where in _lines(path, writing):
             record, step = _record(line, where)
             kind = record.get("kind", "train")
             for key, value in record.items():

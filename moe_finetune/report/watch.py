@@ -1,4 +1,4 @@
-"""``moe-finetune watch``: a run while it trains, from the files that it writes.
+"""``moe-finetune watch``: a run while it trains, in the terminal or as a page, from its files.
 
 Shape legend: L MoE layers, E routed experts.
 """
@@ -24,11 +24,17 @@ from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.terminal import curve, duration
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.metrics.shown import name, number, ordered
+from moe_finetune.report.context import Report
+from moe_finetune.report.page import render_page, write_page
+from moe_finetune.report.runs import read_run
+from moe_finetune.report.sections import CURVES, ROUTING, SETTINGS, SPECIALIZATION, STRENGTH
 
 SHADES = " ░▒▓█"
 """Load of an expert, from none to twice an even share or more."""
 COLOURS = ("grey23", "dodger_blue3", "grey70", "orange3", "red3")
 LAYERS_SHOWN = 32
+LIVE = (CURVES, ROUTING, SPECIALIZATION, STRENGTH, SETTINGS)
+"""Sections of the page: what there is before a run has an end to judge."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,21 @@ class Picture:
     finished: bool
 
 
-def watch(folder: Path, every: float = 2.0, once: bool = False) -> None:
+def watch(folder: Path, every: float = 2.0, once: bool = False, page: Path | None = None) -> None:
     """Show the run in ``folder`` until it has finished; once where nobody looks at a terminal.
 
     Args:
         folder: a run's, or one that holds runs: then the one that wrote last.
         every: seconds between looks.
         once: show it as it is now, and return.
+        page: write it as this page instead, which loads itself again until the run has finished.
 
     Raises:
         DataError: there is no run, or its files cannot be read.
     """
+    if page is not None:
+        follow(folder, page, every, once)
+        return
     console = Console(highlight=False)
     picture = look(find_run(folder))
     if once or not sys.stdout.isatty():
@@ -76,6 +86,26 @@ def watch(folder: Path, every: float = 2.0, once: bool = False) -> None:
             time.sleep(every)
             picture = look(find_run(folder))
             live.update(draw(picture, console.width), refresh=True)
+
+
+def follow(folder: Path, page: Path, every: float, once: bool) -> None:
+    """Write the run in ``folder`` as the page ``page``, again and again until it has finished."""
+    picture = look(find_run(folder))
+    print(f"page: {write_live(picture, page, None if once else every)}", flush=True)
+    while not (once or picture.finished):
+        time.sleep(every)
+        picture = look(find_run(folder))
+        write_live(picture, page, every)
+
+
+def write_live(picture: Picture, page: Path, every: float | None) -> Path:
+    """Write what a run's folder says at this moment as a page; return its path.
+
+    ``every``: seconds after which the page loads itself again, unless the run has finished.
+    """
+    run = read_run(picture.run, picture.run.resolve().name, writing=True)
+    report = Report([run], run.label, state=state_in_words(picture))
+    return write_page(render_page(report, LIVE, None if picture.finished else every), page)
 
 
 def find_run(folder: Path) -> Path:
@@ -163,7 +193,7 @@ def draw(picture: Picture, width: int) -> Group:
     """The picture for a terminal of ``width`` columns."""
     parts: list[Any] = [
         Text(str(picture.run), style="bold", overflow="fold"),
-        Text(_state(picture)),
+        Text(state_in_words(picture)),
     ]
     shown = ordered(picture.values)
     if shown:
@@ -181,7 +211,8 @@ def draw(picture: Picture, width: int) -> Group:
     return Group(*parts)
 
 
-def _state(picture: Picture) -> str:
+def state_in_words(picture: Picture) -> str:
+    """How far the run is: ``step 5/8  1,234 tokens/s  last log 2.0 s ago``."""
     of = f"/{picture.steps}" if picture.steps else ""
     speed = picture.values.get("tokens_per_second")
     said = [f"step {picture.step}{of}"]
