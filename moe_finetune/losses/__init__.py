@@ -10,6 +10,7 @@ from moe_finetune.losses.orthogonality import Orthogonality
 from moe_finetune.losses.router_orthogonality import RouterOrthogonality
 from moe_finetune.losses.specialization import Specialization
 from moe_finetune.losses.supervised_routing import SupervisedRouting
+from moe_finetune.losses.teacher_routing import TeacherRouting
 from moe_finetune.losses.variance import Variance
 from moe_finetune.losses.z_loss import ZLoss
 
@@ -24,5 +25,6 @@ TERMS.register("router_orthogonality", RouterOrthogonality)
 TERMS.register("dpp", Dpp)
 TERMS.register("ncl", Ncl)
 TERMS.register("supervised_routing", SupervisedRouting)
+TERMS.register("teacher_routing", TeacherRouting)
 
 __all__ = ["TERMS"]

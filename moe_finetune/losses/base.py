@@ -148,11 +148,13 @@ class LayerContext:
         previous: the MoE layer below, or None in the first one.
         first_visit: False when a checkpointed layer is run again; state moves only when True.
         draws: random numbers of this forward that a recomputation must meet again, by name.
+        teacher_logits_TE: of a teacher's router for the same tokens, where there is one.
     """
 
     previous: PreviousLayer | None = None
     first_visit: bool = True
     draws: dict[str, Tensor] = field(default_factory=dict)
+    teacher_logits_TE: Tensor | None = None
 
 
 @dataclass(frozen=True)

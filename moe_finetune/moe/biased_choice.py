@@ -33,31 +33,52 @@ def select_with_bias(
 
 
 def select_again(
-    scores_TE: Tensor, index_TK: Tensor, own_index_TK: Tensor, own_weights_TK: Tensor, rule: Rule
+    scores_TE: Tensor,
+    index_TK: Tensor,
+    own_index_TK: Tensor,
+    own_weights_TK: Tensor,
+    weighting: Weighting,
 ) -> tuple[Tensor, Tensor]:
     """Weights and index of another choice; the router's own, in its order, where the sets agree."""
     weights_TK = scores_TE.gather(1, index_TK)
-    if rule.renormalize:
+    if weighting.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    weights_TK = (weights_TK * rule.scaling).to(own_weights_TK.dtype)
-    same_T1 = (index_TK.sort(-1).values == own_index_TK.sort(-1).values).all(-1, keepdim=True)
+    weights_TK = (weights_TK * weighting.scaling).to(own_weights_TK.dtype)
+    same_T1 = same_experts(index_TK, own_index_TK).unsqueeze(-1)
     return (
         torch.where(same_T1, own_weights_TK, weights_TK),
         torch.where(same_T1, own_index_TK, index_TK),
     )
 
 
-class Rule:
-    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits.
+def same_experts(index_TK: Tensor, other_TK: Tensor) -> Tensor:
+    """(T,) bool: whether both select the same set of experts for a token."""
+    return (index_TK.sort(-1).values == other_TK.sort(-1).values).all(-1)
+
+
+class Weighting:
+    """How the family of a :class:`moe_finetune.moe.layers.MoeLayer` gets weights from logits."""
+
+    def __init__(self, layer: Any):
+        family, config = layer.family, layer.experts.config
+        self.score = family.score
+        self.renormalize = family.renormalize(config)
+        self.scaling = family.scaling(config)
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Float32 scores over all experts."""
+        return scores_of(logits_TE.float(), self.score)
+
+
+class Rule(Weighting):
+    """How it selects experts, too.
 
     ``purpose`` is what selects again, for the message where it cannot.
     """
 
     def __init__(self, layer: Any, purpose: str = "loss-free bias"):
+        super().__init__(layer)
         family, config = layer.family, layer.experts.config
-        self.score = family.score
-        self.renormalize = family.renormalize(config)
-        self.scaling = family.scaling(config)
         self.groups, self.kept_groups = family.groups(config)
         self._block = layer.block
         if family.own_weights:
@@ -68,10 +89,6 @@ class Rule:
             raise CaptureError(
                 f"{purpose} with n_group {self.groups} is not supported for {family.title}"
             )
-
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        """Float32 scores over all experts."""
-        return scores_of(logits_TE.float(), self.score)
 
     def own_bias(self, scores_TE: Tensor) -> Tensor:
         """The checkpoint's own correction bias, in router or block; 0 where it has none."""

@@ -9,6 +9,9 @@ would be wrong with two forwards before one backward or with a backward in anoth
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +20,23 @@ from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
 
 CONTEXT_KEY = "moe_finetune_context"
+
+
+Route = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``(layer, logits_TE, weights_TK, index_TK)`` -> the weights and index that the experts get."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a trainer gives to one forward, beside the model's inputs.
+
+    Attributes:
+        route: sees or replaces what each router selected; asked last, in every visit of a layer.
+        teacher: another model's router logits (T, E), by decoder layer.
+    """
+
+    route: Route | None = None
+    teacher: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class ForwardContext:
@@ -31,6 +51,7 @@ class ForwardContext:
         scale: factor of the injected loss, 1 / (micro-batches of this optimizer step).
         tokens: which count, and their sequences; None when no layer has to hand over a record.
         apart: takes the losses by term in the place of injecting their sum, or None.
+        given: what a trainer gives to this forward.
         previous: per MoE layer, what the layer below left for it.
         seen: layers that were counted; a recomputation finds its layer here.
         draws: per layer, random numbers that a recomputation must meet again.
@@ -43,12 +64,14 @@ class ForwardContext:
         scale: float,
         tokens: Tokens | None,
         apart: Apart | None = None,
+        given: Given | None = None,
     ):
         self.train = train
         self.observe = observe
         self.scale = scale
         self.tokens = tokens
         self.apart = apart
+        self.given = given or Given()
         self.previous: dict[int, PreviousLayer] = {}
         self.seen: set[int] = set()
         self.draws: dict[int, dict[str, Tensor]] = {}

@@ -27,7 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
-from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
+from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, Given
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.layers import (
@@ -69,6 +69,7 @@ class Recorder:
         scale: returns the injected loss's factor for the coming forward; 1 by default.
         apart: takes the coming forward's losses by term, none of which then acts by itself; None
             injects their sum.
+        given: called with the rows of the coming forward for what a trainer gives to it.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Recorder:
         self.kernel: Kernel = kernel
         self.scale: Callable[[], float] = lambda: 1.0
         self.apart: Apart | None = None
+        self.given: Callable[[int], Given] | None = None
         self.layers = moe_layers(model)
         self._labels: Tensor | None = None
         self._ids: Tensor | None = None
@@ -234,6 +236,7 @@ class Recorder:
             scale=self.scale() if train and self.objective is not None else 0.0,
             tokens=None,
             apart=self.apart,
+            given=None if self.given is None else self.given(_rows(args, kwargs)),
         )
         if context.wanted:
             context.tokens = read_tokens(
@@ -272,6 +275,12 @@ class Recorder:
             return True
         acts = self.objective is not None or self.perturbation is not None or self.observers
         return bool(acts) and module.training and torch.is_grad_enabled()
+
+
+def _rows(args: tuple, kwargs: dict) -> int:
+    """Rows of a call of the backbone."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return len(kwargs["inputs_embeds"] if ids is None else ids)
 
 
 def _experts_function(

@@ -103,6 +103,8 @@ class LayerVisits:
             raise CaptureError(f"layer {layer.index}: the experts ran without their router")
         if recorder.perturbation is not None:
             weights, index = recorder.perturbation.routing(layer, logits, weights, index)
+        if layer.context is not None and layer.context.given.route is not None:
+            weights, index = layer.context.given.route(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index)
         return weights, index
@@ -200,6 +202,7 @@ class LayerVisits:
                         previous=below,
                         first_visit=first_visit,
                         draws=context.draws.setdefault(layer.index, {}),
+                        teacher_logits_TE=context.given.teacher.get(layer.index),
                     ),
                 )
         left = self._for_next(context, record)

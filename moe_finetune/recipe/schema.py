@@ -227,6 +227,28 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
 
 
+def _routing_contradictions(recipe: Recipe) -> Iterator[str]:
+    """Where a rollout's or a teacher's routing cannot be had."""
+    stage = recipe.stage
+    if "teacher_routing" in recipe.method.terms and stage != "distill":
+        yield f"method.terms.teacher_routing: of stage distill, and this is stage {stage}"
+    if not recipe.router.replay:
+        return
+    if stage != "grpo":
+        yield f"router.replay: of stage grpo, and this is stage {stage}"
+    for key in ("use_vllm", "use_transformers_continuous_batching"):
+        if recipe.trainer.get(key):
+            yield (
+                f"router.replay: with trainer.{key} TRL does not get the experts of a rollout; "
+                "leave that out, or set router.replay: false"
+            )
+    if recipe.method.perturbations.random_second_choice:
+        yield (
+            "router.replay: method.perturbations.random_second_choice draws experts at random, and "
+            "a replay keeps those of the rollout; set one of them to false"
+        )
+
+
 def _stage_contradictions(recipe: Recipe) -> Iterator[str]:
     """What the stage and other keys disagree about."""
     stage, data = STAGES[recipe.stage], recipe.data
@@ -244,6 +266,7 @@ def _stage_contradictions(recipe: Recipe) -> Iterator[str]:
             "rewards: required by stage grpo, but missing; name one (exact_match, boxed, code) or "
             "a file with a function of your own"
         )
+    yield from _routing_contradictions(recipe)
     if (recipe.teacher is None) == (stage.name == "distill"):
         yield (
             "teacher: required by stage distill, but missing; name a checkpoint"

@@ -56,10 +56,17 @@ class ModelSection(Section):
 
 
 class RouterSection(Section):
-    """How the routers learn: all weights, through LoRA, or not at all."""
+    """How the routers learn: all weights, through LoRA, or not at all.
+
+    ``replay``, of stage grpo: a completion is trained with the experts that its tokens were given
+    when it was sampled, weighted by the present router.
+    """
 
     train: Literal["full", "lora", "frozen"] = Field(
         default="full", description="all weights of the routers, LoRA on them, or nothing"
+    )
+    replay: bool = Field(
+        default=False, description="of stage grpo: train with the experts of the rollout"
     )
 
 

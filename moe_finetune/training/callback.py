@@ -26,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 from moe_finetune.errors import CheckpointError, ObjectiveError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.grouped import Kernel
+from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
@@ -182,6 +183,11 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             saved = held.get("stateful_callbacks") or {}
             work.load_state_dict(self._tables(saved, str(file)))
         work.rest()
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder that is on the model; from the beginning of training on."""
+        return self._at_work().recorder
 
     def close(self) -> None:
         """Take the method off the model; also right after an exception in the trainer."""

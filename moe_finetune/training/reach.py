@@ -13,6 +13,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.moe.context import Given
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, inside
@@ -95,6 +96,7 @@ def _reach_of_sharded(
 
             alone = Objective([term], objective.facts)
             recorder = Recorder(model, alone, observers=[note], kernel=kernel)
+            recorder.given = lambda rows: _even_teacher(objective, rows, device)
             with recorder, torch.enable_grad():
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
                 (logits.float().sum() * 0.0).backward()
@@ -114,6 +116,13 @@ def _reach_of_sharded(
     finally:
         model.train(was_training)
     return reached
+
+
+def _even_teacher(objective: Objective, rows: int, device: torch.device) -> Given:
+    """A teacher of the probe's tokens that spreads them evenly."""
+    tokens, experts = rows * PROBE_TOKENS[1], objective.facts.num_experts
+    even_TE = torch.zeros(tokens, experts, device=device)
+    return Given(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
 
 
 def _say_met(name: str) -> None:
@@ -146,7 +155,8 @@ def _term_values(
 
     def observer(record: RoutingRecord, _: LayerLoss) -> None:
         previous = below[-1] if below else None
-        context = LayerContext(previous=previous)
+        # Whatever it routes, a teacher's part in the gradient is of the same parameters.
+        context = LayerContext(previous, teacher_logits_TE=torch.zeros_like(record.logits_TE))
         with torch.enable_grad():
             for term in terms:
                 if not term.applies(record.layer):

@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import checkpoints
-from moe_finetune.moe.context import CONTEXT_KEY
+from moe_finetune.moe.context import CONTEXT_KEY, Given
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
@@ -45,6 +45,7 @@ class _Forward:
 
     inputs: dict[str, Any]
     tokens: Tokens | None
+    given: Given
     scale: float
     random: tuple[Tensor, Tensor | None]
     tables: dict[str, Tensor]
@@ -111,7 +112,7 @@ class Replay:
         if not (module.training and torch.is_grad_enabled()) or context is None:
             return
         if self._again is not None:
-            context.tokens = self._again.tokens
+            context.tokens, context.given = self._again.tokens, self._again.given
             _set_random(self._again.random, self._device)
             return
         inputs = {k: v for k, v in kwargs.items() if k not in _NOT_AN_INPUT and v is not None}
@@ -119,7 +120,9 @@ class Replay:
             inputs["input_ids"] = args[0]
         held = {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         random, tables = _random(self._device), self.objective.state_dict()
-        self._forwards.append(_Forward(held, context.tokens, context.scale, random, tables))
+        self._forwards.append(
+            _Forward(held, context.tokens, context.given, context.scale, random, tables)
+        )
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):

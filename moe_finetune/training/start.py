@@ -98,6 +98,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
         check_quantization,
     )
     from moe_finetune.training.rehearsal import check_arguments, rehearse
+    from moe_finetune.training.rollout import check_replay
+    from moe_finetune.training.teacher import check_teacher
 
     check_launcher()
     check_parallel(expert_ranks(recipe))
@@ -136,6 +138,10 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
                 f"method.bias_update: {problem}. In a recipe: set method.export_bias: drop, or "
                 "export.merge: false with an adapter"
             ) from None
+    if recipe.router.replay:
+        check_replay(family)
+    if "teacher_routing" in recipe.method.terms:
+        check_teacher(config, load_config(str(recipe.teacher)))
     if recipe.evaluation is not None:
         suite = load_suite(recipe.evaluation.suite)
         if recipe.evaluation.only is not None:

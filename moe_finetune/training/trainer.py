@@ -23,6 +23,8 @@ from moe_finetune.training.first_window import FoundWeights
 from moe_finetune.training.live import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
+from moe_finetune.training.rollout import FollowsRollouts
+from moe_finetune.training.teacher import RoutesAsTeacher
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
@@ -97,11 +99,18 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
             super()._move_model_to_device(model, device)
 
 
+_OF_STAGE: dict[str, tuple[type, ...]] = {
+    "grpo": (FollowsRollouts,),
+    "distill": (RoutesAsTeacher,),
+}
+
+
 @functools.cache
 def trainer_of(stage: Stage) -> Any:
     """TRL's trainer of ``stage`` as runs use it."""
     base = stage.trainer_class()
-    return type(f"Run{base.__name__}", (RunTrainer, base), {"__doc__": RunTrainer.__doc__})
+    mixins = (RunTrainer, *_OF_STAGE.get(stage.name, ()))
+    return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 
 def logged_every(max_steps: int) -> int:
@@ -214,6 +223,10 @@ def build_trainer(
     for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(theirs)
     callback.attach(trainer)
+    if isinstance(trainer, FollowsRollouts | RoutesAsTeacher):
+        trainer.callback = callback
+    if isinstance(trainer, FollowsRollouts):
+        trainer.replay = recipe.router.replay
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)

@@ -23,11 +23,12 @@ NAMES = [
     "dpp",
     "ncl",
     "supervised_routing",
+    "teacher_routing",
 ]
 FACTS = ModelFacts(moe_layers=(1, 2, 3, 4), num_experts=7, top_k=3, vocab_size=13)
 
 
-def test_eleven_terms_each_under_its_own_name():
+def test_twelve_terms_each_under_its_own_name():
     assert list(TERMS) == NAMES
     for name, kind in TERMS.items():
         assert kind.name == name

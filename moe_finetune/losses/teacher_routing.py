@@ -1,0 +1,67 @@
+"""Distillation of routing: the student's routers learn how a teacher's spread their tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import LayerContext, Term
+from moe_finetune.losses.record import RoutingRecord, log_scores
+from moe_finetune.losses.tensors import (
+    Reduction,
+    at_least_float32,
+    blank,
+    check_shapes,
+    full_precision,
+    reduce_tokens,
+)
+
+
+@full_precision
+def teacher_routing_loss(
+    logits_TE: Tensor,
+    teacher_logits_TE: Tensor,
+    mask_T: Tensor | None = None,
+    *,
+    score: str = "softmax",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """``KL(teacher || student)`` of the routers' distributions over all experts, nats per token.
+
+    Args:
+        logits_TE: the student's router logits, before the score function.
+        teacher_logits_TE: the teacher's, of the same experts; no gradient reaches them.
+        mask_T: True where a token counts; None counts all.
+        score: of both routers; scores are normalised over the experts, as those of a sigmoid.
+        reduction: "mean" or "sum" over the tokens that count.
+
+    Raises:
+        ValueError: for wrong shapes.
+    """
+    check_shapes(logits_TE=logits_TE, teacher_logits_TE=teacher_logits_TE, mask_T=mask_T)
+    student_TE, teacher_TE = (
+        log_scores(blank(at_least_float32(logits), mask_T), score).log_softmax(-1)
+        for logits in (logits_TE, teacher_logits_TE.detach())
+    )
+    divergence_T = (teacher_TE.exp() * (teacher_TE - student_TE)).sum(-1)
+    return reduce_tokens(divergence_T, mask_T, reduction)
+
+
+class TeacherRouting(Term):
+    """``teacher_routing``: the routers' divergence from a teacher's, of stage ``distill``."""
+
+    name = "teacher_routing"
+    source = "Hinton et al. 2015, for a router's distribution; ours"
+    reads = "router logits, and those of a teacher"
+    trains = frozenset({"router"})
+    selection = True
+
+    def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
+        if context.teacher_logits_TE is None:
+            raise ObjectiveError(
+                "method.terms.teacher_routing: no teacher routed these tokens; it is of stage "
+                "distill, with a teacher of the student's family"
+            )
+        return teacher_routing_loss(
+            record.logits_TE, context.teacher_logits_TE, record.mask_T, score=record.score
+        )

@@ -1,0 +1,221 @@
+"""GRPO against its own rollouts: how far generation and training disagree, and router replay.
+
+A mixin of TRL's trainer, for completions that transformers generates in this process. Shape legend:
+B rows, P places of the prompt, C of the completion, S = P + C, L MoE layers, K selected experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerationMode
+
+from moe_finetune.errors import CaptureError, RecipeError
+from moe_finetune.models import Family
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import causal_lm
+from moe_finetune.moe.lora_active import TrainedAdapter
+from moe_finetune.moe.rollout import AgainstRollout, RolloutChoice
+from moe_finetune.training.callback import SpecializationCallback
+
+log = logging.getLogger(__name__)
+_Trainer: Any = object
+EXPERTS = "rollout_experts"
+"""Key of a batch of training: :meth:`RolloutChoice.experts` of its rows."""
+
+
+class FollowsRollouts(_Trainer):
+    """Notes what a rollout computed and compares each training forward with it; a mixin.
+
+    Every log has, over the tokens that were sampled, ``routing/changed_from_rollout``: the share of
+    (token, layer) to which training's router gives other experts than the rollout did;
+    ``rollout/log_prob_difference``, the mean of ``|log p_training - log p_rollout|`` of the token;
+    and ``rollout/kl``, the mean of ``r - 1 - log r`` for ``r = p_training / p_rollout``, which
+    estimates ``KL(rollout || training)`` (Schulman 2020). Probabilities are the model's at the
+    temperature of sampling, before ``top_p`` and its like.
+
+    Attributes:
+        callback: whose recorder is on the model while it trains.
+        replay: train each token with the experts that the rollout gave to it.
+    """
+
+    callback: SpecializationCallback
+    replay = False
+    _policy: TrainedAdapter | None = None
+    _rollout: _Rollout | None = None
+    _batch: Mapping[str, Any] | None = None
+    _said = False
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        self._rollout = None
+        if not self.model.training or not self._can_be_noted():
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        recorder = self.callback.recorder
+        self._policy = self._policy or TrainedAdapter(recorder.model)
+        rollout = _Rollout(recorder, self.temperature)
+        with rollout.noting():
+            completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self._rollout = rollout
+        return completions, rollout.log_probs(completions)
+
+    def _can_be_noted(self) -> bool:
+        """Whether transformers samples the completions here, a token at a time."""
+        if self.use_vllm or self.use_transformers_continuous_batching:
+            what = "vLLM" if self.use_vllm else "continuous batching"
+            obstacle = f"{what} does not return the experts of a rollout to TRL"
+        else:
+            mode = self.generation_config.get_generation_mode()
+            if mode in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+                return True
+            obstacle = f"trainer.generation_kwargs make it {mode.value}, not sampling"
+        if self.replay:
+            raise CaptureError(f"router.replay: {obstacle}")
+        if not self._said:
+            self._said = True
+            log.warning("routing/changed_from_rollout is not logged: %s", obstacle)
+        return False
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self._rollout is not None:
+            mask_BS = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            output[EXPERTS] = self._rollout.choice.experts(mask_BS)
+            self._rollout = None
+        return output
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self._batch = inputs if EXPERTS in inputs else None
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._batch = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's forward of whole rows: the loss's, that of the old policy, or the reference's."""
+        run = partial(
+            super()._get_per_token_logps_and_entropies,
+            model, input_ids, attention_mask, *args, **kwargs,
+        )  # fmt: skip
+        if self._policy is None or not self._is_policy(model):
+            return run()
+        recorder = self.callback.recorder
+        layers = _layers(recorder)
+        if self._batch is not None:
+            mask_BC = self._batch["completion_mask"].bool()
+            missing = attention_mask.shape[1] - mask_BC.shape[1]
+            counted_BS = torch.nn.functional.pad(mask_BC, (missing, 0))
+            against = AgainstRollout(self._batch[EXPERTS], counted_BS, layers, self.replay)
+            with _given(recorder, against):
+                found = run()
+            self._log(against, found[0].detach(), self._batch["sampling_per_token_logps"], mask_BC)
+            return found
+        if self._rollout is not None and self.replay:  # the old policy, right after its rollout
+            experts_BSLK = self._rollout.choice.experts(attention_mask)
+            none_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
+            with _given(recorder, AgainstRollout(experts_BSLK, none_BS, layers, True)):
+                return run()
+        return run()
+
+    def _is_policy(self, model: Any) -> bool:
+        """Whether the policy runs: not another model, nor without its adapter, as a reference."""
+        assert self._policy is not None
+        own = causal_lm(self.callback.recorder.model)
+        return causal_lm(model) is own and self._policy.acts()
+
+    def _log(
+        self, against: AgainstRollout, trained_BC: Tensor, sampled_BC: Tensor, mask_BC: Tensor
+    ) -> None:
+        ratio = (trained_BC.double() - sampled_BC.double())[mask_BC]
+        sums = [against.changed, ratio.abs().sum(), (ratio.exp() - 1 - ratio).sum()]
+        counts = [against.compared, mask_BC.sum().double()]
+        totals = self.accelerator.reduce(torch.stack([*sums, *counts]), reduction="sum")
+        changed, difference, divergence, compared, tokens = totals.tolist()
+        for name, total, count in (
+            ("routing/changed_from_rollout", changed, compared),
+            ("rollout/log_prob_difference", difference, tokens),
+            ("rollout/kl", divergence, tokens),
+        ):
+            if count:
+                self._metrics["train"][name].append(total / count)
+
+
+def check_replay(family: Family) -> None:
+    """Refuse a family whose experts' weights do not follow from logits and selection.
+
+    Raises:
+        RecipeError: naming what its router does.
+    """
+    if family.own_weights is not None:
+        raise RecipeError(
+            f"router.replay: not for {family.title}, whose weights cannot be made for given "
+            f"experts: {family.own_weights}; set router.replay: false"
+        )
+
+
+class _Rollout:
+    """One rollout: the experts of its tokens, and the log-probabilities of those it sampled."""
+
+    def __init__(self, recorder: Recorder, temperature: float):
+        self.recorder, self.temperature = recorder, temperature
+        self.choice = RolloutChoice(_layers(recorder))
+        self._sampled: list[Tensor] = []
+        self._last_BV: Tensor | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the model's forwards."""
+        model = causal_lm(self.recorder.model)
+        hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        )
+        try:
+            with _given(self.recorder, self.choice):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._last_BV is not None:  # what is run now was sampled from it
+            self._keep(kwargs["input_ids"][:, -1])
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        logits_BV = output.logits[:, -1].float()
+        self._last_BV = (logits_BV / self.temperature).log_softmax(-1)
+
+    def _keep(self, ids_B: Tensor) -> None:
+        assert self._last_BV is not None
+        self._sampled.append(self._last_BV.gather(1, ids_B[:, None]).squeeze(1))
+
+    def log_probs(self, completions: list[list[int]]) -> list[list[float]]:
+        """Of each token of the completions, which the rollout has just returned."""
+        assert self._last_BV is not None
+        longest = max(map(len, completions))
+        last = [ids[-1] if len(ids) == longest else 0 for ids in completions]
+        self._keep(torch.tensor(last, device=self._last_BV.device))
+        self._last_BV = None
+        # A prompt that was run in parts came first.
+        rows = torch.stack(self._sampled[-longest:], dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
+
+
+def _layers(recorder: Recorder) -> list[int]:
+    return [layer.index for layer in recorder.layers]
+
+
+@contextmanager
+def _given(recorder: Recorder, source: RolloutChoice | AgainstRollout) -> Iterator[None]:
+    recorder.given = source.begin
+    try:
+        yield
+    finally:
+        recorder.given = None

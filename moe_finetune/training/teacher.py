@@ -1,0 +1,87 @@
+"""Distillation of a teacher's routing beside its logits; a mixin of TRL's trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.losses.objective import LayerLoss
+from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.models import family_of
+from moe_finetune.moe.context import Given
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.training.callback import SpecializationCallback
+
+_Trainer: Any = object
+TERM = "teacher_routing"
+
+
+class RoutesAsTeacher(_Trainer):
+    """Runs the teacher before the student where the method has ``teacher_routing``; a mixin.
+
+    TRL asks for the student's hidden states first, and the term is evaluated inside the student's
+    layers: the teacher's are made beforehand, with what its routers computed, and kept until TRL
+    asks for them. The teacher runs once, without gradients.
+
+    Attributes:
+        callback: whose recorder is on the student while it trains.
+    """
+
+    callback: SpecializationCallback
+    _teacher_states: Tensor | None = None
+
+    def _get_last_hidden_state(self, unwrapped_model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = super()._get_last_hidden_state
+        if TERM not in self.callback.method.terms or not self.model.training:
+            return hidden(unwrapped_model, *args, **kwargs)
+        teacher = self.accelerator.unwrap_model(self.teacher_model)
+        if unwrapped_model is teacher:
+            states, self._teacher_states = self._teacher_states, None
+            assert states is not None, "the student runs first"
+            return states
+        logits: dict[int, Tensor] = {}
+
+        def keep(record: RoutingRecord, _: LayerLoss) -> None:
+            logits[record.layer] = record.logits_TE
+
+        self.teacher_model.eval()
+        with torch.no_grad(), Recorder(teacher, observers=[keep], observe="all"):
+            self._teacher_states = self._forward_redirection(
+                self.teacher_model, teacher, hidden, teacher, *args, **kwargs
+            )
+        recorder = self.callback.recorder
+        recorder.given = lambda rows: Given(teacher=logits)
+        try:
+            return hidden(unwrapped_model, *args, **kwargs)
+        finally:
+            recorder.given = None
+
+
+def check_teacher(student: Any, teacher: Any) -> None:
+    """Refuse a teacher whose routers do not fit the student's one by one.
+
+    Args:
+        student, teacher: their transformers configs.
+
+    Raises:
+        RecipeError: another family, other MoE layers, or another number of experts.
+    """
+    ours, theirs = family_of(student), family_of(teacher)
+    differing = [
+        f"{what} {mine} and {other}"
+        for what, mine, other in (
+            ("families", ours.name, theirs.name),
+            ("MoE layers", ours.moe_layers(student), theirs.moe_layers(teacher)),
+            ("numbers of experts", ours.num_experts(student), theirs.num_experts(teacher)),
+        )
+        if mine != other
+    ]
+    if differing:
+        raise RecipeError(
+            f"method.terms.{TERM}: compares each router with the teacher's, and student and "
+            f"teacher have the {'; the '.join(differing)}; take a teacher that fits, or remove "
+            "the term (weight: 0) and learn from its logits alone"
+        )

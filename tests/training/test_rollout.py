@@ -1,0 +1,203 @@
+"""GRPO against its rollouts: every logged number by rows without padding, cache or trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from moe_finetune.errors import CaptureError, RecipeError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.base import FAMILIES
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.rollout import NOT_RUN
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.recipe.stages import STAGES
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.rollout import EXPERTS, check_replay
+from moe_finetune.training.trainer import trainer_of
+from tests import tiny
+
+KEYS = ("routing/changed_from_rollout", "rollout/log_prob_difference", "rollout/kl")
+TEMPERATURE = 0.8
+
+
+def student(family):
+    torch.manual_seed(1)
+    return add_lora(tiny.model(family), LoraSection(rank=3, alpha=6.0), "full").train()
+
+
+def letters(completions, **_):
+    return [sum(c.isascii() and c.isalpha() for c in text) / 9 for text in completions]
+
+
+def weights_of(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def trainer_for(folder, family, replay, **changes):
+    """A trainer whose ``seen`` has each micro-batch, the weights, and the experts used."""
+    stage = STAGES["grpo"]
+    options = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "seed": 3,
+        "max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "num_iterations": 2, "num_generations": 4, "max_completion_length": 6, "beta": 0.05,
+        "temperature": TEMPERATURE, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
+        "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0,
+        "router_aux_loss_coef": 0.0, "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }  # fmt: skip
+    args = stage.config_class()(**{**options, **changes})
+    prompts = Dataset.from_list([{"prompt": p} for p in ("a", "abcdefg", "wxyz", "qq")])
+    model = student(family)
+    trainer = trainer_of(stage)(
+        model=model, args=args, train_dataset=prompts, reward_funcs=letters,
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    trainer.callback = callback = SpecializationCallback("none")
+    trainer.add_callback(callback)
+    callback.attach(trainer)
+    trainer.replay = replay
+    trainer.seen, compute, generate = [], trainer._compute_loss, trainer._generate
+    rolled = {}
+
+    def at_rollout(*given):
+        rolled.update(weights_of(model))
+        return generate(*given)
+
+    def at_loss(model_, inputs):
+        used = []
+        recorder = callback.specialization.recorder
+        recorder.observers.append(lambda record, _: used.append(record.index_TK))
+        try:
+            loss = compute(model_, inputs)
+        finally:
+            recorder.observers.pop()
+        trainer.seen.append((inputs, dict(rolled), weights_of(model), used))
+        return loss
+
+    trainer._compute_loss, trainer._generate = at_loss, at_rollout
+    return trainer
+
+
+def by_row(model, weights, inputs, b):
+    """Log-probabilities of a row's completion, and its experts (L, S, K)."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+    prompt = inputs["prompt_ids"][b][inputs["prompt_mask"][b].bool()]
+    completion = inputs["completion_ids"][b][inputs["completion_mask"][b].bool()]
+    ids, found = torch.cat([prompt, completion]), []
+    with (
+        torch.no_grad(),
+        Recorder(model, observers=[lambda r, _: found.append(r.index_TK)], observe="all"),
+    ):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0] / TEMPERATURE
+    logs = logits.log_softmax(-1)
+    start = len(prompt) - 1
+    taken = [float(logs[start + i, token]) for i, token in enumerate(completion.tolist())]
+    return taken, torch.stack(found), len(prompt)
+
+
+def by_hand(model, inputs, rolled, trained):
+    """The three numbers of one micro-batch, and what the rollout's tokens had."""
+    changed, differences, divergences, rows = [], [], [], []
+    for b in range(len(inputs["prompt_ids"])):
+        before, then_LSK, start = by_row(model, rolled, inputs, b)
+        after, now_LSK, _ = by_row(model, trained, inputs, b)
+        left = int((inputs["prompt_mask"][b] == 0).sum())
+        for s in range(start, then_LSK.shape[1]):
+            noted = inputs[EXPERTS][b, left + s]
+            if (noted == NOT_RUN).all():
+                continue
+            for place, noted_K in enumerate(noted.tolist()):
+                assert set(noted_K) == set(then_LSK[place, s].tolist())
+                changed.append(set(noted_K) != set(now_LSK[place, s].tolist()))
+        for old, new in zip(before, after, strict=True):
+            ratio = torch.tensor(new - old, dtype=torch.float64)
+            differences.append(abs(new - old))
+            divergences.append(float(ratio.exp() - 1 - ratio))
+        rows.append(before)
+    return [sum(x) / len(x) for x in (changed, differences, divergences)], rows
+
+
+@pytest.mark.parametrize(
+    ("family", "replay"), [("qwen3_moe", False), ("moonlight", False), ("qwen3_moe", True)]
+)
+def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay):
+    trainer = trainer_for(tmp_path, family, replay)
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    model = student(family).eval()
+    steps = [trainer.seen[:2], trainer.seen[2:]]
+    assert len(trainer.seen) == 4
+    for log, batches in zip(logs, steps, strict=True):
+        wanted = []
+        for inputs, rolled, trained, used in batches:
+            numbers, before = by_hand(model, inputs, rolled, trained)
+            wanted.append(numbers)
+            for b, row in enumerate(before):
+                sampled = inputs["sampling_per_token_logps"][b, : len(row)]
+                torch.testing.assert_close(sampled, torch.tensor(row), atol=2e-4, rtol=0)
+                old = inputs["old_per_token_logps"][b, : len(row)]
+                torch.testing.assert_close(old, sampled, atol=2e-4, rtol=0)
+                with model.disable_adapter():  # the reference chooses for itself
+                    free, *_ = by_row(model, {}, inputs, b)
+                reference = inputs["ref_per_token_logps"][b, : len(row)]
+                torch.testing.assert_close(reference, torch.tensor(free), atol=2e-4, rtol=0)
+            if replay:
+                ran = (inputs[EXPERTS] != NOT_RUN).all(-1)
+                assert ran[..., 0].sum() > 20
+                for place, index_TK in enumerate(used[: ran.shape[-1]]):
+                    index = index_TK.view(*ran.shape[:2], -1)[ran[..., place]].sort(-1).values
+                    theirs = inputs[EXPERTS][:, :, place][ran[..., place]].sort(-1).values
+                    assert torch.equal(index, theirs.to(index.dtype))
+        means = torch.tensor(wanted).mean(0).tolist()
+        if log is logs[0]:  # the weights of the rollout, in float32
+            assert log[KEYS[0]] == 0 and 0 < log[KEYS[1]] < 1e-4 and abs(log[KEYS[2]]) < 1e-8
+        elif replay:
+            assert log[KEYS[0]] > 0.05
+        else:
+            assert log[KEYS[0]] > 0.05 and log[KEYS[1]] > 0.01
+            assert [log[key] for key in KEYS] == pytest.approx(means, rel=2e-3)
+
+
+def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog):
+    beams = {"generation_kwargs": {"num_beams": 2}, "num_iterations": 1, "max_steps": 1}
+    with pytest.raises(
+        CaptureError, match=r"router.replay: trainer.generation_kwargs make it beam"
+    ):
+        trainer_for(tmp_path, "qwen3_moe", True, **beams).train()
+    trainer = trainer_for(tmp_path, "qwen3_moe", False, **beams)
+    trainer.train()
+    said = "routing/changed_from_rollout is not logged: trainer.generation_kwargs make it beam"
+    assert caplog.text.count(said) == 1
+    assert not any(KEYS[0] in row for row in trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stage": "sft", "rewards": []}, "router.replay: of stage grpo, and this is stage sft"),
+        ({"trainer": {"use_vllm": True}}, "router.replay: with trainer.use_vllm TRL does not get"),
+        ({"method": "gshard"}, "router.replay: method.perturbations.random_second_choice draws"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused(changes, said):
+    tree = {
+        "stage": "grpo", "model": {"path": "m"}, "data": {"train": "t.jsonl"},
+        "rewards": ["exact_match"], "router": {"replay": True},
+    }  # fmt: skip
+    assert recipe_from_tree(Tree(tree)).router.replay
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_tree(Tree({**tree, **changes}))
+    assert said in str(caught.value)
+
+
+def test_a_family_with_weights_of_its_own_is_refused():
+    check_replay(FAMILIES["moonlight"])
+    with pytest.raises(RecipeError, match=r"router.replay: not for Phi-3.5-MoE.*SparseMixer"):
+        check_replay(FAMILIES["phimoe"])
