@@ -149,7 +149,8 @@ class TrainRouter:
             upcycle.recipe.router.trainer,
             1000 * self.seed,
             f"seed-{self.seed}.router",
-            method=resolve_method("supervised_routing", terms=term),
+            # There is no language loss here that a gradient could be a share of.
+            method=resolve_method("supervised_routing", terms=term, strength={"first": False}),
             routers_only=True,
         )
 
@@ -253,6 +254,8 @@ def _train(
     from moe_finetune.upcycle.training import Job, run_job
 
     chosen = range(len(upcycle.texts.categories)) if categories is None else categories
-    rows_RS = upcycle.texts.blocks(chosen, upcycle.recipe.texts.max_length, seed)
+    attempt.work.mkdir(parents=True, exist_ok=True)
+    length, file = upcycle.recipe.texts.max_length, attempt.work / "rows.bin"
+    rows_RS = upcycle.texts.blocks(chosen, length, seed, file)
     job = Job(start, rows_RS, trainer, seed, upcycle.recipe.dense.dtype, **options)
     run_job(job, attempt.work, attempt.target, upcycle.output / CURVES / f"{curve}.jsonl")

@@ -17,6 +17,7 @@ import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io.json_file import parse_json
+from moe_finetune.io.safetensors_header import TensorInfo, read_header
 
 if TYPE_CHECKING:
     from moe_finetune.upcycle.recipe import TextSection
@@ -95,6 +96,13 @@ def _read(category: str, paths: str | list[str]) -> list[str]:
     return texts
 
 
+def _mapped(info: TensorInfo) -> np.ndarray:
+    dtype = {"I32": "<i4", "I64": "<i8"}[info.dtype]
+    if not info.size:
+        return np.zeros(info.shape, dtype)
+    return np.memmap(info.file, dtype, "r", info.offset, info.shape)
+
+
 def split_texts(texts: Sequence[str], seed: int) -> dict[Split, list[str]]:
     """Eight, one and one tenths of the texts, at least one in each, drawn with ``seed``."""
     count = len(texts)
@@ -142,8 +150,11 @@ class Texts:
             found = [found[i] for i in np.linspace(0, len(found) - 1, limit).round().astype(int)]
         return found
 
-    def blocks(self, categories: Iterable[int], length: int, seed: int) -> np.ndarray:
+    def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> np.ndarray:
         """Training texts of some categories in a random order, laid end to end: ``(rows, length)``.
+
+        They are written to ``file`` and mapped from there, so that a row is in memory only while it
+        is read. The same arguments give the same file.
 
         Raises:
             DataError: together they are shorter than one row.
@@ -151,10 +162,11 @@ class Texts:
         chosen = list(categories)
         self.check_rows(chosen, length)
         documents = [ids for category in chosen for ids in self.documents("train", category)]
-        order = np.random.default_rng(seed).permutation(len(documents))
-        stream = np.concatenate([np.zeros(0, np.int32), *(documents[i] for i in order)])
-        rows = len(stream) // length
-        return stream[: rows * length].reshape(rows, length)
+        with file.open("wb") as stream:
+            for place in np.random.default_rng(seed).permutation(len(documents)):
+                documents[place].astype("<i4", copy=False).tofile(stream)
+            rows = stream.tell() // (4 * length)
+        return np.memmap(file, "<i4", "r", shape=(rows, length))
 
     def check_rows(self, categories: Sequence[int], length: int) -> None:
         """Raise DataError where the categories' training texts are shorter than one row."""
@@ -190,13 +202,13 @@ class Texts:
 
     @classmethod
     def load(cls, folder: Path) -> Texts:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
+        """Read what :meth:`save` wrote; the arrays are mapped from the file, not read."""
         try:
             index = parse_json((folder / INDEX_FILE).read_bytes())
-            return cls(tuple(index["categories"]), load_file(folder / TOKENS_FILE))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            header = read_header(folder / TOKENS_FILE, CheckpointError)
+            arrays = {name: _mapped(info) for name, info in header.tensors.items()}
+            return cls(tuple(index["categories"]), arrays)
+        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
             raise CheckpointError(
                 f"{folder}: the tokenized texts cannot be read ({error}); remove the folder and "
                 "run the stage 'dense' again"

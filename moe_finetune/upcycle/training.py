@@ -37,7 +37,7 @@ class Job:
         method: losses inside the MoE layers; None trains a dense model.
         lora: an adapter that is merged afterwards; None trains the whole model.
         routers_only: train nothing but the routers, on the method's losses alone: the language
-            model's own loss gets no weight.
+            model's own loss is not computed, and the logged loss is theirs.
     """
 
     start: Path
@@ -124,8 +124,10 @@ def build(
     job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work: Path
 ) -> tuple[Any, Any]:
     """TRL's trainer of this job, and a function that takes its method off the model."""
-    from datasets import Dataset
+    import torch
 
+    from moe_finetune.moe.inject import Apart
+    from moe_finetune.moe.layers import backbone_of
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.numerics import NumericsGuard
@@ -134,7 +136,11 @@ def build(
     plain: Any = trainer_of(STAGES["sft"])
 
     class RouterTrainer(plain):
-        """Gives the language model's own loss no weight; injected terms do not depend on it."""
+        """Trains on the method's losses alone: no head, and no language model's loss.
+
+        They are taken from the layers and summed, so that the backward begins at them and leaves
+        out what lies above: the last experts, the norm and the head.
+        """
 
         def compute_loss(
             self,
@@ -143,16 +149,27 @@ def build(
             return_outputs: Any = False,
             num_items_in_batch: Any = None,
         ) -> Any:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return (found[0] * 0.0, found[1]) if return_outputs else found * 0.0
+            recorder = callback.specialization.recorder  # type: ignore[union-attr]
+            recorder.apart = apart = Apart()
+            try:
+                with self.accelerator.autocast():
+                    backbone_of(model)(
+                        input_ids=inputs["input_ids"],
+                        attention_mask=inputs.get("attention_mask"),
+                        use_cache=False,
+                    )
+            finally:
+                recorder.apart = None
+            loss = torch.stack([each for losses in apart.losses.values() for each in losses]).sum()
+            # The trainer divides by the window itself where it counts no items.
+            return loss if num_items_in_batch is None else loss * recorder.scale()
 
-    rows = job.rows_RS.tolist()
     arguments = training_arguments(recipe, work)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length
     trainer = (RouterTrainer if job.routers_only else plain)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        train_dataset=dataset_of(job.rows_RS),
         processing_class=tokenizer,
     )
     callback = SpecializationCallback(
@@ -168,6 +185,17 @@ def build(
         trainer.callback_handler.callbacks.insert(place, own)
         place += 1
     return trainer, callback.close
+
+
+def dataset_of(rows_RS: np.ndarray) -> Any:
+    """The rows as a dataset that shares their memory, and their file where they are mapped."""
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    flat = pa.array(rows_RS.reshape(-1))
+    rows = pa.FixedSizeListArray.from_arrays(flat, rows_RS.shape[1])
+    return Dataset(InMemoryTable(pa.table({"input_ids": rows, "labels": rows})))
 
 
 def _dense_lora(model: Any, lora: LoraSection | None) -> Any:

@@ -51,9 +51,15 @@ def test_documents_are_the_texts_with_their_end(texts):
             assert {int(ids[-1]) for ids in held} == {tokenizer.eos_token_id}
 
 
-def test_blocks_are_the_training_texts_end_to_end(texts):
+def test_blocks_are_the_training_texts_end_to_end(texts, tmp_path):
     _, tokenized = texts
-    rows = tokenized.blocks([0, 1], 11, seed=3)
+    tokenized.save(tmp_path)
+    mapped, file = Texts.load(tmp_path), tmp_path / "rows.bin"
+    rows = mapped.blocks([0, 1], 11, 3, file)
+    assert isinstance(rows, np.memmap) and file.stat().st_size < 4 * (rows.size + 11)
+    assert all(isinstance(held, np.memmap) for held in mapped.arrays.values() if held.size)
+    for name, held in tokenized.arrays.items():
+        np.testing.assert_array_equal(mapped.arrays[name], held)
     stream = [ids for c in (0, 1) for ids in tokenized.documents("train", c)]
     total = sum(map(len, stream))
     assert rows.shape == (total // 11, 11)
@@ -68,9 +74,9 @@ def test_blocks_are_the_training_texts_end_to_end(texts):
             piece = []
     assert found <= {tuple(ids.tolist()) for ids in stream}
     assert len(found) >= len(stream) - 1, "only the end of the last text may be cut off"
-    assert not np.array_equal(rows, tokenized.blocks([0, 1], 11, seed=4))
+    assert not np.array_equal(rows, tokenized.blocks([0, 1], 11, 4, tmp_path / "other"))
     with pytest.raises(DataError, match=r"short: .* training tokens are less than one row"):
-        tokenized.blocks([0], 5000, seed=0)
+        tokenized.blocks([0], 5000, 0, file)
 
 
 def test_windows_begin_the_texts(texts):

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.functional import supervised_routing_loss
+from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.training import Job, run_job
+from moe_finetune.upcycle.training import Job, build, dataset_of, run_job
 from tests import tiny
 from tests.upcycle import dense
 
@@ -25,7 +29,8 @@ def merged(tmp_path_factory):
     return folder / "moe"
 
 
-def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path):
+@pytest.mark.parametrize(("batch", "checkpointing"), [(ROWS, False), (1, True)])
+def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path, batch, checkpointing):
     """One step of plain SGD is the gradient of the sum over layers of the paper's loss."""
     generator = np.random.default_rng(0)
     counts_EV = generator.integers(0, 5, (EXPERTS, tiny.VOCABULARY))
@@ -34,7 +39,9 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path):
     rows_RS = generator.integers(4, 260, (ROWS, LENGTH)).astype(np.int32)
     trainer = {
         "max_steps": 1,
-        "per_device_train_batch_size": ROWS,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": ROWS // batch,
+        "gradient_checkpointing": checkpointing,
         "optim": "sgd",
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",
@@ -44,7 +51,8 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path):
     term = {"supervised_routing": {"table": str(tmp_path / "table.safetensors")}}
     method = resolve_method("supervised_routing", terms=term)
     job = Job(merged, rows_RS, trainer, 3, "float32", method=method, routers_only=True)
-    run_job(job, tmp_path / "work", tmp_path / "routed")
+    curve = tmp_path / "curve.jsonl"
+    run_job(job, tmp_path / "work", tmp_path / "routed", curve)
 
     model = load_model(merged, dtype="float32")
     logits = []
@@ -53,15 +61,47 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path):
     ids_RS = torch.from_numpy(rows_RS.astype(np.int64))
     model(ids_RS)
     frequencies_VE = torch.from_numpy(table.frequencies_VN)
-    sum(
-        supervised_routing_loss(each, ids_RS.reshape(-1), frequencies_VE) for each in logits
-    ).backward()
+    loss = sum(supervised_routing_loss(each, ids_RS.reshape(-1), frequencies_VE) for each in logits)
+    loss.backward()
+    logged = json.loads(curve.read_text().splitlines()[0])["loss"]
+    assert logged == pytest.approx(loss.item(), rel=1e-3)
     trained = load_model(tmp_path / "routed", dtype="float32")
     for layer, after in zip(model.model.layers, trained.model.layers, strict=True):
         gate = layer.mlp.gate.weight
         assert gate.grad.abs().max() > 1e-3
         expected = gate.detach() - RATE * gate.grad
         torch.testing.assert_close(after.mlp.gate.weight.detach(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_head_is_not_computed_for_the_routers(merged, tmp_path):
+    """Nothing above the last router is part of the stage: a head of NaN changes nothing."""
+    counts_EV = np.random.default_rng(2).integers(1, 5, (EXPERTS, tiny.VOCABULARY))
+    count_table(counts_EV, np.arange(EXPERTS), EXPERTS, "t").save(tmp_path / "table.safetensors")
+    term = {"supervised_routing": {"table": str(tmp_path / "table.safetensors")}}
+    method = resolve_method("supervised_routing", terms=term, strength={"first": False})
+    job = Job(merged, _rows(4), {"max_steps": 1}, 3, "float32", method=method, routers_only=True)
+    model = add_lora(load_model(merged, dtype="float32"), job.recipe.lora, "full")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(float("nan"))
+        backbone_of(model).norm.weight.fill_(float("nan"))
+    (tmp_path / "work").mkdir()
+    trainer, close = build(job, job.recipe, model, tiny.tokenizer(), tmp_path / "work")
+    seen = []
+    model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(1))
+    trainer.train()
+    close()
+    assert not seen
+    gates = [p for name, p in model.named_parameters() if p.requires_grad]
+    assert gates and all(gate.isfinite().all() for gate in gates)
+
+
+def test_rows_share_the_memory_that_they_come_from():
+    rows_RS = _rows(5)
+    dataset = dataset_of(rows_RS)
+    assert dataset[7]["input_ids"] == dataset[7]["labels"] == rows_RS[7].tolist()
+    assert len(dataset) == len(rows_RS)
+    values = dataset.data.column("input_ids").chunk(0).flatten()
+    assert values.buffers()[1].address == rows_RS.ctypes.data
 
 
 def _rows(seed):
