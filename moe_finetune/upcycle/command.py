@@ -138,24 +138,27 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
     from moe_finetune.io.environment import describe_environment
+    from moe_finetune.upcycle.curves import read_curves, shown_curves
     from moe_finetune.upcycle.page import render
     from moe_finetune.upcycle.results import read_arms, summarize
     from moe_finetune.upcycle.tables import tables
 
     output = upcycle.output
     arms = read_arms(recipe, output)
-    held = tables(arms)
+    clusters = read_object(output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
+    categories = list(clusters["cluster"])
+    held = tables(arms, categories)
     found = {
-        **summarize(arms),
+        **summarize(arms, categories),
         "seeds": recipe.seeds,
         "seconds": ledger.seconds(),
         "environment": describe_environment(),
     }
     write_atomic(output / RESULTS_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     write_atomic(output / TABLES_FILE, "\n".join(each.to_markdown() for each in held))
-    clusters = read_object(output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
     page = output / "report" / "index.html"
-    write_atomic(page, render(arms, held, clusters["cluster"]))
+    shown = shown_curves(recipe, read_curves(output))
+    write_atomic(page, render(arms, held, clusters["cluster"], shown))
     return page
 
 

@@ -108,8 +108,8 @@ def measure(
     from moe_finetune.upcycle.passages import passages
 
     section = recipe.evaluation
-    model = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
-    model.eval()
+    model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
+    model.eval().to(accelerator())
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     found["splits"] = {
         split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS
@@ -118,11 +118,18 @@ def measure(
         config = model.config
         found["top_k"] = int(config.num_experts_per_tok)
         tokenizer = load_tokenizer(folder)
-        found["passages"] = passages(model, tokenizer, texts, section.passages)
+        found["passages"] = passages(model, tokenizer, texts, table.counts_VN, section.passages)
     if section.judgement is not None:
         tokenizer = load_tokenizer(folder)
         found["judgement"] = judge(model, tokenizer, texts, section.judgement)
     return found
+
+
+def accelerator() -> str:
+    """Where models are measured: the GPU of this process, or the CPU without one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _of_split(

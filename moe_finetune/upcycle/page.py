@@ -11,11 +11,23 @@ import numpy as np
 
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.intervals import Dot, dot_plot
-from moe_finetune.report.context import Report, Section, Snapshot, figure, table
-from moe_finetune.report.markup import Markup, join
+from moe_finetune.report.charts.lines import Series, line_chart
+from moe_finetune.report.charts.scatter import largest_groups
+from moe_finetune.report.context import (
+    Report,
+    Section,
+    Snapshot,
+    figure,
+    group,
+    swatch,
+    table,
+)
+from moe_finetune.report.markup import Markup, join, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.sections.load import frequencies, load, load_title
 from moe_finetune.report.sections.specialization import SPECIALIZATION
+from moe_finetune.report.sections.text import COLORED, color_key, coloured
+from moe_finetune.upcycle.curves import Chart
 from moe_finetune.upcycle.results import Arm
 from moe_finetune.upcycle.tables import Table
 
@@ -37,6 +49,7 @@ def render(
     arms: Sequence[Arm],
     held: Sequence[Table],
     clusters: dict[str, int],
+    charts: Sequence[Chart] = (),
     title: str = "From dense to a mixture of experts",
 ) -> str:
     """Return the page's HTML.
@@ -45,6 +58,7 @@ def render(
         arms: measurements; the first is the baseline.
         held: the tables to show.
         clusters: cluster of each category.
+        charts: the trainings' losses.
         title: the page's heading.
     """
     from moe_finetune.report.page import render_page
@@ -55,6 +69,8 @@ def render(
     sections = [
         Section("tables", "Tables", lambda _: join(map(_table, held))),
         Section("measures", "Measures on test", lambda _: _measures(arms, colors)),
+        Section("losses", "Losses in training", lambda report: _losses(report, charts, colors)),
+        Section("frequency", "Text by token frequency", lambda _: _frequent(arms)),
         Section("selection", "Selection frequency", _selection),
         SPECIALIZATION,
         Section("clusters", "Clusters", lambda _: _clusters(clusters)),
@@ -85,6 +101,59 @@ def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
         plot = dot_plot(f"{label} on test", f"{label} of each arm.", rows, x_label=label)
         charts.append(figure(f"{label} on test", plot, note=note, wide=True))
     return join(charts)
+
+
+def _losses(report: ArmsReport, charts: Sequence[Chart], colors: dict[str, str]) -> Markup | None:
+    """The curves of Figure 2, and those of the stages before."""
+    if not charts:
+        report.lacks("Losses in training", "curves/ holds no log of this recipe's trainings")
+        return None
+    drawn = []
+    for chart in charts:
+        series = [
+            Series(
+                label,
+                colors[label] if chart.of_arms else nth_color(number),
+                [step for step, _ in curve],
+                [loss for _, loss in curve],
+            )
+            for number, (label, curve) in enumerate(chart.curves.items())
+        ]
+        ends = ", ".join(f"{each.label} {each.y[-1]:.3f}" for each in series)
+        picture = line_chart(chart.title, f"Last values: {ends}.", series)
+        names = tag("ul", [tag("li", swatch(s.label, s.color)) for s in series], class_="key")
+        title = f"{chart.title}: {ends}"
+        drawn.append(figure(title, names, picture, note=chart.y_label, wide=True))
+    note = "The first seed's; every training's log is in curves/."
+    return group("Loss by step (Figure 2)", *drawn, intro=note)
+
+
+def _frequent(arms: Sequence[Arm]) -> Markup | None:
+    """Figure 1c: test texts in the colour of the expert whose texts hold each token most often."""
+    routed = [arm for arm in arms if arm.routed and arm.measured[0]["passages"]]
+    if not routed:
+        return None
+    shown = [
+        {**passage, "experts": passage["frequent"]} for passage in routed[0].measured[0]["passages"]
+    ]
+    known = [e for passage in shown for e in passage["experts"] if e >= 0]
+    named = largest_groups(known, COLORED)
+    agreed = []
+    for arm in routed:
+        pairs = [
+            chosen == frequent
+            for passage in arm.measured[0]["passages"]
+            for chosen, frequent in zip(passage["experts"], passage["frequent"], strict=True)
+            if frequent >= 0
+        ]
+        agreed.append(f"{arm.name} {100 * float(np.mean(pairs)):.0f}")
+    title = (
+        "Tokens in the colour of the expert whose training texts have them most often (Figure 1c); "
+        f"the middle layer's first choice is that expert for, in %: {', '.join(agreed)}"
+    )
+    text = tag("div", coloured(shown, named), class_="panels broad")
+    note = "The same texts in the colours of the chosen experts are further down."
+    return figure(title, color_key(named), text, note=note, wide=True)
 
 
 def _selection(report: Report) -> Markup | None:

@@ -142,13 +142,17 @@ class JudgementSection(Section):
     """P3's Table 2: yes-or-no questions after solved ones.
 
     Without ``file`` the questions are made from the texts: does one piece go on where the other
-    ends? Rows of a file have ``question`` and ``answer`` (true or false).
+    ends? Rows of a file have ``question`` and ``answer`` (true or false), and may have a
+    ``category``.
     """
 
     file: str | None = Field(
         default=None, description="rows of `question` and `answer`; default: made from the texts"
     )
     shots: int = Field(default=5, ge=0, description="solved questions before each")
+    language: Literal["en", "ja"] = Field(
+        default="en", description="of the words around a question and of its answers"
+    )
     items: int = Field(default=200, ge=2, description="at most")
     piece: int = Field(default=32, ge=2, description="tokens of a piece, for made questions")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.metrics.statistics import t_interval
@@ -77,7 +79,30 @@ def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
     return arms
 
 
-def summarize(arms: Sequence[Arm]) -> dict[str, Any]:
+def by_category(arm: Arm, categories: Sequence[str]) -> dict[str, dict[str, Estimate]]:
+    """Scores of one arm on each category's test texts; a category without any is left out.
+
+    ``perplexity`` (mean over texts) and, where questions of the category were asked, ``judgement``
+    (accuracy).
+    """
+    found: dict[str, dict[str, Estimate]] = {}
+    for number, name in enumerate(categories):
+        tests = [each["splits"]["test"] for each in arm.measured]
+        if number not in tests[0]["categories"]:
+            continue
+        values = [
+            float(np.exp([x for x, c in pairs if c == number]).mean())
+            for test in tests
+            if (pairs := list(zip(test["losses"], test["categories"], strict=True)))
+        ]
+        found[name] = {"perplexity": Estimate.of(values)}
+        answered = [m.get("judgement", {}).get("categories", {}).get(name) for m in arm.measured]
+        if all(answered):
+            found[name]["judgement"] = Estimate.of([right / asked for right, asked in answered])
+    return found
+
+
+def summarize(arms: Sequence[Arm], categories: Sequence[str]) -> dict[str, Any]:
     """``results.json``: every metric of every arm and split, and paired differences on test.
 
     A difference is the last arm's value minus another's of the same seed; an interval that does
@@ -98,6 +123,10 @@ def summarize(arms: Sequence[Arm]) -> dict[str, Any]:
         if "judgement" in arm.measured[0]:
             accuracy = Estimate.of([each["judgement"]["accuracy"] for each in arm.measured])
             found["arms"][arm.name]["judgement_accuracy"] = accuracy.to_mapping()
+        found["arms"][arm.name]["categories_on_test"] = {
+            name: {key: value.to_mapping() for key, value in scores.items()}
+            for name, scores in by_category(arm, categories).items()
+        }
     last = arms[-1]
     for other in arms[:-1]:
         names = METRICS if last.routed and other.routed else METRICS.keys() - set(OF_ROUTERS)

@@ -28,7 +28,7 @@ from moe_finetune.upcycle.actions import (
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.workspace import Upcycle
 
-MEASURED_FORMAT = 2
+MEASURED_FORMAT = 3
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_finetune.io.tables import markdown
-from moe_finetune.upcycle.results import Arm, Estimate, difference
+from moe_finetune.upcycle.results import Arm, Estimate, by_category, difference
 from moe_finetune.upcycle.texts import SPLITS
 
 
@@ -27,12 +27,13 @@ class Table:
         return f"## {self.title}\n{self.note}\n\n{markdown([self.columns, *self.rows])}"
 
 
-def tables(arms: Sequence[Arm]) -> list[Table]:
-    """All tables that the arms' measurements fill."""
+def tables(arms: Sequence[Arm], categories: Sequence[str]) -> list[Table]:
+    """All tables that the arms' measurements fill; ``categories`` in the order of the texts."""
     routed = [arm for arm in arms if arm.routed]
     found = [_perplexity(arms)]
     if all("judgement" in arm.measured[0] for arm in arms):
         found.append(_judgement(arms))
+    found += _of_categories(arms, categories)
     if routed:
         found += [_ranks(routed), _entropy(routed)]
     if len(arms) > 1:
@@ -58,10 +59,51 @@ def _judgement(arms: Sequence[Arm]) -> Table:
         error = float(np.mean([each["stderr"] for each in held]))
         yes = float(np.mean([each["yes"] for each in held]))
         cell = f"{100 * accuracy.mean:.1f} ± {100 * error:.1f} {_interval(accuracy, 100.0, 1)}"
-        rows.append([arm.name, cell.strip(), f"{100 * yes:.0f}", str(held[0]["count"])])
-    note = "Accuracy in % ± standard error over questions; in brackets the interval over seeds."
-    columns = ["", "accuracy", "answered yes, %", "questions"]
+        sums = float(np.mean([each["accuracy_of_sums"] for each in held]))
+        cells = [cell.strip(), f"{100 * yes:.0f}", str(held[0]["count"]), f"{100 * sums:.1f}"]
+        rows.append([arm.name, *cells])
+    no, yes_tokens = arms[0].measured[0]["judgement"]["answer_tokens"]
+    note = (
+        "Accuracy in % ± standard error over questions; in brackets the interval over seeds. The "
+        f"answers, no of {no} tokens and yes of {yes_tokens}, are compared by their mean "
+        "log-probability per token; the last column is the accuracy of sums."
+    )
+    columns = ["", "accuracy", "answered yes, %", "questions", "by sums, %"]
     return Table(f"Binary judgement, {shots} solved examples (Table 2)", note, columns, rows)
+
+
+def _of_categories(arms: Sequence[Arm], categories: Sequence[str]) -> list[Table]:
+    """Perplexity and judgement of each category, an arm a column (P3 Table 3)."""
+    held = [by_category(arm, categories) for arm in arms]
+    categories = list(held[0])
+    columns = ["", *(arm.name for arm in arms)]
+    rows = [
+        [name, *(_cell(of_arm[name]["perplexity"], 1.0, 3) for of_arm in held)]
+        for name in categories
+    ]
+    note = (
+        "Mean perplexity of the category's test texts; in brackets the interval over seeds. The "
+        "paper's table is by category, too; which measure to take for texts of one's own is ours."
+    )
+    found = [Table("Perplexity by category, test (Table 3)", note, columns, rows)]
+    judged = [name for name in categories if all("judgement" in of_arm[name] for of_arm in held)]
+    if judged:
+        asked = {name: arms[0].measured[0]["judgement"]["categories"][name][1] for name in judged}
+        rows = [
+            [
+                f"{name} ({asked[name]})",
+                *(_cell(of_arm[name]["judgement"], 100.0, 1) for of_arm in held),
+            ]
+            for name in judged
+        ]
+        note = "Accuracy in %; in brackets the number of questions, then the interval over seeds."
+        found.append(Table("Judgement by category (Table 3)", note, columns, rows))
+    return found
+
+
+def _cell(estimate: Estimate, factor: float, digits: int) -> str:
+    shown = f"{factor * estimate.mean:.{digits}f}"
+    return f"{shown} {_interval(estimate, factor, digits)}".strip()
 
 
 def _ranks(arms: Sequence[Arm]) -> Table:

@@ -12,7 +12,7 @@ from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.padding import fill
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.judgement import ANSWERS, judge, questions
+from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
 from moe_finetune.upcycle.measure import Pool, measure, text_losses
 from moe_finetune.upcycle.passages import passages
 from moe_finetune.upcycle.recipe import JudgementSection, UpcycleRecipe
@@ -167,9 +167,12 @@ def test_a_pool_is_the_mean_and_deviation_of_all_values():
     )
 
 
-def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts):
+def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts, table):
     model = load_model(moe_folder)
-    shown = passages(model, tiny.tokenizer(), texts, 2)
+    counts_VN = table.counts_VN.copy()
+    unknown = int(texts.windows("test", 3, 120)[0][2])
+    counts_VN[unknown] = 0
+    shown = passages(model, tiny.tokenizer(), texts, counts_VN, 2)
     assert [passage["category"] for passage in shown] == ["kind0", "kind3"]
     ids = texts.windows("test", 3, 120)[0]
     outputs = []
@@ -181,6 +184,10 @@ def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts):
     hook.remove()
     assert shown[1]["experts"] == outputs[0].argmax(-1).tolist()
     assert shown[1]["layer"] == 1
+    for token, frequent in zip(ids.tolist(), shown[1]["frequent"], strict=True):
+        most = max(counts_VN[token])
+        assert frequent == (-1 if most == 0 else counts_VN[token].tolist().index(most))
+    assert -1 in shown[1]["frequent"] and len(set(shown[1]["frequent"])) > 2
     assert "".join(shown[1]["tokens"]) == tiny.tokenizer().decode(ids)
 
 
@@ -241,7 +248,10 @@ def test_accuracy_is_that_of_the_likelier_answer(texts):
     assert (always["accuracy"], always["yes"], always["count"]) == (0.5, 1.0, 20)
     assert always["stderr"] == pytest.approx(math.sqrt(0.25 / 20))
     prompt = knows.prompts[0]
-    assert prompt.count("First: ") == 4 and [a in prompt for a in ANSWERS] == [True, True]
+    assert prompt.count("First: ") == 4 and [a in prompt for a in PROMPTS["en"].answers] == [
+        True,
+        True,
+    ]
 
 
 def test_questions_of_a_file(texts, tmp_path):
@@ -255,3 +265,53 @@ def test_questions_of_a_file(texts, tmp_path):
     found = judge(even, tiny.tokenizer(), texts, section)
     assert (found["accuracy"], found["count"], found["shots"]) == (1.0, 7, 2)
     assert even.prompts[0].startswith("Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1")
+    assert found["categories"] == {}
+
+
+class PerToken(Oracle):
+    """Gives every token of yes and of no a probability of its own."""
+
+    def __init__(self, no, yes):
+        super().__init__(None)
+        self.shares = {" no": no, " yes": yes}
+
+    def __call__(self, input_ids, use_cache, logits_to_keep):
+        text = tiny.tokenizer().decode(input_ids[0])
+        word = " yes" if text.endswith(" yes") else " no"
+        ids, share = tiny.tokenizer().encode(word), self.shares[word]
+        assert logits_to_keep == len(ids) + 1
+        rest = (1 - share) / (tiny.VOCABULARY - 1)
+        logits = torch.full((1, len(ids) + 1, tiny.VOCABULARY), math.log(rest))
+        for place, token in enumerate(ids):
+            logits[0, place, token] = math.log(share)
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_longer_answer_is_not_at_a_disadvantage(texts):
+    """Of " yes" each token is likelier, but it has one more: the sum alone would say no."""
+    section = JudgementSection(shots=2, items=20, piece=9)
+    found = judge(PerToken(0.45, 0.5), tiny.tokenizer(), texts, section)
+    no, yes = found["answer_tokens"]
+    assert yes > no and 0.5**yes < 0.45**no
+    assert found["yes"] == 1.0
+    assert judge(PerToken(0.5, 0.45), tiny.tokenizer(), texts, section)["yes"] == 0.0
+    right = sum(right for right, _ in found["categories"].values())
+    assert sum(asked for _, asked in found["categories"].values()) == 20
+    assert right == 20 * found["accuracy"] and set(found["categories"]) <= set(texts.categories)
+
+
+def test_questions_in_japanese(texts, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    rows = [
+        {"question": f"{i}は偶数ですか", "answer": i % 2 == 0, "category": "数"} for i in range(4)
+    ]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    tokenizer = tiny.tokenizer()
+    solved, asked = questions(
+        tokenizer, texts, JudgementSection(file=str(file), shots=1, language="ja")
+    )
+    assert tokenizer.decode(solved[0].ids) == "質問：0は偶数ですか\n答え："
+    assert [question.category for question in asked] == ["数"] * 3
+    section = JudgementSection(shots=1, items=4, piece=5, language="ja")
+    _, made = questions(tokenizer, texts, section)
+    assert tokenizer.decode(made[0].ids).endswith("\n後半は前半の続きですか：")

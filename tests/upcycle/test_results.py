@@ -17,14 +17,25 @@ def measured(perplexity, cmr=None, entropy=0.5):
         "selected": [[[3, 1, 2], [2, 2, 2]]],
     }
     split = {"perplexity": {"mean": perplexity, "std": 2.0, "of_all_tokens": perplexity - 1}}
+    split |= {"losses": [math.log(perplexity), 0.0, math.log(5.0)], "categories": [0, 0, 1]}
     split |= {"routing": routing} if cmr is not None else {}
     return {
         "parameters": 10,
         "splits": dict.fromkeys(("train", "validation", "test"), split),
-        "judgement": {"accuracy": 0.6, "stderr": 0.05, "yes": 0.4, "count": 50, "shots": 5},
+        "judgement": {
+            "accuracy": 0.6,
+            "stderr": 0.05,
+            "yes": 0.4,
+            "count": 50,
+            "shots": 5,
+            "accuracy_of_sums": 0.55,
+            "answer_tokens": [1, 2],
+            "categories": {"law": [3, 4]},
+        },
     }
 
 
+CATEGORIES = ("law", "code", "none")
 ARMS = [
     Arm("Dense", (measured(9.0), measured(9.5), measured(9.25))),
     Arm("BTX", (measured(8.0, 2.75), measured(8.5, 3.0), measured(8.0, 3.25))),
@@ -44,7 +55,7 @@ def test_an_interval_is_students():
 def test_differences_are_paired_by_seed():
     found = difference(ARMS[2], ARMS[1], "cmr_1")
     assert found.values == (-0.5, -0.5, -0.75)
-    summary = summarize(ARMS)
+    summary = summarize(ARMS, CATEGORIES)
     said = summary["differences_on_test"]["SvMoE - BTX"]
     assert said["cmr_1"]["mean"] == pytest.approx(-7 / 12)
     assert said["perplexity"]["seeds"] == pytest.approx([0.1, -0.2, 0.2])
@@ -55,12 +66,20 @@ def test_differences_are_paired_by_seed():
 
 
 def test_tables_say_every_arm():
-    found = {table.title: table for table in tables(ARMS)}
+    found = {table.title: table for table in tables(ARMS, CATEGORIES)}
     perplexity = found["Perplexity per text (Table 1)"]
     assert [row[0] for row in perplexity.rows] == ["Dense", "BTX", "SvMoE"]
     assert perplexity.rows[0][3].startswith("9.250 ± 2.00 [")
     judged = found["Binary judgement, 5 solved examples (Table 2)"]
-    assert judged.rows[0][1].startswith("60.0 ± 5.0") and judged.rows[0][2:] == ["40", "50"]
+    assert judged.rows[0][1].startswith("60.0 ± 5.0") and judged.rows[0][2:] == ["40", "50", "55.0"]
+    assert "no of 1 tokens and yes of 2" in judged.note
+    by_category = found["Perplexity by category, test (Table 3)"]
+    assert by_category.columns == ["", "Dense", "BTX", "SvMoE"]
+    assert [row[0] for row in by_category.rows] == ["law", "code"]  # "none" has no test text
+    assert by_category.rows[0][1].startswith("5.125 [")  # means of 9, 9.5, 9.25 with 1
+    assert by_category.rows[1][3].startswith("5.000 [")
+    (row,) = found["Judgement by category (Table 3)"].rows
+    assert row[0] == "law (4)" and row[1].startswith("75.0 [")
     ranks = found["Conditional mean rank (Table 4)"]
     assert [row[0] for row in ranks.rows] == ["BTX", "SvMoE"]
     assert ranks.rows[0][3].startswith("3.000 ± 1.00")

@@ -79,7 +79,7 @@ def test_the_head_is_not_computed_for_the_routers(merged, tmp_path):
     count_table(counts_EV, np.arange(EXPERTS), EXPERTS, "t").save(tmp_path / "table.safetensors")
     term = {"supervised_routing": {"table": str(tmp_path / "table.safetensors")}}
     method = resolve_method("supervised_routing", terms=term, strength={"first": False})
-    job = Job(merged, _rows(4), {"max_steps": 1}, 3, "float32", method=method, routers_only=True)
+    job = Job(merged, _rows(4), {"max_steps": 3}, 3, "float32", method=method, routers_only=True)
     model = add_lora(load_model(merged, dtype="float32"), job.recipe.lora, "full")
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(float("nan"))
@@ -90,7 +90,7 @@ def test_the_head_is_not_computed_for_the_routers(merged, tmp_path):
     model.get_output_embeddings().register_forward_hook(lambda *_: seen.append(1))
     trainer.train()
     close()
-    assert not seen
+    assert len(seen) <= 1  # the check before training that the loss reaches the routers
     gates = [p for name, p in model.named_parameters() if p.requires_grad]
     assert gates and all(gate.isfinite().all() for gate in gates)
 

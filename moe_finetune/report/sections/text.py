@@ -34,17 +34,13 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
         pairs = list(_tokens(texts))
         kept.append(100 * token_consistency([t for t, _, _ in pairs], [e for _, e, _ in pairs]))
         named = named or largest_groups([e for _, e, _ in pairs], COLORED)
-        parts.append(panel(shot, _passages(texts, named)))
+        parts.append(panel(shot, coloured(texts, named)))
     layers = {passage.get("layer") for _, texts in known for passage in texts} - {None}
     where = f" in layer {layers.pop()}" if len(layers) == 1 else ""
-    legend_entries = [
-        tag("li", tag("mark", f"expert {e}", style=f"--c:{nth_color(rank)}"))
-        for rank, e in enumerate(named)
-    ]
     content = figure(
         f"How many repeated tokens go to their usual expert{where}, in %: "
         f"{listed([shot for shot, _ in known], kept, 2)}",
-        tag("ul", [*legend_entries, tag("li", "others: no colour")], class_="key"),
+        color_key(named),
         tag("div", parts, class_="panels broad"),
         note="Tokens have the colour of their first expert. Does it keep to kinds of words?",
         wide=True,
@@ -61,7 +57,17 @@ def _tokens(texts: Texts) -> Iterator[tuple[str, int, list[int]]]:
             yield str(token), first, taken
 
 
-def _passages(texts: Texts, named: list[int]) -> Markup:
+def color_key(named: Sequence[int]) -> Markup:
+    """Return which experts the colours of :func:`coloured` stand for."""
+    entries = [
+        tag("li", tag("mark", f"expert {e}", style=f"--c:{nth_color(rank)}"))
+        for rank, e in enumerate(named)
+    ]
+    return tag("ul", [*entries, tag("li", "others: no colour")], class_="key")
+
+
+def coloured(texts: Texts, named: Sequence[int]) -> Markup:
+    """Return the passages' tokens in the colours of their ``experts`` that are ``named``."""
     shown, left = [], TOKENS
     for passage in texts:
         pairs = list(zip(passage["tokens"], passage["experts"], strict=False))[:left]
