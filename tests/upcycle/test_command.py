@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from moe_finetune import cli
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import RecipeError
+from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.recipe import load_upcycle_recipe
 from tests.upcycle import dense
 
@@ -289,6 +290,29 @@ def test_a_resolved_recipe_reads_back_equal(tmp_path):
     assert again.to_mapping() == recipe.to_mapping()
     assert again.arms["btx_balance"].method.terms["load_balance"].weight == 0.01
     assert again.clusters.pinned == {"kind1": 2} and again.clusters.count == 3
+
+
+def test_the_papers_recipe_takes_a_file_of_ones_own(tmp_path):
+    own = tmp_path / "my.yaml"
+    names = [f"kind{n}" for n in range(50)]
+    own.write_text(
+        yaml.safe_dump(
+            {
+                "dense": {"path": "dense"},
+                "texts": {"categories": dict.fromkeys(names, "texts.jsonl")},
+                "clusters": {"pinned": {"kind3": 0, "kind7": 1, "kind9": 2}},
+            }
+        )
+    )
+    recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/paper.yaml", own])
+    assert list(recipe.arms) == ["dense", "btx", "btx_balance", "svmoe_balance", "svmoe"]
+    assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
+    pinned = {names.index(name): n for name, n in recipe.clusters.pinned.items()}
+    sizes = sizes_of(
+        50, 8, pinned, bounds=recipe.clusters.bounds, exclusive=recipe.clusters.exclusive
+    )
+    assert sizes.least_N.tolist() == [1, 1, 1, 5, 5, 5, 5, 5]
+    assert sizes.most_N.tolist() == [1, 1, 1, 12, 12, 12, 12, 12]
 
 
 def test_the_miniature_is_the_papers_setting():
