@@ -10,9 +10,7 @@ the machine counts little. Peak memory is that of a process of its own for each.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
 from pathlib import Path
 from statistics import median
@@ -24,8 +22,9 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 from moe_finetune import Specialization
 from moe_finetune.models import native
 
-BALANCE = {"preset": "erc", "terms": {"erc": {"weight": 0}}}
-ARMS = {"vanilla": BALANCE, "erc": "erc", "autonomy": BALANCE}
+ERC = {"preset": "erc", "strength": {"first": False}}  # which would take a forward more
+BALANCE = {**ERC, "terms": {"erc": {"weight": 0}}}
+ARMS = {"vanilla": BALANCE, "erc": ERC, "autonomy": BALANCE}
 
 
 class Arm:
@@ -66,37 +65,39 @@ class Arm:
 
 
 def peak_bytes(name: str, arguments: argparse.Namespace) -> int:
-    """Most memory of three steps in a process of its own, beyond what its imports take."""
+    """Most memory of three steps in a process of its own, beyond what it begins with."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
 
-    def highest() -> int:
-        # Not ru_maxrss, which begins at what the parent had when it forked.
-        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    def measure() -> None:
+        before = highest()
+        arm = Arm(name, arguments)
+        for _ in range(3):
+            arm.step()
+        theirs.send(highest() - before)
 
-    if not arguments.of:
-        command = [sys.executable, __file__, "--of", name, *sys.argv[1:]]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return int(json.loads(done.stdout.splitlines()[-1])["peak"])
-    before = highest()
-    arm = Arm(name, arguments)
-    for _ in range(3):
-        arm.step()
-    return highest() - before
+    process = multiprocessing.get_context("fork").Process(target=measure)
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    return int(found)
+
+
+def highest() -> int:
+    """Peak of this process's resident bytes; of a forked one, since the fork (unlike ru_maxrss)."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for option, value in {
-        "rounds": 9, "tokens": 2048, "layers": 2, "hidden": 512, "width": 256, "experts": 64,
-        "vocabulary": 8192,
+        "rounds": 5, "tokens": 1024, "layers": 1, "hidden": 512, "width": 256, "experts": 64,
+        "vocabulary": 2048,
     }.items():  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=value)
-    parser.add_argument("--of", help=argparse.SUPPRESS)
     add_save(parser, "autonomy")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.of:
-        print(json.dumps({"peak": peak_bytes(arguments.of, arguments)}))
-        return
     peaks = {name: peak_bytes(name, arguments) for name in ARMS}
     arms = {name: Arm(name, arguments) for name in ARMS}
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}

@@ -99,13 +99,17 @@ EFFECTS: tuple[Effect, ...] = (
         "Expert overlap falls with L_o + L_v",
         "by up to 45 %",
         [_tuned("expert overlap", after("expert_overlap"), arm, -1) for arm in (OV, OV_MEAN)]
-        + [_tuned("cosine² of outputs", after("output_cosine"), arm, -1) for arm in (OV, OV_MEAN)],
+        + [_tuned("cosine² of outputs", after("output_cosine"), arm, -1) for arm in (OV, OV_MEAN)]
+        + [_tuned("expert overlap", after("expert_overlap"), "aux_o", -1)],
     ),
     Effect(
         2,
         "Routing score variance rises with L_o + L_v",
         "over 150 %",
-        [_tuned("score variance", after("score_variance"), arm, +1) for arm in (OV, OV_MEAN)],
+        [
+            _tuned("score variance", after("score_variance"), arm, +1)
+            for arm in (OV, OV_MEAN, "aux_v")
+        ],
     ),
     Effect(
         3,

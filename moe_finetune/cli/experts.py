@@ -179,6 +179,11 @@ def place(
         found = plan_trace(open_trace(trace), ranks, max_imbalance, groups)
         for name, metrics in found.metrics.items():
             print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+        buckets = found.buckets
+        print(
+            f"sequences on the rank of their first layer's experts: {buckets.share_after:.3f} of "
+            f"dispatches stay at home, in turn {buckets.share_before:.3f}"
+        )
         found.plan.write(output)
     print(f"plan: {output}")
 

@@ -1,10 +1,11 @@
-"""The study's page: the table, the tests against the baseline, the runs."""
+"""The study's page: the table, its pictures, the tests against the baseline, the runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from moe_finetune.experiments import render
+from moe_finetune.experiments.figures import figures
 from moe_finetune.experiments.results import StudyResults
 from moe_finetune.experiments.table import Cell, Column, Table
 from moe_finetune.io import write_atomic
@@ -19,6 +20,7 @@ def write_page(results: StudyResults, found: Table, path: Path) -> Path:
     """Write the page into the file ``path`` and return it."""
     sections = [
         Section("table", "Results", lambda _: _table(found)),
+        Section("figures", "Pictures", lambda _: figures(results, found)),
         Section("tests", "Against the baseline", lambda _: _tests(found)),
         Section("runs", "Runs", lambda _: _runs(results)),
     ]

@@ -111,15 +111,13 @@ def make_table(results: StudyResults) -> Table:
         StudyError: a benchmark or metric that no run has, or that two runs of a row have.
         EvaluationError: arms that were tested on other items or prompts.
     """
-    shared = set(results.together)
-    compared = list(results.baseline) or [axis for axis in results.axes if axis not in shared]
+    shared, compared = set(results.together), _compared(results)
     label = "-".join(results.baseline.values()) or None
     groups: dict[str, Group] = {}
     runs_of: dict[tuple[str, str], list[RunResult]] = {}
     for arm, values in results.arms.items():
         own = {a: v for a, v in values.items() if a not in compared and a not in shared}
-        name = ", ".join(own.values())
-        within = "-".join(values[axis] for axis in compared) or results.name
+        name, within = place_of(results, values)
         if runs := results.of(arm):
             groups.setdefault(name, Group(name, own, []))
             runs_of.setdefault((name, within), []).extend(runs)
@@ -136,6 +134,18 @@ def make_table(results: StudyResults) -> Table:
         _compare(table, runs_of)
     _note_missing(table, results)
     return table
+
+
+def _compared(results: StudyResults) -> list[str]:
+    """Axes whose arms are compared with each other."""
+    return list(results.baseline) or [a for a in results.axes if a not in results.together]
+
+
+def place_of(results: StudyResults, values: dict[str, str]) -> tuple[str, str]:
+    """Names of the group and of the row that an arm of these values belongs to."""
+    compared = _compared(results)
+    own = [v for a, v in values.items() if a not in compared and a not in results.together]
+    return ", ".join(own), "-".join(values[axis] for axis in compared) or results.name
 
 
 def _columns(results: StudyResults) -> list[Column]:

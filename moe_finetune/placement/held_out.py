@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_finetune.errors import TraceError
 from moe_finetune.metrics import placement_metrics
+from moe_finetune.placement.bucketing import Buckets, bucket_sequences
 from moe_finetune.placement.partition import plan_placement
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.simulate import baseline_placements
@@ -24,10 +25,12 @@ class HeldOut:
     Attributes:
         plan: made on the first half.
         metrics: ``index order``, ``round robin`` and ``planned`` -> :func:`placement_metrics`.
+        buckets: what sending each sequence to the rank of its first layer's experts would add.
     """
 
     plan: PlacementPlan
     metrics: dict[str, dict[str, float]]
+    buckets: Buckets
 
 
 def plan_trace(
@@ -59,4 +62,5 @@ def plan_trace(
     return HeldOut(
         PlacementPlan.of(info.model_type, info.layers, num_ranks, ranks_LE),
         {name: placement_metrics(ids_TLK[~seen_T], placed) for name, placed in placements.items()},
+        bucket_sequences(ids_TLK[~seen_T], sequence_T[~seen_T], ranks_LE),
     )

@@ -7,6 +7,9 @@ cannot place in round robin. Each arm is served with the ranks in data and exper
 tensor parallelism alone there is no all-to-all to save) and measured by ``vllm bench serve``. The
 warm-up and every repetition ask other prompts, and prefix caching is off: what was asked before
 would skip its prefill, and the all-to-all in it.
+
+vLLM's own balancer chooses the rank on which a request lives. What bucketing (P1 app. D) would add
+is told beside the speeds, from the trace's held-out sequences; requests are not sent by it.
 """
 
 from __future__ import annotations
@@ -211,7 +214,11 @@ def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
     arm.folder.parent.mkdir(parents=True, exist_ok=True)
     orders = plan.permutation_LE().tolist()
     permute_experts(arm.base, dict(zip(plan.layers, orders, strict=True)), arm.folder)
-    return found.metrics[arm.placement]
+    metrics: dict[str, Any] = dict(found.metrics[arm.placement])
+    if arm.placement == "planned":
+        metrics["home_share_in_turn"] = found.buckets.share_before
+        metrics["home_share_bucketed"] = found.buckets.share_after
+    return metrics
 
 
 class _Measured(Exception):
@@ -293,4 +300,11 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             f"{row['arm']:<28}{row['placement']:<14}{fmean(speeds):>10.2f}{spread:>8.2f}"
             f"{100 * (fmean(speeds) / base - 1):>+8.1f}%  {row['cross_rank_share']:.3f}"
         )
+    lines += [
+        f"{row['arm']}: sequences sent to the rank of their first layer's experts would have "
+        f"{row['home_share_bucketed']:.3f} of their dispatches there, in turn "
+        f"{row['home_share_in_turn']:.3f} (from the trace, not measured)"
+        for row in found
+        if "home_share_bucketed" in row
+    ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import re
@@ -21,13 +22,20 @@ from moe_finetune.experiments.table import Table, make_table
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 
 
-def write_run(output: Path, run, tasks: dict[str, list[float]], loss: float | None = None) -> None:
-    """A finished run whose items of each task have these values."""
+def write_run(
+    output: Path,
+    run,
+    tasks: dict[str, list[float]],
+    loss: float | None = None,
+    logged: list[dict] | None = None,
+) -> None:
+    """A finished run whose items of each task have these values; ``logged`` are further lines."""
     folder = run_folder(output, run.name)
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(run.recipe.to_yaml())
     row = {"kind": "train", "step": 1} | ({} if loss is None else {"loss": loss})
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    lines = [row, *({"kind": "train", **line} for line in logged or [])]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {}
     for name, values in tasks.items():
         samples = folder / "eval" / "tasks" / name / "samples.jsonl"
@@ -238,3 +246,42 @@ def test_every_form_says_the_same(made, tmp_path):
     assert json.loads(to_json_text(table))["groups"][0]["rows"][1]["cells"]["acc_x"]["best"] is True
     page = write_page(load_results(tmp_path / "out"), table, tmp_path / "p.html").read_text()
     assert f"<strong>{shown}*</strong>" in page and "50 % &amp; more" in page
+
+
+def test_pictures_show_the_means_and_the_curves_of_every_arm(made, tmp_path):
+    """Two models apart; an arm's line is the mean of its seeds where both logged."""
+    arms = [f"{model}-{method}" for model in ("m1", "m2") for method in ("aux_loss", "erc")]
+
+    def logged(place: int, seed: int) -> list[dict]:
+        steps = range(2, 7 if seed == 1 else 6)  # seed 2 ends a step before
+        return [{"step": s, "max_violation": (0.25 * place + 0.125 * seed) / s} for s in steps]
+
+    results = {
+        (arm, seed): (
+            {"acc_x": [1.0] * (place + seed) + [0.0] * (9 - place - seed)},
+            0.5,
+            logged(place, seed),
+        )
+        for place, arm in enumerate(arms)
+        for seed in (1, 2)
+    }
+    table = made(
+        results,
+        axes={
+            "model": {"m1": {"model": {"path": "a/b"}}, "m2": {"model": {"path": "c/d"}}},
+            "method": ["aux_loss", "erc"],
+        },
+        seeds=[1, 2],
+        baseline={"method": "aux_loss"},
+        metrics={"max_violation": "lower"},
+    )
+    page = write_page(load_results(tmp_path / "out"), table, tmp_path / "p.html").read_text()
+    drawn = [json.loads(html.unescape(d)) for d in re.findall(r'data-lines="([^"]+)"', page)]
+    assert len(drawn) == 2, "a picture of curves for each model"
+    erc = drawn[1]["series"][1]
+    assert (erc["label"], erc["x"]) == ("erc", [2, 3, 4, 5])
+    mean = 0.75 + 0.125 * 1.5
+    assert erc["y"] == pytest.approx([mean / step for step in (2, 3, 4, 5)], rel=1e-3)
+    dots = re.findall(r'data-tip="([^"]+)"', page)
+    assert len(dots) == 2 * (2 + 2), "two models, two arms: a benchmark and a metric"
+    assert "erc: 0.278 ± 0.0786" in dots, "2 and 3 of 9"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from moe_finetune import cli
 from moe_finetune.errors import DataError, EvaluationError, TraceError
 from moe_finetune.metrics import placement_metrics
 from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.placement.bucketing import bucket_sequences
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import prompt_of, write_prompts
@@ -74,12 +76,20 @@ def test_place_plans_on_one_half_and_judges_on_the_other(inputs, tmp_path, capsy
         assert found.metrics[name.replace("_", " ")] == placement_metrics(held, simple[name])
     for metrics in found.metrics.values():
         assert f"cross_rank_share {metrics['cross_rank_share']:.3f}" in out
+    buckets = bucket_sequences(held, held_seq(trace), ranks_LE)
+    assert found.buckets.share_after == buckets.share_after > buckets.share_before
+    assert f"{buckets.share_after:.3f} of dispatches stay at home, in turn" in out
     with pytest.raises(TraceError, match="one sequence"):
         plan_trace(RoutingTrace.open(write_trace(tmp_path / "short", "x", 17)), 4)
     other = str(tmp_path / "six.json")
     assert cli.main(["place", str(aux), "--ranks", "6", "--groups", "6", "-o", other]) == 0
     assert cli.main(["place", str(aux), "--ranks", "4", "--groups", "6", "-o", other + "x"]) == 2
     assert cli.main(["place", str(aux), "--ranks", "4", "--dry-run", "-o", other + "x"]) == 2
+
+
+def held_seq(trace):
+    seq = trace.load("seq")
+    return seq[seq > np.median(seq)]
 
 
 def bench_arguments(inputs, output):
@@ -193,6 +203,10 @@ def test_speeds_are_read_and_compared(tmp_path):
     lines = table(rows).splitlines()
     assert "5.00" in lines[1] and "+0.0%" in lines[1]
     assert "6.50" in lines[2] and "+30.0%" in lines[2] and lines[2].endswith("0.500")
+    assert len(lines) == 3
+    rows[1] |= {"home_share_in_turn": 0.125, "home_share_bucketed": 0.25}
+    assert table(rows).splitlines()[:3] == lines
+    assert re.search("^ours: .* 0.250 of .* in turn 0.125 ", table(rows).splitlines()[3])
 
 
 @needs_vllm
