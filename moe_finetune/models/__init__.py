@@ -1,7 +1,7 @@
 """Model families: exact ``model_type`` -> where the router and the experts are, and how they score.
 
-Add a family that follows the common interface with a row in ``table.py``; one that needs code with
-a file that builds a :class:`Family` and one line in ``_ALL`` below.
+A family is a row of one of the tables; one that transformers has no class for brings its own, as
+:mod:`moe_finetune.models.deepseek_moe` does.
 """
 
 from __future__ import annotations
@@ -9,24 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError, did_you_mean
-from moe_finetune.models import (
-    autonomy,
-    deepseek_moe,
-    deepseek_v2,
-    mixtral,
-    moonlight,
-    olmoe,
-    qwen3_moe,
-    table,
-)
+from moe_finetune.models import autonomy, table
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.composite import part_of
 from moe_finetune.models.declared import find_family, known_families, using
 
-_ALL = (deepseek_moe, deepseek_v2, moonlight, qwen3_moe, olmoe, mixtral, autonomy)
-for _module in _ALL:
-    FAMILIES.register(_module.FAMILY.name, _module.FAMILY)
-for _family in (*table.FAMILIES, *table.COMPOSITES):
+for _family in (*table.CORE, autonomy.FAMILY, *table.FAMILIES, *table.COMPOSITES):
     FAMILIES.register(_family.name, _family)
 
 __all__ = ["FAMILIES", "DiskLayout", "Family", "family_of", "find_family", "using"]

@@ -1,7 +1,14 @@
-"""Families that follow transformers' common experts interface, all of them, by name."""
+"""Families that follow transformers' common experts interface, all of them."""
 
-from moe_finetune.models import table_composite, table_other, table_sigmoid, table_softmax
+from moe_finetune.models import (
+    table_composite,
+    table_core,
+    table_other,
+    table_sigmoid,
+    table_softmax,
+)
 
+CORE = table_core.FAMILIES
 FAMILIES = tuple(
     sorted(
         (*table_softmax.FAMILIES, *table_sigmoid.FAMILIES, *table_other.FAMILIES),

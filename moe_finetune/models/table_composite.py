@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe_finetune.models import (
-    moonlight,
-    qwen3_moe,
-    table_other,
-    table_sigmoid,
-    table_softmax,
-)
+from moe_finetune.models import table_core, table_other, table_sigmoid, table_softmax
 from moe_finetune.models.base import (
     MLA,
     SHARED_EXPERTS,
@@ -30,8 +24,7 @@ LLAVA = "language_model.model."
 _ALONE: dict[str, Family] = {
     family.model_type: family
     for family in (
-        moonlight.FAMILY,
-        qwen3_moe.FAMILY,
+        *table_core.FAMILIES,
         *table_softmax.FAMILIES,
         *table_sigmoid.FAMILIES,
         *table_other.FAMILIES,
