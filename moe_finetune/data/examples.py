@@ -24,9 +24,10 @@ import numpy as np
 from moe_finetune.data.prepared import data_key, prepared_once
 from moe_finetune.data.readers import SourceReader, draw
 from moe_finetune.data.rows import Form
-from moe_finetune.data.sources import Placed, Row, source_identity
+from moe_finetune.data.sources import source_identity
 from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.errors import DataError
+from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:

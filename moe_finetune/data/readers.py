@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_finetune.data.rows import Former
-from moe_finetune.data.sources import Placed, Row, read_rows
+from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.sections import DataSection, DataSource
 
 

@@ -10,8 +10,8 @@ import string
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moe_finetune.data.sources import Row, short
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.rows import Row, short
 
 Form = Literal["messages", "prompt_completion", "text"]
 

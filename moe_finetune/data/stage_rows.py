@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.data.examples import Examples, load_examples
 from moe_finetune.data.readers import SourceReader, draw
 from moe_finetune.data.rows import ROLES, renamed
-from moe_finetune.data.sources import Placed, Row, short
 from moe_finetune.data.tokenize import set_chat_template, tokenize_row
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.rows import Placed, Row, short
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 from moe_finetune.recipe.stages import STAGES, Stage

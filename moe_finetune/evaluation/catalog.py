@@ -15,8 +15,8 @@ from typing import Any
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.leaf import Leaf, require_files
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
-from moe_finetune.io.rows import ROW_FORMATS
 
+_LOOKED_FOR = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
 
 
@@ -236,7 +236,7 @@ class Catalog:
         folder = self.data_dir / str(config.get("dataset_path", config["task"]))
         if config.get("dataset_name"):
             folder /= str(config["dataset_name"])
-        for suffix in ROW_FORMATS:
+        for suffix in _LOOKED_FOR:
             if (folder / f"{split}{suffix}").is_file():
                 return folder / f"{split}{suffix}"
         return folder / f"{split}.jsonl"

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import numbered_rows
-
-Row = dict[str, Any]
+from moe_finetune.io.rows import Row, placed_rows
 
 
 def load_rows(path: Path, template: str | None = None) -> Any:
@@ -34,8 +32,7 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
 
     read = TEMPLATES.get(template or "", lambda row: row)
     places, rows = [], []
-    for number, row in numbered_rows(path):
-        place = f"{path}, line {number}"
+    for place, row in placed_rows(path, finite=False):
         try:
             rows.append(read(row))
         except ValueError as error:
@@ -43,6 +40,8 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
         if missing := [field for field in rows[0] if field not in row]:
             raise DataError(f"{place}: no field '{missing[0]}', which the first row has")
         places.append(place)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
     try:
         return Dataset.from_list(rows)
     except (TypeError, ValueError, OverflowError) as error:

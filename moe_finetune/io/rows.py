@@ -7,19 +7,27 @@ import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moe_finetune.errors import DataError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.hashes import to_json
-from moe_finetune.io.json_file import JsonError, parse_json, read_json
+from moe_finetune.io.json_file import JsonError, parse_json
 from moe_finetune.io.text_file import refuse_twice, short_lines
 
-ROW_FORMATS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
+Row = dict[str, Any]
+Placed = tuple[str, Row]
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+MAX_FILE = 256 << 20  # characters of a .json or .txt file, which is read whole
 
 
-def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Read a local file of records (JSONL, JSONL.gz, JSON list, Parquet or CSV).
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read, without ``.gz``."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
+    """Read a local file of records into memory; NaN is read, as results have it.
 
     Args:
         path: the file.
@@ -29,64 +37,130 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[dict[str
         DataError: the file is missing, empty or of another kind, or a row is malformed; the
             message names the file and the line.
     """
-    rows = []
-    for number, row in numbered_rows(Path(path)):
+    path, rows = Path(path), []
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist")
+    for place, row in placed_rows(path, finite=False):
         if missing := [field for field in required if field not in row]:
             raise DataError(
-                f"{path}, line {number}: no field '{missing[0]}'; the row has "
+                f"{place}: no field '{missing[0]}'; the row has "
                 f"{', '.join(sorted(map(str, row))) or 'no fields'}"
             )
         rows.append(row)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
     return rows
 
 
-def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, row) of a local file of records; see :func:`read_rows`.
+def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
+    """Yield ``(place, row)`` of an existing file of records, which may be gzipped.
+
+    ``place`` is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A ``.txt``
+    file is one row of ``text``.
+
+    Args:
+        path: the file.
+        finite: refuse NaN and infinity.
 
     Raises:
-        DataError: as there, at the row where it is met.
+        DataError: the file is of another kind or damaged, or a row is malformed, by name and line.
     """
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist")
-    number = 0
-    for number, row in _numbered_values(path):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: a row must be an object, got {row!r:.60}")
-        yield number, row
-    if not number:
-        raise DataError(f"{path} holds no rows")
-
-
-def _numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
-    name = path.name
+    kind = kind_of(path)
+    if kind == ".parquet":
+        yield from _read_parquet(path)
+        return
+    if kind not in (*TABLES, ".txt"):
+        known = ", ".join((*TABLES, ".txt"))
+        raise DataError(f"{path}: unknown kind of file; wanted one of {known}")
+    opener = gzip.open if path.suffix == ".gz" else open
+    newline = "" if kind == ".csv" else None
     try:
-        if name.endswith((".jsonl", ".jsonl.gz")):
-            opener = gzip.open if name.endswith(".gz") else open
-            with opener(path, "rt", encoding="utf-8") as stream:
-                for number, line in enumerate(short_lines(stream, path), 1):
-                    if line.strip():
-                        try:
-                            yield number, parse_json(line, finite=False)
-                        except JsonError as error:
-                            raise DataError(f"{path}, line {number}: {error.problem}") from None
-        elif name.endswith(".json"):
-            content = read_json(path, DataError, "write it as .jsonl", finite=False)
-            if not isinstance(content, list):
-                raise DataError(f"{path}: a .json data file must hold one list of objects")
-            yield from enumerate(content, 1)
-        elif name.endswith(".csv"):
-            with path.open(newline="", encoding="utf-8") as stream:
-                reader = csv.DictReader(short_lines(stream, path))
-                refuse_twice(path, reader.fieldnames or ())
-                yield from enumerate(reader, 2)
-        elif name.endswith(".parquet"):
-            import pyarrow.parquet
+        with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+            if kind == ".csv":
+                yield from _read_csv(path, file)
+            elif kind == ".txt":
+                yield str(path), {"text": _whole(path, file)}
+            elif kind == ".json":
+                yield from _read_json(path, file, finite)
+            else:
+                yield from _read_lines(path, file, finite)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a complete gzip file: {error}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: not a CSV file: {error}") from error
 
-            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
-        else:
-            raise DataError(f"{path}: unknown kind of file; known: {', '.join(ROW_FORMATS)}")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
+
+def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
+    reader = csv.DictReader(short_lines(file, path), strict=True)
+    refuse_twice(path, reader.fieldnames or ())
+    for row in reader:
+        place = f"{path}:{reader.line_num}"
+        if None in row or None in row.values():
+            wanted = len(reader.fieldnames or ())
+            raise DataError(f"{place}: wanted {wanted} fields as in the header")
+        yield place, row
+
+
+def _read_lines(path: Path, lines: Iterable[str], finite: bool) -> Iterator[Placed]:
+    for number, line in enumerate(short_lines(lines, path), 1):
+        if line.strip():
+            place = f"{path}:{number}"
+            try:
+                row = parse_json(line, finite)
+            except JsonError as error:
+                raise DataError(f"{place}: {error.problem}") from None
+            yield place, _object(row, place)
+
+
+def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
+    """A JSON array of objects, or JSON lines under the name ``.json``."""
+    text = _whole(path, file)
+    if not text.lstrip().startswith("["):
+        yield from _read_lines(path, text.splitlines(), finite)
+        return
+    try:
+        rows = parse_json(text, finite)
+    except JsonError as error:
+        raise DataError(f"{path}:{error.line or 1}: {error.problem}") from None
+    for number, row in enumerate(rows, 1):
+        place = f"{path}: row {number}"
+        yield place, _object(row, place)
+
+
+def _whole(path: Path, file: IO[str]) -> str:
+    text = file.read(MAX_FILE + 1)
+    if len(text) > MAX_FILE:
+        raise DataError(f"{path}: has more than {MAX_FILE >> 20} MiB of text; write it as .jsonl")
+    return text
+
+
+def _object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: wanted an object, got {short(row)}")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[Placed]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1000):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a complete Parquet file: {error}") from error
+
+
+def short(value: Any) -> str:
+    """The start of a value, for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_log(path: Path) -> list[Any]:

@@ -274,7 +274,7 @@ def test_malformed_rows_name_file_and_line(backend, suite, tmp_path):
     shutil.copy(suite, tmp_path)
     good = (suite.parent / "sums_test.jsonl").read_text().splitlines()
     (tmp_path / "sums_test.jsonl").write_text("\n".join([*good[:2], '{"question": ', *good[2:]]))
-    with pytest.raises(DataError, match=r"sums_test.jsonl, line 3: not JSON"):
+    with pytest.raises(DataError, match=r"sums_test.jsonl:3: not JSON"):
         evaluate("x", tmp_path / "local.yaml", "hf", tmp_path / "o", opened=backend)
 
 

@@ -49,21 +49,21 @@ WORDS = {"question": "It is", "choices": ["red", "green", "blue"], "answer": 1}
 @pytest.mark.parametrize(
     ("task", "row", "said"),
     [
-        (EXACT, {"question": "3+4="}, "line 3: 'answer' must be a text or a number, not None"),
-        (EXACT, ROW | {"answer": None}, "line 3: 'answer' must be a text or a number, not None"),
-        (EXACT, ROW | {"answer": True}, "line 3: 'answer' must be a text or a number, not True"),
-        (EXACT, ROW | {"answer": " "}, "line 3: 'answer' is empty"),
-        (EXACT, ROW | {"question": 5}, "line 3: 'question' must be a text, not 5"),
-        (EXACT, {"answer": "7"}, "line 3: 'question' must be a text, not None"),
+        (EXACT, {"question": "3+4="}, ":3: \'answer' must be a text or a number, not None"),
+        (EXACT, ROW | {"answer": None}, ":3: \'answer' must be a text or a number, not None"),
+        (EXACT, ROW | {"answer": True}, ":3: \'answer' must be a text or a number, not True"),
+        (EXACT, ROW | {"answer": " "}, ":3: \'answer' is empty"),
+        (EXACT, ROW | {"question": 5}, ":3: \'question' must be a text, not 5"),
+        (EXACT, {"answer": "7"}, ":3: \'question' must be a text, not None"),
         (EXACT, ROW, None),
         (EXACT, ROW | {"answer": 7}, None),
-        (CHOICE, WORDS | {"answer": 3}, "line 3: 'answer' is 3, which is neither one of the"),
+        (CHOICE, WORDS | {"answer": 3}, ":3: \'answer' is 3, which is neither one of the"),
         (CHOICE, WORDS | {"answer": -1}, "an index from 0 to 2"),
-        (CHOICE, WORDS | {"answer": 0.5}, "line 3: 'answer' is 0.5"),
-        (CHOICE, WORDS | {"answer": "grey"}, "line 3: 'answer' is 'grey'"),
-        (CHOICE, WORDS | {"answer": True}, "line 3: 'answer' is True"),
-        (CHOICE, WORDS | {"choices": ["red", 5]}, "line 3: 'choices' must be texts, and one is 5"),
-        (CHOICE, WORDS | {"choices": "red"}, "line 3: 'choices' must be a list of two or more"),
+        (CHOICE, WORDS | {"answer": 0.5}, ":3: \'answer' is 0.5"),
+        (CHOICE, WORDS | {"answer": "grey"}, ":3: \'answer' is 'grey'"),
+        (CHOICE, WORDS | {"answer": True}, ":3: \'answer' is True"),
+        (CHOICE, WORDS | {"choices": ["red", 5]}, ":3: \'choices' must be texts, and one is 5"),
+        (CHOICE, WORDS | {"choices": "red"}, ":3: \'choices' must be a list of two or more"),
         (CHOICE, WORDS | {"answer": "blue"}, None),
     ],
 )
@@ -82,10 +82,10 @@ def test_rows_of_other_tasks_have_one_type_a_field(tmp_path):
             "filter": "flexible-extract"}  # fmt: skip
     good = {"question": "3+4?", "answer": "#### 7"}
     files = write(tmp_path, [good, good, good | {"answer": 7}])
-    said = "rows.jsonl, line 3: field 'answer' holds 7 where the first row holds '#### 7'"
+    said = "rows.jsonl:3: field 'answer' holds 7 where the first row holds '#### 7'"
     refused(tmp_path, task | {"files": files}, DataError, said)
     files = write(tmp_path, [good, {"question": "3+4?"}])
-    refused(tmp_path, task | {"files": files}, DataError, "line 2: no field 'answer'")
+    refused(tmp_path, task | {"files": files}, DataError, ":2: no field 'answer'")
 
 
 def test_examples_are_never_the_tested_rows_in_silence(tmp_path):
@@ -136,9 +136,9 @@ def test_from_the_command_line(tmp_path, checkpoint, capsys):
     arguments = ["eval", str(checkpoint), "-s", str(path), "-b", "hf", "-o", str(tmp_path / "o")]
     assert cli.main(arguments) == 2
     err = capsys.readouterr().err
-    assert "rows.jsonl, line 2: 'answer' must be" in err and "Traceback" not in err
+    assert "rows.jsonl:2: 'answer' must be" in err and "Traceback" not in err
     assert cli.main([*arguments, "--check"]) == 2
-    assert "rows.jsonl, line 2: 'answer' must be" in capsys.readouterr().out
+    assert "rows.jsonl:2: 'answer' must be" in capsys.readouterr().out
 
 
 def test_a_data_set_that_the_hub_does_not_give(tmp_path, monkeypatch):
