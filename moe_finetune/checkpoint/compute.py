@@ -25,7 +25,7 @@ from moe_finetune.checkpoint.tensors import (
     typed,
 )
 from moe_finetune.checkpoint.updates import LowRank, Replace
-from moe_finetune.checkpoint.values import all_finite, finite
+from moe_finetune.checkpoint.values import all_finite, finite, not_finite
 from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
 from moe_finetune.io.safetensors_header import ITEM_BYTES, TensorInfo
@@ -35,6 +35,7 @@ from moe_finetune.io.safetensors_header import ITEM_BYTES, TensorInfo
 _CHUNK = 4 << 20
 _BLOCK = 1 << 18
 _MAX_FLOAT16 = 65504.0
+_HELD = 8  # tensors of factors
 
 
 class Factors:
@@ -43,9 +44,8 @@ class Factors:
     Only the few most recently used tensors are held: a layer's experts follow one another.
     """
 
-    def __init__(self, adapters: tuple[tuple[Adapter, float], ...], held: int = 8):
+    def __init__(self, adapters: tuple[tuple[Adapter, float], ...]):
         self.adapters = adapters
-        self._held = held
         self._cache: OrderedDict[tuple[int, str], Future[Tensor]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -68,7 +68,7 @@ class Factors:
             mine = future is None
             if future is None:
                 future = self._cache[number, key] = Future()
-                while len(self._cache) > self._held:
+                while len(self._cache) > _HELD:
                     self._cache.popitem(last=False)
             self._cache.move_to_end((number, key))
         if mine:
@@ -167,10 +167,7 @@ class Merged:
     def _not_finite(self, source: TensorInfo) -> MoeFinetuneError:
         """Whose fault it is that the result is not finite: the base's, or the adapters'."""
         if not all_finite(source):
-            return CheckpointError(
-                f"{source.file}: '{source.name}' holds NaN or infinity; copy or download the "
-                "checkpoint again"
-            )
+            return CheckpointError(not_finite(source.file, source.name))
         folders = ", ".join(str(adapter.folder) for adapter, _ in self.factors.adapters)
         return NumericsError(
             f"'{source.name}' is not finite with {folders or 'this dtype'}: its values times "

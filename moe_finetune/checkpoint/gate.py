@@ -33,17 +33,8 @@ BASE_KEY = "base_sha256"
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
 
 
-def check_adapter(
-    path: str | Path,
-    base: Checkpoint,
-    values: bool = True,
-) -> Adapter:
+def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
     """Open an adapter over ``base``; it has every tensor of its config and no other.
-
-    Args:
-        path: the adapter's folder.
-        base: the opened base.
-        values: also read every tensor and refuse NaN and infinity.
 
     Raises:
         AdapterError: names the tensor that is missing, too many, of another shape or dtype, or not
@@ -58,8 +49,7 @@ def check_adapter(
     _check_tables(adapter, base)
     plan_bias(base, read_bias(adapter.folder), "drop")
     _check_base(adapter, base)
-    if values:
-        check_finite(adapter)
+    check_finite(adapter)
     return adapter
 
 

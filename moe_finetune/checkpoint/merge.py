@@ -147,7 +147,7 @@ def apply_plan(
     from moe_finetune.checkpoint.writer import Copy, Literal, write_files
 
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
-    check_values(replaced, CheckpointError, "copy or download the checkpoint again")
+    check_values(replaced, CheckpointError)
     factors = Factors(plan.adapters)
     norms: dict[str, float] = {}
     contents: dict[str, Content] = {}

@@ -98,7 +98,7 @@ def stacked(family: Family, tensors: Iterable[str]) -> Family:
 def _check_values(tensors: dict[str, TensorInfo]) -> None:
     from moe_finetune.checkpoint.values import check_values
 
-    check_values(tensors.values(), CheckpointError, "copy or download the checkpoint again")
+    check_values(tensors.values(), CheckpointError)
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

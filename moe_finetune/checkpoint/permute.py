@@ -52,7 +52,7 @@ class Rows:
         from moe_finetune.checkpoint.tensors import read_bytes
         from moe_finetune.checkpoint.values import check_values
 
-        check_values([self.source], CheckpointError, "copy or download the checkpoint again")
+        check_values([self.source], CheckpointError)
         size = self.source.size // len(self.order)
         for place, row in enumerate(self.order):
             one = read_bytes(self.source.file, self.source.offset + row * size, size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor, typed
-from moe_finetune.checkpoint.values import finite
+from moe_finetune.checkpoint.values import finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -155,10 +155,7 @@ class QuantizedTensors:
             return parts[0]
         values = self._form.values(parts)
         if not finite(values):
-            raise CheckpointError(
-                f"{self._parts[name][0].file}: '{name}' holds NaN or infinity; copy or download "
-                "the checkpoint again"
-            )
+            raise CheckpointError(not_finite(self._parts[name][0].file, name))
         return values
 
 

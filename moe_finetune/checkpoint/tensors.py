@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ DTYPES = {
 
 # Direct input and output wants offsets, lengths and addresses that are multiples of this.
 PAGE = 4096
+_CHUNK_BYTES = 8 << 20
 _held = threading.local()
 
 
@@ -72,6 +74,27 @@ def read_bytes(file: Path, offset: int, size: int) -> Tensor:
     finally:
         os.close(fd)
     return buffer
+
+
+def stored_parts(
+    info: TensorInfo, name: str, starts: Iterable[int] | None = None, size: int = _CHUNK_BYTES
+) -> Iterator[Tensor]:
+    """The bytes of a stored tensor, a part at a time, in the buffer ``name`` of this thread.
+
+    Args:
+        info: the tensor.
+        name: see :func:`thread_buffer`; a part is overwritten by the next one.
+        starts: first byte of each part; parts that follow one another unless given.
+        size: bytes of a part, fewer at the tensor's end.
+    """
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        for first in range(0, info.size, size) if starts is None else starts:
+            part = thread_buffer(name, min(size, info.size - first))
+            read_into(fd, as_bytes(part), info.offset + first)
+            yield part
+    finally:
+        os.close(fd)
 
 
 def read_tensor(info: TensorInfo) -> Tensor:

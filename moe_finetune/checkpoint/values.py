@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_finetune.checkpoint.tensors import as_bytes, read_into, thread_buffer, typed
+from moe_finetune.checkpoint.tensors import as_bytes, stored_parts, typed
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
 
-_CHUNK_BYTES = 8 << 20
+DAMAGED = "copy or download the checkpoint again"
 # Fingerprints: a checkpoint up to this size is read whole, of a larger one parts of every tensor.
 _WHOLE_BYTES = 256 << 20
 _PARTS, _PART_BYTES = 4, 16 << 10
@@ -32,7 +32,14 @@ def finite(values: Tensor) -> bool:
     return math.isfinite(least.item()) and math.isfinite(largest.item())
 
 
-def check_values(tensors: Iterable[TensorInfo], error: type[MoeFinetuneError], remedy: str) -> None:
+def not_finite(file: Path, name: str, remedy: str = DAMAGED) -> str:
+    """What to say of a tensor that is not finite."""
+    return f"{file}: '{name}' holds NaN or infinity; {remedy}"
+
+
+def check_values(
+    tensors: Iterable[TensorInfo], error: type[MoeFinetuneError], remedy: str = DAMAGED
+) -> None:
     """Read every float tensor once, at the speed of the disk.
 
     Files that this process has checked before, and that have not changed, are left out.
@@ -48,22 +55,13 @@ def check_values(tensors: Iterable[TensorInfo], error: type[MoeFinetuneError], r
         for info, good in zip(chosen, pool.map(all_finite, chosen), strict=True):
             if not good:
                 pool.shutdown(cancel_futures=True)
-                raise error(f"{info.file}: '{info.name}' holds NaN or infinity; {remedy}")
+                raise error(not_finite(info.file, info.name, remedy))
     _known_finite.update(stamps.values())
 
 
 def all_finite(info: TensorInfo) -> bool:
     """Whether a stored float tensor holds neither NaN nor infinity."""
-    fd = os.open(info.file, os.O_RDONLY)
-    try:
-        for first in range(0, info.size, _CHUNK_BYTES):
-            part = thread_buffer("values", min(_CHUNK_BYTES, info.size - first))
-            read_into(fd, as_bytes(part), info.offset + first)
-            if not finite(typed(part, info.dtype)):
-                return False
-    finally:
-        os.close(fd)
-    return True
+    return all(finite(typed(part, info.dtype)) for part in stored_parts(info, "values"))
 
 
 def fingerprint(tensors: Iterable[TensorInfo]) -> str:
@@ -95,17 +93,12 @@ def _stamp(file: Path) -> tuple[str, int, int]:
 
 
 def _digest(info: TensorInfo, whole: bool) -> bytes:
-    spans = [(first, _CHUNK_BYTES) for first in range(0, info.size, _CHUNK_BYTES)]
+    parts = stored_parts(info, "values")
     if not whole and info.size > _PARTS * _PART_BYTES:
         last = info.size - _PART_BYTES
-        spans = [(last * part // (_PARTS - 1), _PART_BYTES) for part in range(_PARTS)]
+        starts = [last * part // (_PARTS - 1) for part in range(_PARTS)]
+        parts = stored_parts(info, "values", starts, _PART_BYTES)
     digest = hashlib.sha256()
-    fd = os.open(info.file, os.O_RDONLY)
-    try:
-        for first, size in spans:
-            part = thread_buffer("values", min(size, info.size - first))
-            read_into(fd, as_bytes(part), info.offset + first)
-            digest.update(as_bytes(part))
-    finally:
-        os.close(fd)
+    for part in parts:
+        digest.update(as_bytes(part))
     return digest.digest()

@@ -7,7 +7,6 @@ every tensor that no adapter touches must have the base's bytes.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.reference import compare_logits
 from moe_finetune.checkpoint.sampled import compare_tensors
-from moe_finetune.checkpoint.tensors import as_bytes, read_into, thread_buffer
+from moe_finetune.checkpoint.tensors import as_bytes, stored_parts
 from moe_finetune.checkpoint.updates import Replace
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
@@ -33,7 +32,6 @@ from moe_finetune.models.loading import parse_config
 LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
 # Largest error of one tensor's element over the tensor's largest element: one rounding.
 TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
-_HASH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -126,14 +124,8 @@ def verify_merge(
 def checksum(info: TensorInfo) -> str:
     """Sha256 of a stored tensor's bytes."""
     digest = hashlib.sha256()
-    fd = os.open(info.file, os.O_RDONLY)
-    try:
-        for first in range(0, info.size, _HASH_BYTES):
-            part = as_bytes(thread_buffer("hash", min(_HASH_BYTES, info.size - first)))
-            read_into(fd, part, info.offset + first)
-            digest.update(part)
-    finally:
-        os.close(fd)
+    for part in stored_parts(info, "hash"):
+        digest.update(as_bytes(part))
     return digest.hexdigest()
 
 

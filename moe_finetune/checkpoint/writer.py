@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.tensors import PAGE, as_bytes, read_into, thread_buffer, typed
-from moe_finetune.checkpoint.values import finite
+from moe_finetune.checkpoint.values import finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo
 
@@ -91,10 +91,7 @@ class _Piece:
                 raw = raw.clone()  # a view of items needs a start at a multiple of them
             if not finite(typed(raw, target.dtype)):
                 assert isinstance(self.content, Copy)
-                raise CheckpointError(
-                    f"{self.content.source.file}: '{target.name}' holds NaN or infinity; copy or "
-                    "download the checkpoint again"
-                )
+                raise CheckpointError(not_finite(self.content.source.file, target.name))
 
 
 def write_files(
