@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.io.terminal import finite
 from moe_finetune.report.compare import Score, difference
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Curve, Run, read_runs
@@ -23,7 +24,7 @@ def report_numbers(runs: Iterable[Path | str], labels: list[str] | None = None) 
         DataError, TraceError: a folder without results or a damaged file, by name and line.
     """
     read = read_runs(runs, labels)
-    return _clean(
+    return finite(
         {
             "runs": [_run(run) for run in read],
             "comparisons": [_comparison(read[0], run) for run in read[1:]],
@@ -111,16 +112,3 @@ def _comparison(baseline: Run, run: Run) -> dict[str, Any]:
         ours, theirs = run.after.metrics(), baseline.after.metrics()
         routing = {name: ours[name].mean - theirs[name].mean for name in ours if name in theirs}
     return {"run": run.label, "baseline": baseline.label, "scores": scores, "routing": routing}
-
-
-def _clean(value: Any) -> Any:
-    """Return ``value`` as strict JSON can hold it: None for NaN and infinities."""
-    if isinstance(value, dict):
-        return {str(k): _clean(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)

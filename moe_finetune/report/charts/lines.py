@@ -12,6 +12,7 @@ from moe_finetune.report.charts.frame import SIZE, Scale, inner, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
 KEPT = 200  # points of a line; more cannot be told apart at this size
+HEIGHT = 170  # CSS pixels of the plotted area
 SMOOTH_FROM = 60  # shorter curves are drawn as they are
 
 
@@ -35,7 +36,6 @@ def line_chart(
     series: list[Series],
     *,
     x_label: str = "step",
-    height: int = 170,
     smooth: bool = True,
     zero: bool = False,
     reference: float | None = None,
@@ -87,7 +87,7 @@ def line_chart(
         description,
         inner(*lines),
         label,
-        height=height,
+        height=HEIGHT,
         x=x,
         y=y,
         x_label=x_label,

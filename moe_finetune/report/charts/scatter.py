@@ -26,7 +26,6 @@ def scatter(
     points: Sequence[tuple[float, float, int]],
     *,
     named: Sequence[int],
-    group_name: str = "expert",
 ) -> Markup:
     """Return the points; groups outside ``named`` are small and grey, behind.
 
@@ -54,7 +53,7 @@ def scatter(
         shape = SHAPES[rank % len(SHAPES)]
         style = f"--c:{nth_color(rank)}"
         marks.append(tag("path", d=paths[rank], class_=f"points {shape}", style=style))
-    picture = tag(
+    return tag(
         "svg",
         tag("title", title),
         tag("desc", description),
@@ -63,10 +62,9 @@ def scatter(
         class_="scatter",
         role="img",
     )
-    return picture
 
 
-def key(named: Sequence[int], *, others: bool, group_name: str = "expert") -> Markup:
+def key(named: Sequence[int], *, others: bool) -> Markup:
     """Return the legend of a scatter."""
     entries = []
     for rank, g in enumerate(named):
@@ -75,7 +73,7 @@ def key(named: Sequence[int], *, others: bool, group_name: str = "expert") -> Ma
             "path", d=_shape(rank, 7, 7), class_=f"points {shape}", style=f"--c:{nth_color(rank)}"
         )
         icon = tag("svg", mark, viewBox="0 0 14 14", class_="icon", aria_hidden="true")
-        entries.append(tag("li", icon, f"{group_name} {g}"))
+        entries.append(tag("li", icon, f"expert {g}"))
     if others:
         mark = tag("path", d=_shape(-1, 7, 7), class_="others")
         icon = tag("svg", mark, viewBox="0 0 14 14", class_="icon", aria_hidden="true")
