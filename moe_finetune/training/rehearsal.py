@@ -23,7 +23,7 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.memory.meta import meta_model
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, fixed_bytes, plan_memory
-from moe_finetune.training.memory.profile import Device
+from moe_finetune.training.memory.short_model import Device
 from moe_finetune.training.memory.verdict import memory_lines
 
 if TYPE_CHECKING:

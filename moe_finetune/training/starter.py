@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 
 from moe_finetune.data.readers import SourceReader
-from moe_finetune.errors import DataError, RecipeError, did_you_mean
+from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.evaluation.suites import load_suite
 from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import family_of
 from moe_finetune.models.loading import load_config
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.sections import DataSection
+from moe_finetune.recipe.sections import DataSection, DataSource
 from moe_finetune.recipe.tree import Tree
 
 SMALL = 1 << 20
@@ -107,9 +107,8 @@ def layout(source: str) -> str:
     Raises:
         DataError: it cannot be read, or its fields are not known.
     """
-    reader = SourceReader.of(source, DataSection(train=source))
-    if next(iter(reader), None) is None:
-        raise DataError(f"{source} is empty; wanted at least one row")
+    reader = SourceReader.of(DataSource(path=source), DataSection(train=source))
+    next(iter(reader))
     return reader.former.detected
 
 

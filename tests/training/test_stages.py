@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.data.stage_rows import StageFormer
+from moe_finetune.data.stage_form import StageFormer
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.experiments.chain import chain_of, run_chain
 from moe_finetune.recipe.schema import recipe_from_tree

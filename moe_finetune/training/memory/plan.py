@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes, step_bytes
-from moe_finetune.training.memory.profile import Device, StepProfile, step_profile
+from moe_finetune.training.memory.profile import StepProfile, step_profile
+from moe_finetune.training.memory.short_model import Device
 from moe_finetune.training.memory.stage import StepShape, second_model_bytes, step_shape
 from moe_finetune.training.memory.weights import Weights, is_added, weights_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.training.memory.profile import Device, checkpointing
+from moe_finetune.training.memory.short_model import Device, checkpointing
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
-from moe_finetune.training.memory.profile import Device
 from moe_finetune.training.memory.remedies import Remedy, remedies
+from moe_finetune.training.memory.short_model import Device
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe

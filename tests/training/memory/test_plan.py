@@ -14,10 +14,11 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.memory.borders import LayerBytes
 from moe_finetune.training.memory.live import LiveBytes
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes
 from moe_finetune.training.memory.plan import put_together
-from moe_finetune.training.memory.profile import LayerBytes, StepProfile
+from moe_finetune.training.memory.profile import StepProfile
 from moe_finetune.training.memory.remedies import remedies
 from moe_finetune.training.memory.stage import StepShape, cache_bytes, step_shape
 from moe_finetune.training.memory.verdict import GIB, judge, plan_recipe

@@ -1,0 +1,116 @@
+"""Bytes that are alive at the borders between decoder layers, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_finetune.training.memory.live import LiveBytes
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one decoder layer adds, in bytes.
+
+    Attributes:
+        kept: from its forward until its backward is done.
+        forward, backward: the most that is alive during it, beyond what was when it began.
+        released: what is alive after its backward less than before; gradients not counted.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    released: int
+
+
+class Borders:
+    """Bytes alive at the borders between layers, forward and backward."""
+
+    def __init__(self, count: int):
+        self.live = LiveBytes()
+        self.count = count
+        self.base = self.before = self.head = self.after_head = 0
+        self._begin: dict[int, int] = {}
+        self._forward: dict[int, int] = {}  # most
+        self._backward: dict[int, tuple[int, int, int]] = {}  # begin, end, most
+        self._top = self._now = self._held = 0
+
+    def forward_begins(self, layer: int) -> None:
+        """Before decoder layer ``layer`` runs for the first time."""
+        if layer == 0:
+            self.before = self.live.now - self.base
+        self.live.reset()
+        self._begin[layer] = self.live.now  # corrects what its predecessor's end has noted
+
+    def forward_ends(self, layer: int) -> None:
+        """After it."""
+        self._forward[layer] = self.live.reset()
+        self._top = self._begin[layer + 1] = self.live.now
+
+    def backward_reaches(self, border: int, gradients: int) -> None:
+        """The gradient of what goes into layer ``border`` is there, or the loss's for ``count``.
+
+        ``gradients``: bytes of parameters' gradients by now.
+        """
+        most, now = self.live.reset(), self.live.now
+        if border == self.count:
+            self.head = most - self._top
+            self.after_head = now - self._top - gradients
+        else:
+            self._backward[border] = (self._now, now - (gradients - self._held), most)
+        self._now, self._held = now, gradients
+
+    def layers(self) -> list[LayerBytes]:
+        """By layer of the short model."""
+        rows = []
+        for index in range(self.count):
+            forward, (begin, end, most) = self._begin[index], self._backward[index]
+            rows.append(
+                LayerBytes(
+                    kept=self._begin[index + 1] - forward,
+                    forward=self._forward[index] - forward,
+                    backward=most - begin,
+                    released=begin - end,
+                )
+            )
+        return rows
+
+    def end(self, gradients: int) -> None:
+        """After the backward: it has stopped in the lowest layer above which something trains."""
+        lowest = min(self._backward, default=self.count)
+        if lowest > 0:
+            self.backward_reaches(lowest - 1, gradients)
+        for layer in range(lowest - 1):
+            self._backward[layer] = (self._now, self._now, self._now)
+
+
+def watch(layers: Any, borders: Borders, gradients: Callable[[], int]) -> None:
+    """Hooks that mark where each layer begins and ends."""
+
+    def reaches(tensor: Tensor, border: int) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: borders.backward_reaches(border, gradients()))
+
+    begun: set[int] = set()
+    ended: set[int] = set()  # checkpointing runs a layer again
+
+    def before(layer: nn.Module, args: tuple, index: int) -> None:
+        if index not in begun:
+            begun.add(index)
+            if index == 0:
+                reaches(args[0], 0)
+            borders.forward_begins(index)
+
+    def after(layer: nn.Module, args: tuple, output: Any, index: int) -> None:
+        if index not in ended:
+            ended.add(index)
+            borders.forward_ends(index)
+            reaches(output[0] if isinstance(output, tuple) else output, index + 1)
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda m, a, i=index: before(m, a, i))
+        layer.register_forward_hook(lambda m, a, o, i=index: after(m, a, o, i))

@@ -1,0 +1,77 @@
+"""The short model that stands for the whole one: its first layers, adapted, without memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from moe_finetune.recipe.schema import Recipe
+
+Device = Literal["cuda", "cpu"]
+
+
+def shortened(config: Any, count: int) -> Any:
+    """The config of the first layers: what it lists by layer is cut with their number."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    layers, text.num_hidden_layers = text.num_hidden_layers, count
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(text, name, value[:count])
+    return short
+
+
+def stand_in(kinds: list[Any], kind: Any, count: int) -> int:
+    """The layer of the short model that stands for ``kind``: the last but for the very last."""
+    return max(index for index in range(count - 1) if kinds[index] == kind)
+
+
+def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
+    """The adapted model on the meta device, its checkpointing set as TRL sets it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from moe_finetune.lora.targets import add_lora
+    from moe_finetune.training.memory.meta import meta_model
+
+    attention = recipe.model.attn_implementation
+    if attention is not None and attention.startswith("flash"):
+        attention = "sdpa"  # keeps the same, and needs no package here
+    model: Any = meta_model(config, attention)
+    if recipe.lora is None or recipe.model.dtype == "float32":
+        model = model.float()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    lora = recipe.lora
+    if lora is not None and lora.experts != "all":
+        lora = lora.model_copy(update={"experts": "all"})  # the selection is of the whole model
+    with torch.device("meta"):
+        model = add_lora(model, lora, recipe.router.train).train()
+    if checkpointing(recipe, device):
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": False}  # no state on fake tensors
+        )
+        model.enable_input_require_grads()
+    return model
+
+
+def checkpointing(recipe: Recipe, device: Device) -> bool:
+    """Whether layers run again in the backward: the toolkit's default is on GPUs alone."""
+    return bool(recipe.trainer.get("gradient_checkpointing", device == "cuda"))
+
+
+def give_memory(model: nn.Module) -> None:
+    """Replace tensors on the meta device by fake ones, which have a device; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    held = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(held, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
