@@ -19,64 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moe_finetune.data.prepared import data_key, prepared_once
-from moe_finetune.data.readers import SourceReader, draw
+from moe_finetune.data.readers import SourceReader, draw, listed
 from moe_finetune.data.rows import Form
 from moe_finetune.data.sources import source_identity
-from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
+from moe_finetune.data.tokenize import set_chat_template
+from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Placed, Row
+from moe_finetune.io.rows import Placed
 from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-COLUMNS = ("input_ids", "labels")
-
-
-@dataclass
-class Counts:
-    """What became of the rows of one dataset; ``tokens`` and ``learned`` are of the rows kept, and
-    ``sources`` says how many those are of each source; they lie in the sources' order.
-    """
-
-    rows: int
-    tokens: int
-    learned: int
-    dropped: int
-    truncated: int
-    cut: int
-    rewritten: int
-    straddled: int
-    sources: list[int]
-
-    def lines(self, max_length: int) -> list[str]:
-        """Sentences for the log; the first always, the others where something was lost."""
-        said = [f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned"]
-        if self.truncated:
-            said.append(
-                f"{self.truncated} rows are longer than data.max_length {max_length} and were cut, "
-                f"{self.cut} tokens in all"
-            )
-        if self.dropped:
-            said.append(
-                f"{self.dropped} rows are longer than data.max_length {max_length} and were left "
-                "out (data.overlong 'drop', or the cut left nothing to learn)"
-            )
-        if self.rewritten:
-            said.append(
-                f"{self.rewritten} rows: the chat template renders earlier answers differently "
-                "once the conversation goes on; those answers are not learned"
-            )
-        if self.straddled:
-            said.append(
-                f"{self.straddled} rows: prompt and completion meet inside one token, which is "
-                "learned; end the prompt without a space to avoid it"
-            )
-        return said
 
 
 @dataclass(frozen=True)
@@ -124,7 +80,7 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
         validation, measured = rows, data.validation
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
-    paths = [each if isinstance(each, str) else each.path for each in _listed(measured)]
+    paths = [source.path for source in listed(measured, "train")]
     return Examples(train, validation, list(zip(paths, parts, strict=True)))
 
 
@@ -142,20 +98,12 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
     return _prepare(sources, data, tokenizer, name, seed)[0]
 
 
-def _listed(sources: Paths) -> list[str | DataSource]:
-    return [sources] if isinstance(sources, str) else [*sources]
-
-
 def _prepare(
     sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int
 ) -> tuple[Dataset, Counts]:
-    listed = _listed(sources)
-    if not listed:
-        raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
-    drawn = data.limit is not None or any(
-        isinstance(source, DataSource) and source.limit is not None for source in listed
-    )
-    identities = [_identity(source, data) for source in listed]
+    chosen = listed(sources, name)
+    drawn = data.limit is not None or any(source.limit is not None for source in chosen)
+    identities = [_identity(source, data) for source in chosen]
     key = data_key(
         tokenizer,
         data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
@@ -164,18 +112,19 @@ def _prepare(
     )
 
     def make(folder: Path) -> dict[str, Any]:
-        rows = _rows(listed, data, name, seed)
-        counts = dataclasses.asdict(_write(rows, len(listed), data, tokenizer, name, folder))
-        for source, identity in zip(listed, identities, strict=True):
+        rows = _rows(chosen, data, name, seed)
+        counts = dataclasses.asdict(
+            write_tokenized(rows, len(chosen), data, tokenizer, name, folder)
+        )
+        for source, identity in zip(chosen, identities, strict=True):
             if _identity(source, data) != identity:
-                path = source if isinstance(source, str) else source.path
                 raise DataError(
-                    f"data.{name}: {path} changed while it was being prepared; start again when "
-                    "nothing writes to it"
+                    f"data.{name}: {source.path} changed while it was being prepared; start again "
+                    "when nothing writes to it"
                 )
         return counts
 
-    for line in detected(listed, data):
+    for line in detected(chosen, data):
         log.info("%s data: %s", name, line)
     dataset, counted, found = prepared_once(key, make)
     counts = Counts(**counted)
@@ -186,7 +135,7 @@ def _prepare(
     return dataset, counts
 
 
-def detected(sources: list[str | DataSource], data: DataSection) -> Iterator[str]:
+def detected(sources: list[DataSource], data: DataSection) -> Iterator[str]:
     """Yield for each source the layout that its first row was found to have."""
     for source in sources:
         reader = SourceReader.of(source, data)
@@ -199,15 +148,13 @@ def detected(sources: list[str | DataSource], data: DataSection) -> Iterator[str
             yield f"{reader.source.path}: {reader.former.detected}"
 
 
-def _identity(source: str | DataSource, data: DataSection) -> list[Any]:
+def _identity(source: DataSource, data: DataSection) -> list[Any]:
     reader = SourceReader.of(source, data)
     options = reader.source.model_dump(mode="json", exclude={"path", "split"})
     return [source_identity(reader.source.path, reader.split), options]
 
 
-def _rows(
-    sources: list[str | DataSource], data: DataSection, name: str, seed: int
-) -> Iterator[Placed]:
+def _rows(sources: list[DataSource], data: DataSection, name: str, seed: int) -> Iterator[Placed]:
     rows = itertools.chain.from_iterable(
         _source_rows(source, data, seed, number) for number, source in enumerate(sources)
     )
@@ -225,17 +172,11 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
     return draw(itertools.chain(first, rows), limit, seed, "data.limit of data.validation")
 
 
-def _source_rows(
-    source: str | DataSource, data: DataSection, seed: int, number: int
-) -> Iterator[Placed]:
+def _source_rows(source: DataSource, data: DataSection, seed: int, number: int) -> Iterator[Placed]:
     """Rows of the source, each with its ``number`` in the field ``source``."""
     reader = SourceReader.of(source, data, seed + number)
-    empty = True
     for place, row in reader:
-        empty = False
         yield place, {**row, "source": number}
-    if empty:
-        raise DataError(f"{reader.source.path} is empty; wanted at least one row")
     _check_form(reader.source.path, reader.former.form, data)
 
 
@@ -247,94 +188,3 @@ def _check_form(source: str, form: Form | str, data: DataSection) -> None:
             f"{source} holds {form}, and data.packing_strategy '{data.packing_strategy}' cuts "
             "examples apart; use 'bfd'"
         )
-
-
-def _write(
-    rows: Iterator[Placed],
-    num_sources: int,
-    data: DataSection,
-    tokenizer: Any,
-    name: str,
-    folder: Path,
-) -> Counts:
-    """Tokenize ``rows`` into the dataset ``folder / "rows"``, through files beside it."""
-    from datasets import Dataset, Features, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    text, number, flag = Value("string"), Value("int32"), Value("bool")
-    read = {"place": text, "source": number, "prompt": text, "completion": text, "text": text}
-    turns = {"messages": [{"role": text, "content": text}]}
-    with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read | turns)) as writer:
-        for place, row in rows:
-            writer.write({"place": place, **{field: row.get(field) for field in _READ}})
-        writer.finalize()
-    tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
-        _tokenize,
-        fn_kwargs={"tokenizer": tokenizer, "data": data},
-        num_proc=data.num_proc,
-        remove_columns=["place", *_READ],
-        features=Features(
-            {"input_ids": [number], "labels": [number], "source": number}
-            | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
-            | dict.fromkeys(("dropped", "rewritten", "straddled"), flag)
-        ),
-        cache_file_name=str(folder / "tokens.arrow"),
-        new_fingerprint="tokens",  # hashing the tokenizer for one would take longer than small data
-        load_from_cache_file=False,
-        desc=f"Tokenizing {name}",
-    )
-    columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
-    kept = ~columns["dropped"]
-    if not kept.any():
-        raise DataError(
-            f"data.{name}: none of the {len(kept)} rows has anything to learn within "
-            f"data.max_length {data.max_length}; raise it"
-        )
-    chosen = tokenized if kept.all() else tokenized.select(kept.nonzero()[0])
-    chosen.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
-    for left in folder.glob("*.arrow"):
-        left.unlink()
-    return Counts(
-        rows=len(kept),
-        tokens=int(columns["tokens"][kept].sum()),
-        learned=int(columns["learned"][kept].sum()),
-        dropped=int(columns["dropped"].sum()),
-        truncated=int((columns["cut"] > 0).sum()),
-        cut=int(columns["cut"].sum()),
-        rewritten=int(columns["rewritten"].sum()),
-        straddled=int(columns["straddled"].sum()),
-        sources=np.bincount(columns["source"][kept], minlength=num_sources).tolist(),
-    )
-
-
-_READ = ("source", "messages", "prompt", "completion", "text")
-
-
-def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
-    """One row's ids and labels within ``max_length``, and what was lost."""
-    try:
-        tokens = tokenize_row(row, tokenizer, data.completion_only_loss is not False)
-    except DataError as error:
-        raise DataError(f"{row['place']}: {error}") from error
-    splits = data.packing and data.packing_strategy != "bfd"
-    cut = 0 if splits else max(0, len(tokens.input_ids) - data.max_length)
-    if cut and data.overlong == "error":
-        raise DataError(
-            f"{row['place']}: {len(tokens.input_ids)} tokens, longer than data.max_length "
-            f"{data.max_length}; raise it, or set data.overlong to truncate or drop"
-        )
-    end = len(tokens.input_ids) - cut
-    labels = tokens.labels[:end]
-    learned = sum(label != IGNORED for label in labels)
-    dropped = not learned or bool(cut and data.overlong == "drop")
-    return {
-        "input_ids": tokens.input_ids[:end],
-        "labels": labels,
-        "tokens": end,
-        "learned": learned,
-        "dropped": dropped,
-        "cut": 0 if dropped else cut,
-        "rewritten": tokens.rewritten,
-        "straddled": tokens.straddled,
-        "source": row["source"],
-    }

@@ -11,12 +11,28 @@ from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Placed, Row
-from moe_finetune.recipe.sections import DataSection, DataSource
+from moe_finetune.recipe.sections import DataSection, DataSource, Paths
+
+
+def listed(sources: Paths, name: str) -> list[DataSource]:
+    """The sources of ``data.NAME``, one or several, each with its path as a source.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not sources:
+        raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
+    each = [sources] if isinstance(sources, str) else sources
+    return [DataSource(path=source) if isinstance(source, str) else source for source in each]
 
 
 @dataclass
 class SourceReader:
-    """Reads one source of ``data``; iterate once. ``former.form`` then says what it holds."""
+    """Reads one source of ``data``; iterate once. ``former.form`` then says what it holds.
+
+    Raises:
+        DataError: a row that cannot be used, by place, or no row at all.
+    """
 
     source: DataSource
     former: Former
@@ -24,13 +40,11 @@ class SourceReader:
     seed: int = 0
 
     @classmethod
-    def of(cls, source: str | DataSource, data: DataSection, seed: int = 0) -> SourceReader:
-        """The reader of a source; a bare path takes everything from the section.
+    def of(cls, source: DataSource, data: DataSection, seed: int = 0) -> SourceReader:
+        """The reader of a source; what it does not say is the section's.
 
         ``seed`` decides which rows a source with a ``limit`` gives.
         """
-        if isinstance(source, str):
-            source = DataSource(path=source)
         own = bool(source.columns or source.template)
         former = Former(
             source.format or data.format,
@@ -44,8 +58,12 @@ class SourceReader:
         rows = self._matching()
         if source.limit is not None:
             rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
+        empty = True
         for place, row in rows:
+            empty = False
             yield place, self.former(place, _worded(place, row, source.words))
+        if empty:
+            raise DataError(f"{source.path} is empty; wanted at least one row")
 
     def _matching(self) -> Iterator[Placed]:
         source, found = self.source, False

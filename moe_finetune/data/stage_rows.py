@@ -1,26 +1,19 @@
-"""Rows of stages that learn from preferences, labels or prompts, checked and brought into form.
-
-Forms: ``{"prompt", "chosen", "rejected"}``, ``{"prompt", "completion", "label"}`` and ``{"prompt",
-...}`` with whatever other fields a reward reads. A text is taken as it is; a list of ``{"role",
-"content"}`` turns goes through the chat template. A row that has none of them is refused with its
-file and line.
-"""
+"""Rows of stages that learn from preferences, labels or prompts, and tokenize their own."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples
-from moe_finetune.data.readers import SourceReader, draw
-from moe_finetune.data.rows import ROLES, renamed
+from moe_finetune.data.readers import SourceReader, draw, listed
+from moe_finetune.data.stage_form import FIELDS, StageFormer
 from moe_finetune.data.tokenize import set_chat_template, tokenize_row
-from moe_finetune.errors import DataError, did_you_mean
-from moe_finetune.io.rows import Placed, Row, short
+from moe_finetune.errors import DataError
+from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 from moe_finetune.recipe.stages import STAGES, Stage
@@ -29,92 +22,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
-FIELDS: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected"),
-    "unpaired": ("prompt", "completion", "label"),
-    "prompts": ("prompt",),
-}
 MEASURED = 256
 """Rows of a source that routing is measured on."""
-
-
-class StageFormer:
-    """Brings the rows of one source into a stage's form.
-
-    Args:
-        stage: which form.
-        columns: our field -> the file's field.
-    """
-
-    def __init__(self, stage: Stage, columns: Mapping[str, str] | None = None):
-        self.form: str = stage.form
-        self.detected = ""
-        self.columns = columns or {}
-        self._fields = FIELDS[stage.form]
-        for field in self.columns:
-            if field not in self._fields and stage.form != "prompts":
-                raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self._fields)}")
-
-    def __call__(self, place: str, row: Row) -> Row:
-        """The row in its form; raise DataError with ``place`` when it has none."""
-        row = renamed(place, row, self.columns)
-        if self.form == "preference" and "prompt" not in row:
-            row = {**row, **_common_prompt(place, row)}
-        for field in self._fields:
-            if field not in row:
-                raise DataError(
-                    f"{place}: no field '{field}', wanted {' and '.join(self._fields)}; the row "
-                    f"has {', '.join(map(str, row)) or 'no fields'}. Name yours with data.columns"
-                )
-        texts = [field for field in self._fields if field != "label"]
-        for field in texts:
-            _check_text(f"{place}: '{field}'", row[field], answer=field != "prompt")
-        if len({type(row[field]) for field in texts}) > 1:
-            raise DataError(
-                f"{place}: {', '.join(texts)} are texts and turns mixed; wanted all texts, or all "
-                "lists of {role, content}"
-            )
-        if "label" in self._fields and not isinstance(row["label"], bool):
-            raise DataError(f"{place}: 'label': wanted true or false, got {short(row['label'])}")
-        if self.form == "preference" and row["chosen"] == row["rejected"]:
-            raise DataError(f"{place}: 'chosen' and 'rejected' are equal; nothing is preferred")
-        return row if self.form == "prompts" else {field: row[field] for field in self._fields}
-
-
-def _common_prompt(place: str, row: Row) -> Row:
-    """Prompt and answers of two whole conversations: the turns that both begin with."""
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if not (isinstance(chosen, list) and isinstance(rejected, list)):
-        return {}
-    common = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1],
-                                                zip(chosen, rejected, strict=False))]  # fmt: skip
-    if not common or len(common) in (len(chosen), len(rejected)):
-        raise DataError(
-            f"{place}: 'chosen' and 'rejected' do not begin with the same turns and then differ; "
-            "add the field 'prompt'"
-        )
-    cut = len(common)
-    return {"prompt": common, "chosen": chosen[cut:], "rejected": rejected[cut:]}
-
-
-def _check_text(where: str, value: Any, answer: bool) -> None:
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{where} is empty")
-        return
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: wanted text or a list of turns, got {short(value)}")
-    for number, turn in enumerate(value):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise DataError(f"{where}[{number}]: wanted {{role, content}}, got {short(turn)}")
-        if turn.get("role") not in ROLES:
-            role = turn.get("role")
-            raise DataError(f"{where}[{number}]: role {role!r}{did_you_mean(str(role), ROLES)}")
-    last = value[-1]["role"]
-    if answer and last != "assistant":
-        raise DataError(f"{where}: the last turn is from '{last}'; wanted the assistant's answer")
-    if not answer and last == "assistant":
-        raise DataError(f"{where}: ends with the assistant's turn; wanted what it answers to")
 
 
 @dataclass
@@ -185,18 +94,14 @@ def _read(
 ) -> tuple[Dataset, list[tuple[str, list[Row]]]]:
     from datasets import Dataset
 
-    listed = [sources] if isinstance(sources, str) else [*sources]
-    if not listed:
-        raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
     kept, parts = _Kept([]), []
-    for number, source in enumerate(listed):
+    for number, source in enumerate(listed(sources, name)):
         first = len(kept.rows)
         rows = _source(stage, source, data, seed + number)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
-        path = source if isinstance(source, str) else source.path
         _keep(kept, rows, data, tokenizer, room)
-        parts.append((path, kept.rows[first : first + MEASURED]))
+        parts.append((source.path, kept.rows[first : first + MEASURED]))
     if not kept.rows:
         raise DataError(
             f"data.{name}: none of its rows fits data.max_length {data.max_length}; raise it"
@@ -217,23 +122,13 @@ def _read(
         ) from error
 
 
-def _source(
-    stage: Stage, source: str | DataSource, data: DataSection, seed: int
-) -> Iterator[Placed]:
-    if isinstance(source, str):
-        source = DataSource(path=source)
+def _source(stage: Stage, source: DataSource, data: DataSection, seed: int) -> Iterator[Placed]:
     if source.template or data.template:
         raise DataError(
             f"data.template: stage {stage.name} takes fields as they are; use data.columns"
         )
     former: Any = StageFormer(stage, source.columns or data.columns)
-    reader = SourceReader(source, former, source.split or data.split, seed)
-    empty = True
-    for placed in reader:
-        empty = False
-        yield placed
-    if empty:
-        raise DataError(f"{source.path} is empty; wanted at least one row")
+    return iter(SourceReader(source, former, source.split or data.split, seed))
 
 
 def _keep(

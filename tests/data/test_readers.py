@@ -8,7 +8,7 @@ import pytest
 
 from moe_finetune.data import examples as data_module
 from moe_finetune.data.examples import load_dataset_for, load_examples
-from moe_finetune.data.readers import SourceReader
+from moe_finetune.data.readers import SourceReader, listed
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.snapshot import sample_examples
@@ -45,6 +45,7 @@ def classification(files, **changes):
 
 
 def rows(source, data):
+    (source,) = listed([source], "train")
     return [row for _, row in SourceReader.of(source, data)]
 
 
