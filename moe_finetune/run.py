@@ -4,6 +4,10 @@ A run's folder holds: ``recipe.yaml`` (resolved), ``environment.json``, ``adapte
 ``checkpoints/``, ``metrics.jsonl``, ``routing/``, ``merged/``, ``eval/results.json``,
 ``summary.json`` and ``report/index.html``; started from the command line also ``run.log``, with
 what the libraries wrote.
+
+The stages are not steps of :mod:`moe_finetune.io.ledger`: all of them follow from one recipe, whose
+hash is the run's identity, their products have the places that users know, and each tells by its
+product whether it is done. What goes on in the middle, training, has its own checkpoints.
 """
 
 from __future__ import annotations

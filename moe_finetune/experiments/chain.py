@@ -2,7 +2,8 @@
 
 An entry of ``stages:`` holds keys of a recipe, laid over the recipe's others. The first starts from
 ``model.path``, every other from the merged checkpoint of the one before it. The output folder has a
-run's folder for each, ``1-sft``, ``2-dpo``, ..., and one ``report/`` of all of them.
+run's folder for each, ``1-sft``, ``2-dpo``, ..., and one ``report/`` of all of them. A stage is
+what a run is, and a run itself knows what of it is done, so the ledger of steps is not kept here.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import OutputExistsError, RecipeError
-from moe_finetune.io import contents, output_lock
+from moe_finetune.errors import RecipeError
+from moe_finetune.io import output_lock
+from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Key, Tree, merge_mappings
@@ -86,20 +88,17 @@ def run_chain(
         OutputExistsError: ``output`` holds something already (without ``resume``).
     """
     from moe_finetune.report import write_report
-    from moe_finetune.run import run_recipe
+    from moe_finetune.run import RECIPE_FILE, run_recipe
     from moe_finetune.training import ranks
 
     output = Path(output)
     page = output / "report" / "index.html"
     ranks.join_group()
     with ranks.first_alone(lambda: output_lock(output)):
-        if output.exists() and (not output.is_dir() or contents(output)) and not resume:
-            raise OutputExistsError(
-                f"{output} is not empty; choose another --output, or add --resume to go on with it"
-            )
+        enter_folder(output, f"{runs[0][0].name}/{RECIPE_FILE}", "a chain of stages", resume)
         for folder, recipe in runs:
             ranks.barrier()  # every rank looks at the folder before the first one writes there
-            begun = (folder / "recipe.yaml").exists()
+            begun = (folder / RECIPE_FILE).exists()
             ranks.barrier()
             if ranks.rank() == 0:
                 terminal().say(folder.name)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_finetune.data.stage_form import StageFormer
-from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.errors import DataError, OutputExistsError, RecipeError
 from moe_finetune.experiments.chain import chain_of, run_chain
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
@@ -238,6 +238,12 @@ def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
     name = "model.layers.1.mlp.gate.weight"
     assert not torch.equal(start[name], first[name]) and not torch.equal(first[name], second[name])
     assert logged(output / "2-dpo", "rewards/margins")[0] == 0
+    with pytest.raises(OutputExistsError, match="holds a chain of stages already"):
+        run_chain(output, runs)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="other holds other files"):
+        run_chain(tmp_path / "other", runs, resume=True)
     before = (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns
     for left in ("2-dpo", "report"):
         shutil.rmtree(output / left)
