@@ -9,8 +9,9 @@ import torch
 
 from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, open_adapter
 from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.checkpoint.updates import LowRank, resolve
+from moe_finetune.checkpoint.updates import LowRank
 
 
 def expand_selection(adapter: str | Path, base: str | Path, output: str | Path) -> Path:

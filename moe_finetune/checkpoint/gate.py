@@ -17,8 +17,8 @@ from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter, check_finit
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
-from moe_finetune.checkpoint.updates import resolve
 from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
 from moe_finetune.models.structure import name_on_disk

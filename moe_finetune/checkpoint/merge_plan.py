@@ -18,7 +18,8 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.bias import BiasExport, plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.updates import LowRank, Replace, Update, resolve
+from moe_finetune.checkpoint.resolve import resolve
+from moe_finetune.checkpoint.updates import LowRank, Replace, Update
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
 from moe_finetune.io.json_file import read_object
@@ -148,7 +149,7 @@ def plan_merge(
         bias_export: "drop" to leave it out; the output keeps the base's own.
 
     Raises:
-        AdapterError: see :func:`moe_finetune.checkpoint.updates.resolve`.
+        AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
         CheckpointError: a tensor to change is stored in a dtype that cannot be added to.
         UnsupportedModelError: a bias that the family cannot store.
     """

@@ -37,9 +37,9 @@ from moe_finetune.evaluation.sandbox.policy import (
     environment,
     image,
     refuse,
-    start,
     unusable,
 )
+from moe_finetune.evaluation.sandbox.process import SandboxProcess, Stopped
 
 __all__ = ["Limits", "Program", "Sandbox", "Verdict"]
 
@@ -69,85 +69,6 @@ class Verdict:
     passed: bool
     reason: str
     seconds: float
-
-
-class _Stopped(Exception):
-    """The program or its tests cannot go on; the text is the verdict's reason."""
-
-
-class _Process:
-    """One sandboxed process with line messages over its stdin and stdout."""
-
-    def __init__(self, kind: str, role: str, limits: Limits):
-        self.process = start(kind, role, limits)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-        self._buffer = bytearray()
-        self._cap = limits.reply_bytes
-
-    def send(self, line: bytes, deadline: float) -> None:
-        view = memoryview(line + b"\n")
-        while view:
-            self._wait(self._in, selectors.EVENT_WRITE, deadline)
-            try:
-                view = view[os.write(self._in, view) :]
-            except BlockingIOError:
-                continue
-            except (BrokenPipeError, OSError):
-                raise _Stopped("the program ended early") from None
-
-    def receive(self, deadline: float) -> bytes:
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            if searched > self._cap:
-                raise _Stopped("an answer was too large")
-            self._wait(self._out, selectors.EVENT_READ, deadline)
-            if not self._read():
-                raise _Stopped("the program ended early")
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return line
-
-    def silent(self) -> bool:
-        """Whether everything that it wrote was received."""
-        with selectors.PollSelector() as selector:
-            selector.register(self._out, selectors.EVENT_READ)
-            return not self._buffer and not (selector.select(0) and self._read())
-
-    def _read(self) -> bool:
-        try:
-            piece = os.read(self._out, 1 << 16)
-        except BlockingIOError:
-            return True
-        self._buffer += piece
-        return bool(piece)
-
-    def _wait(self, fd: int, event: int, deadline: float) -> None:
-        # The clock first: who always has a byte ready must not go on for ever.
-        left = deadline - time.monotonic()
-        with selectors.PollSelector() as selector:
-            selector.register(fd, event)
-            if left <= 0 or not selector.select(left):
-                raise _Stopped("out of time")
-
-    def kill(self) -> None:
-        """Kill the whole sandbox and wait until nothing of it holds the pipe any more."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        deadline = time.monotonic() + 5
-        with contextlib.suppress(_Stopped, OSError):
-            while True:
-                self._wait(self._out, selectors.EVENT_READ, deadline)
-                if not os.read(self._out, 1 << 16):
-                    break
-        for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
 
 
 _PROBES = (
@@ -214,7 +135,7 @@ class Sandbox:
         kinds: Iterable[str] = ("bubblewrap", "docker", "podman"),
     ):
         self.limits = limits or Limits()
-        self._checkers: SimpleQueue[_Process] = SimpleQueue()
+        self._checkers: SimpleQueue[SandboxProcess] = SimpleQueue()
         # A sandbox dies with the thread that started it; kept ones need a thread that stays.
         self._spawner = ThreadPoolExecutor(1)
         reasons = []
@@ -254,14 +175,14 @@ class Sandbox:
         """Run one program against its tests."""
         started = time.monotonic()
         deadline = started + self.limits.seconds
-        worker = _Process(self.kind, "worker", self.limits)
+        worker = SandboxProcess(self.kind, "worker", self.limits)
         checker = None
         healthy = False
         try:
             checker = self._checker()
             reason = self._relay(program, worker, checker, deadline)
             healthy = True
-        except _Stopped as stop:
+        except Stopped as stop:
             reason = str(stop)
         finally:
             worker.kill()
@@ -274,16 +195,18 @@ class Sandbox:
         with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
             return list(pool.map(self.run, programs))
 
-    def _checker(self) -> _Process:
+    def _checker(self) -> SandboxProcess:
         with contextlib.suppress(Empty):
             while True:
                 kept = self._checkers.get_nowait()
                 if kept.process.poll() is None:
                     return kept
                 kept.kill()
-        return self._spawner.submit(_Process, self.kind, "checker", self.limits).result()
+        return self._spawner.submit(SandboxProcess, self.kind, "checker", self.limits).result()
 
-    def _relay(self, program: Program, worker: _Process, checker: _Process, deadline: float) -> str:
+    def _relay(
+        self, program: Program, worker: SandboxProcess, checker: SandboxProcess, deadline: float
+    ) -> str:
         """Carry messages between tests and program; return '' or why the program failed."""
         nonce = secrets.token_hex(16)
         job = {
@@ -300,13 +223,13 @@ class Sandbox:
             try:
                 message: dict[str, Any] = json.loads(line)
             except ValueError:  # killed in the middle of a line
-                raise _Stopped("the tests were stopped") from None
+                raise Stopped("the tests were stopped") from None
             if "done" in message:
                 return "" if secrets.compare_digest(message["done"], nonce) else "forged"
             if "failed" in message:
                 return ": ".join(part for part in message["failed"] if part)
             if not worker.silent():
-                raise _Stopped("the program answered what was not asked")
+                raise Stopped("the program answered what was not asked")
             worker.send(line, deadline)
             checker.send(worker.receive(deadline), deadline)
 

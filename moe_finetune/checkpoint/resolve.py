@@ -1,0 +1,294 @@
+"""From an adapter's keys to the updates of the base's tensors.
+
+PEFT's keys carry no parameter name for fused experts. Wrappers are nested in the order in which the
+module declares its parameters: of the two on one experts module the inner (one more ``base_layer``)
+is ``gate_up_proj``, the outer ``down_proj``; a single one has the bare key, and the config's
+``target_parameters`` say which it is. The shapes are checked against the base afterwards.
+
+Shape legend: E routed experts, n experts with LoRA, r rank, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moe_finetune.checkpoint.adapter import Adapter, unused
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.updates import LowRank, Replace, Update
+from moe_finetune.errors import AdapterError
+from moe_finetune.models.structure import name_on_disk, pieces_on_disk
+
+_LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
+_EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
+
+
+def resolve(adapter: Adapter, base: Checkpoint, number: int = 0) -> list[tuple[str, Update]]:
+    """All updates of ``adapter`` as (base tensor name, update); ``number`` is the adapter's index.
+
+    Raises:
+        AdapterError: a key has no place in the base, a shape or rank does not fit, a factor has no
+            partner, or a tensor is left over.
+    """
+    return list(_Resolver(adapter, base, number).run())
+
+
+class _Resolver:
+    def __init__(self, adapter: Adapter, base: Checkpoint, number: int):
+        self.adapter, self.base, self.number = adapter, base, number
+        self.parameters = base.family.expert_parameters
+        family = base.family
+        layers = re.escape(f"{family.backbone}.layers.")
+        self.experts = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}")
+        self.head = self._disk_name("lm_head.weight")
+        self.embedding = self._disk_name(f"{family.backbone}.embed_tokens.weight")
+        self.used: list[str] = []
+
+    def run(self) -> Iterator[tuple[str, Update]]:
+        pairs: dict[tuple[str, int], dict[str, str]] = {}
+        embeddings: dict[str, dict[str, str]] = {}
+        plain: list[str] = []
+        for key in self.adapter.tensors:
+            if match := _LORA.fullmatch(key):
+                depth = match["depth"].count("base_layer")
+                pairs.setdefault((match["path"], depth), {})[match["factor"]] = key
+            elif match := _EMBEDDING.fullmatch(key):
+                embeddings.setdefault(match["path"], {})[match["factor"]] = key
+            elif ".lora_" not in key:
+                plain.append(key)
+        for (path, depth), pair in pairs.items():
+            a, b = self._both(path, pair)
+            if (layer := self._experts_layer(path)) is not None:
+                depths = sorted(depth for other, depth in pairs if other == path)
+                yield from self._fused(path, layer, self._parameter(path, depth, depths), a, b)
+            elif depth:
+                raise self._error(a, "nested factors are known for fused experts only")
+            else:
+                yield from self._linear(path, a, b)
+        for path, pair in embeddings.items():
+            yield self._embedding(path, *self._both(path, pair))
+        for key in plain:
+            yield from self._saved(key)
+        self._check_selection()
+        unused(self.adapter, self.used)
+
+    # Names
+
+    def _experts_layer(self, path: str) -> int | None:
+        """The layer whose experts module ``path`` is, or None."""
+        match = self.experts.fullmatch(path)
+        return int(match[1]) if match else None
+
+    def _disk_name(self, name: str) -> str:
+        """Name in the base's files of a tensor with the loaded model's ``name``."""
+        return name if name in self.base.tensors else name_on_disk(self.base.config, name)
+
+    def _target(self, name: str, key: str) -> str:
+        """The base tensor that ``key`` changes, checked to exist and to be its own."""
+        disk = self._disk_name(name)
+        tied = self.base.config.get("tie_word_embeddings") or self.head not in self.base.tensors
+        if tied and disk in (self.head, self.embedding):
+            raise self._error(
+                key,
+                "the base ties lm_head and embed_tokens, a merge would change both; untie first",
+            )
+        if disk not in self.base.tensors:
+            raise self._error(
+                key,
+                f"the base {self.base.folder} has no tensor '{disk}'; "
+                "the adapter was trained on another base",
+            )
+        return disk
+
+    # Updates
+
+    def _linear(self, path: str, a: str, b: str) -> Iterator[tuple[str, Update]]:
+        parameter = f"{path}.weight"
+        rule = parameter if self.adapter.targets_parameter(parameter) else path
+        rank = self._rank(rule, a, 1)
+        pieces = [self._disk_name(parameter)]
+        if pieces == [parameter] and parameter not in self.base.tensors:
+            # Such as the two halves of a gate_up_proj, one below the other.
+            pieces = list(pieces_on_disk(self.base.config, parameter)) or pieces
+        names = [self._target(piece, a) for piece in pieces]
+        sizes = [self._matrix(name)[0] for name in names]
+        self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
+        self._shape(b, (sum(sizes), rank), names[0])
+        whole = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
+        for place, name in enumerate(names):
+            first = sum(sizes[:place])
+            rows = (first, first + sizes[place]) if len(names) > 1 else None
+            yield name, replace(whole, rows=rows)
+
+    def _embedding(self, path: str, a: str, b: str) -> tuple[str, Update]:
+        name = self._target(f"{path}.weight", a)
+        rank = self._rank(path, a, 1)
+        tokens, width = self._matrix(name)
+        self._shape(a, (rank, tokens), name)
+        self._shape(b, (width, rank), name)
+        scale = self.adapter.scaling(path)
+        return name, LowRank(self.number, a, b, rank, scale, transposed=True)
+
+    def _parameter(self, path: str, depth: int, depths: list[int]) -> str:
+        """Which of the fused parameters the wrapper at ``depth`` holds."""
+        named = [p for p in self.parameters if self.adapter.targets_parameter(f"{path}.{p}")]
+        if depths != list(range(len(named))):
+            raise AdapterError(
+                f"{self.adapter.folder}: '{path}' has {len(depths)} pairs of factors, but "
+                f"target_parameters in adapter_config.json name {named or 'none of its parameters'}"
+            )
+        return named[len(named) - 1 - depth]
+
+    def _fused(
+        self, path: str, layer: int, parameter: str, a: str, b: str
+    ) -> Iterator[tuple[str, Update]]:
+        disk, total = self.base.family.disk, self.base.experts.get(layer)
+        if total is None:
+            raise self._no_experts(a, layer)
+        chosen = self._chosen(layer, total, a)
+        rule = f"{path}.{parameter}"
+        rank = self._rank(rule, a, len(chosen))
+        scale = self.adapter.scaling(rule)
+        parts = disk.parts(parameter)
+        if disk.fused:
+            yield from self._stacked(disk.name(parts[0], layer), chosen, rank, scale, a, b)
+            return
+        out_size, in_size = self._matrix(disk.name(parts[0], layer, chosen[0]))
+        self._shape(a, (len(chosen) * rank, in_size), rule)
+        self._shape(b, (len(parts) * out_size, rank * len(chosen)), rule)
+        for slot, expert in enumerate(chosen):
+            for half, part in enumerate(parts):
+                rows = (half * out_size, (half + 1) * out_size) if len(parts) > 1 else None
+                yield (
+                    disk.name(part, layer, expert),
+                    LowRank(self.number, a, b, rank, scale, slot, len(chosen), rows),
+                )
+
+    def _stacked(
+        self, name: str, chosen: tuple[int, ...], rank: int, scale: float, a: str, b: str
+    ) -> Iterator[tuple[str, Update]]:
+        """Updates of the matrices in a stack of the files, one for each expert."""
+        disk = self.base.family.disk
+        transposed, in_turn = (
+            disk.transposed,
+            disk.interleaved and name.endswith(f".{disk.gate_up}"),
+        )
+        sizes = self.base.tensors[name].shape[1:]
+        out_size, in_size = reversed(sizes) if transposed else sizes
+        self._shape(a, (len(chosen) * rank, in_size), name)
+        self._shape(b, (out_size, rank * len(chosen)), name)
+        for slot, expert in enumerate(chosen):
+            update = LowRank(self.number, a, b, rank, scale, slot, len(chosen))
+            yield (
+                name,
+                replace(update, transposed=transposed, expert=expert, interleaved=in_turn),
+            )
+
+    def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
+        name = key.replace(".base_layer.", ".")
+        path, _, parameter = name.rpartition(".")
+        self.used.append(key)
+        if parameter in self.parameters and (layer := self._experts_layer(path)) is not None:
+            yield from self._saved_experts(key, layer, parameter)
+            return
+        target = self._target(name, key)
+        self._shape(key, self.base.tensors[target].shape, target)
+        yield target, Replace(self.number, key)
+
+    def _saved_experts(self, key: str, layer: int, parameter: str) -> Iterator[tuple[str, Update]]:
+        disk, total = self.base.family.disk, self.base.experts.get(layer)
+        if total is None:
+            raise self._no_experts(key, layer)
+        parts = disk.parts(parameter)
+        if disk.fused:
+            name = disk.name(parts[0], layer)
+            if disk.interleaved or (disk.either and disk.transposed):
+                raise self._error(
+                    key,
+                    f"the base stores '{name}' in another order than the model holds it, and "
+                    "experts that trained in full are not merged into that; train them with LoRA",
+                )
+            self._shape(key, self.base.tensors[name].shape, name)
+            yield name, Replace(self.number, key, stacked=True)
+            return
+        out_size, in_size = self._matrix(disk.name(parts[0], layer, 0))
+        self._shape(key, (total, len(parts) * out_size, in_size), parameter)
+        for place in range(total * len(parts)):
+            expert, half = divmod(place, len(parts))
+            name = disk.name(parts[half], layer, expert)
+            yield name, Replace(self.number, key, place * out_size * in_size)
+
+    # Checks
+
+    def _chosen(self, layer: int, total: int, key: str) -> tuple[int, ...]:
+        selection = self.adapter.metadata.experts
+        if selection is None:
+            return tuple(range(total))
+        if layer not in selection:
+            raise self._error(key, f"moe_finetune.json names no experts for layer {layer}")
+        if max(selection[layer]) >= total:
+            raise self._error(
+                key,
+                f"moe_finetune.json names expert {max(selection[layer])} of layer {layer}, "
+                f"the base has {total}",
+            )
+        return selection[layer]
+
+    def _check_selection(self) -> None:
+        with_factors = {
+            layer
+            for key in self.used
+            if (lora := _LORA.fullmatch(key))
+            and (layer := self._experts_layer(lora["path"])) is not None
+        }
+        left = sorted(set(self.adapter.metadata.experts or ()) - with_factors)
+        if left:
+            raise AdapterError(
+                f"{self.adapter.folder}: moe_finetune.json names experts of layer {left[0]}, for "
+                "which the adapter has no factors"
+            )
+
+    def _both(self, path: str, pair: dict[str, str]) -> tuple[str, str]:
+        if len(pair) != 2:
+            ((present, key),) = pair.items()
+            missing = "B" if present == "A" else "A"
+            raise self._error(key, f"its partner lora_{missing} of '{path}' is missing")
+        self.used += pair.values()
+        return pair["A"], pair["B"]
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        info = self.base.tensors[name]
+        if len(info.shape) != 2:
+            raise AdapterError(
+                f"{self.adapter.folder}: LoRA targets '{name}', which has shape {list(info.shape)}"
+            )
+        return info.shape[0], info.shape[1]
+
+    def _rank(self, rule: str, key: str, slots: int) -> int:
+        rank, rows = self.adapter.rank(rule), self.adapter.tensors[key].shape[0]
+        if rows != rank * slots:
+            raise self._error(
+                key, f"{rows} rows, but rank {rank} for {slots} expert(s) needs {rank * slots}"
+                if slots > 1 else f"{rows} rows, but adapter_config.json gives it rank {rank}"
+            )  # fmt: skip
+        return rank
+
+    def _shape(self, key: str, wanted: tuple[int, ...], target: str) -> None:
+        found = self.adapter.tensors[key].shape
+        if found != wanted:
+            raise self._error(
+                key,
+                f"shape {list(found)}, but '{target}' of the base {self.base.folder} needs "
+                f"{list(wanted)}; the adapter was trained on another base",
+            )
+
+    def _no_experts(self, key: str, layer: int) -> AdapterError:
+        return self._error(
+            key,
+            f"layer {layer} of the base {self.base.folder} has no experts; "
+            "the adapter was trained on another base",
+        )
+
+    def _error(self, key: str, problem: str) -> AdapterError:
+        return AdapterError(f"{self.adapter.folder}: adapter tensor '{key}': {problem}")
