@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_finetune.report.charts.frame import nth_color
+from moe_finetune.report.charts.lines import Series
 from moe_finetune.report.compare import Difference, Score, difference
 from moe_finetune.report.markup import Markup, breakable, number, tag
 from moe_finetune.report.routing import Routing
@@ -38,6 +39,16 @@ class Snapshot:
     def name(self) -> Markup:
         """The label behind a dot: hollow before fine-tuning, filled after it."""
         return swatch(self.label, self.color, hollow=self.before)
+
+    def by_layer(self, values: Sequence[float]) -> Series:
+        """A value of each MoE layer as a line over depth, dotted before fine-tuning."""
+        layers = [float(layer) for layer in self.routing.layers]
+        return Series(self.label, self.color, layers, list(values), "before" if self.before else "")
+
+
+def names(shots: Sequence[Snapshot]) -> Markup:
+    """Return the legend of pictures that show these snapshots together."""
+    return tag("ul", [tag("li", shot.name) for shot in shots], class_="key")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
-import signal
 import subprocess
 import sys
 import time

@@ -8,8 +8,17 @@ import numpy as np
 
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
-from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import Report, Section, Snapshot, figure, folded, group, listed
+from moe_finetune.report.charts.lines import line_chart
+from moe_finetune.report.context import (
+    Report,
+    Section,
+    Snapshot,
+    figure,
+    folded,
+    group,
+    listed,
+    names,
+)
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.sections.load import frequencies, load, load_change, load_title
 from moe_finetune.report.sections.panels import (
@@ -106,11 +115,9 @@ def _per_layer(shots: list[Snapshot]) -> Markup | None:
     for name in dict.fromkeys(name for _, metrics in by_shot for name in metrics):
         series, means, holders = [], [], []
         for shot, metrics in by_shot:
-            layers = [float(layer) for layer in shot.routing.layers]
-            metric = metrics.get(name)
+            metric, layers = metrics.get(name), shot.routing.layers
             if metric and len(layers) > 2 and len(metric.per_layer or ()) == len(layers):
-                kind = "before" if shot.before else ""
-                series.append(Series(shot.label, shot.color, layers, metric.per_layer or [], kind))
+                series.append(shot.by_layer(metric.per_layer or []))
                 means.append(metric.mean)
                 holders.append(shot)
         if series:
@@ -122,8 +129,7 @@ def _per_layer(shots: list[Snapshot]) -> Markup | None:
             figures.append(figure(title, chart, note=about.meaning or None))
     if not figures:
         return None
-    key = tag("ul", [tag("li", shot.name) for shot in shots], class_="key")
-    return join([key, tag("div", figures, class_="grid")])
+    return join([names(shots), tag("div", figures, class_="grid")])
 
 
 def _paths(report: Report) -> Markup | None:
@@ -144,12 +150,12 @@ def _paths(report: Report) -> Markup | None:
     for (line, routings, picks), matrix_FEE in zip(frames, matrices, strict=True):
         means = [_mean_maximum(matrix_EE) for matrix_EE in matrix_FEE]
         notes = [f"the likeliest: {number(means[i])} on average" for i in picks]
-        names = experts(routings[0].num_experts)
+        numbers = experts(routings[0].num_experts)
         tops.append((line.shot.label, means))
         picture = heat_map(
             f"Expert of the next layer given the expert of this one: {line.shot.label}",
             f"The likeliest next expert has probability {number(means[-1])} on average.",
-            matrix_FEE, rows=names, columns=names, row_name=f"expert, layer {below}",
+            matrix_FEE, rows=numbers, columns=numbers, row_name=f"expert, layer {below}",
             column_name=f"expert, layer {above}", limits=limits, picks=picks, notes=notes,
         )  # fmt: skip
         parts.append(panel(line.shot, picture, notes[-1]))

@@ -6,8 +6,17 @@ import numpy as np
 
 from moe_finetune.metrics.domains import domain_information
 from moe_finetune.report.charts.heatmap import heat_map, legend, shared_limits
-from moe_finetune.report.charts.lines import Series, line_chart
-from moe_finetune.report.context import Report, Section, Snapshot, figure, group, listed, table
+from moe_finetune.report.charts.lines import line_chart
+from moe_finetune.report.context import (
+    Report,
+    Section,
+    Snapshot,
+    figure,
+    group,
+    listed,
+    names,
+    table,
+)
 from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.sections.panels import panel, panels
 from moe_finetune.report.sections.points import points
@@ -52,13 +61,13 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
         shares.append(counts_GE / counts_GE.sum(1, keepdims=True))
     limits, clipped = shared_limits(shares)
     parts = []
-    for (shot, (names, _)), share_GE in zip(known, shares, strict=True):
+    for (shot, (domains, _)), share_GE in zip(known, shares, strict=True):
         nats = number(information[shot.label][layer])
         picture = heat_map(
             f"Share of each domain's choices, layer {name}: {shot.label}",
             f"Mutual information of expert and domain: {nats} nats.",
             share_GE,
-            rows=names,
+            rows=domains,
             columns=[str(e) for e in range(share_GE.shape[1])],
             row_name="",
             column_name="expert",
@@ -74,27 +83,14 @@ def _domains(report: Report, shots: list[Snapshot]) -> Markup | None:
         note="Rows that differ are domains with experts of their own.",
         wide=True,
     )
-    series = [
-        Series(
-            shot.label,
-            shot.color,
-            [float(layer) for layer in shot.routing.layers],
-            information[shot.label],
-            kind="before" if shot.before else "",
-        )
-        for shot, _ in known
-    ]
+    series = [shot.by_layer(information[shot.label]) for shot in holders]
     means = [float(np.mean(information[shot.label])) for shot in holders]
     title = f"Mutual information of expert and domain, mean over layers: {listed(holders, means)}"
     curve = line_chart(
         "Mutual information in each layer", title, series, x_label="layer", smooth=False, zero=True
     )
-    layered = figure(title, _names(holders), curve, note="nats") if len(series[0].x) > 2 else None
+    layered = figure(title, names(holders), curve, note="nats") if len(series[0].x) > 2 else None
     return group("Domains", maps, layered)
-
-
-def _names(shots: list[Snapshot]) -> Markup:
-    return tag("ul", [tag("li", shot.name) for shot in shots], class_="key")
 
 
 def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
@@ -111,18 +107,10 @@ def _coherence(report: Report, shots: list[Snapshot]) -> Markup | None:
     side = "below" if means[-1] < barrier else "above"
     last = known[-1][0].run
     title = f"Mutual coherence ends {side} the barrier of {number(barrier)} in {last}: {values}"
-    content: list[Markup] = [_names(holders)]
+    content: list[Markup] = [names(holders)]
     if len(known[0][1]) > 2:
         series = [
-            Series(
-                shot.label,
-                shot.color,
-                [float(layer) for layer in shot.routing.layers],
-                [c.mean for c in layers],
-                kind="before" if shot.before else "",
-            )
-            for shot, layers in known
-            if len(layers) > 1
+            shot.by_layer([c.mean for c in layers]) for shot, layers in known if len(layers) > 1
         ]
         content.append(
             line_chart(
