@@ -12,8 +12,7 @@ from moe_finetune.checkpoint.carried import refuse_foreign_links
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.tokenizer import write_json, write_tokenizer
 from moe_finetune.io import check_output, one_writer, output_folder, sync
-from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_config, tensors_of
-from moe_finetune.io.safetensors_header import Header
+from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_config, tensors_of
 from moe_finetune.models.loading import load_config, local_folder
 
 _CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
@@ -46,7 +45,9 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     with output_folder(output, size) as work:
         for name in files:
             _copy(folder / name, work / name)
-        write_index(files, work)
+        if list(files) != [SINGLE]:
+            index = index_text(tensors_of(files).values())
+            (work / INDEX).write_text(index, encoding="utf-8")
         config = read_config(folder)
         config.pop("auto_map", None)
         write_json(work / "config.json", config)
@@ -59,16 +60,6 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         for path in work.iterdir():
             sync(path)
     return output
-
-
-def write_index(files: dict[str, Header], output: Path) -> None:
-    """Write the index of a checkpoint that has more files than ``model.safetensors``."""
-    if list(files) == [SINGLE]:
-        return
-    tensors = sorted(tensors_of(files).items())
-    total = sum(info.size for _, info in tensors)
-    weight_map = {name: info.file.name for name, info in tensors}
-    write_json(output / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _copy(source: Path, target: Path) -> None:

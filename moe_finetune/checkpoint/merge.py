@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import check_output, one_writer, output_folder, write_small
+from moe_finetune.io import check_output, one_writer
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.writer import Content
@@ -144,7 +143,7 @@ def apply_plan(
     """
     from moe_finetune.checkpoint.compute import Factors, Merged
     from moe_finetune.checkpoint.values import check_values
-    from moe_finetune.checkpoint.writer import Copy, Literal, write_files
+    from moe_finetune.checkpoint.writer import Copy, Literal, write_checkpoint
 
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
     check_values(replaced, CheckpointError)
@@ -158,18 +157,12 @@ def apply_plan(
             contents[name] = Copy(tensor.source)
         else:
             contents[name] = Merged(tensor, factors, norms)
-    with output_folder(output, plan.size, overwrite) as folder, _one_thread_each():
-        for name, content in plan.small_files.items():
-            write_small(folder, name, content)
-        write_files(folder, plan.files, contents, workers or default_workers(), progress)
+    with _one_thread_each():
+        write_checkpoint(
+            output, plan.files, contents, plan.small_files, overwrite, progress, workers
+        )
     order = {name: number for number, name in enumerate(plan.tensors)}
     return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def default_workers() -> int:
-    """One thread a core this process may use, at most 8, and two that wait for the disk."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(8, cores or 1) + 2
 
 
 @contextmanager

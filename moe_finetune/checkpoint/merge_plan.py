@@ -21,7 +21,7 @@ from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.updates import LowRank, Replace, Update
 from moe_finetune.errors import AdapterError, CheckpointError
-from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE
+from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.io.tables import aligned
@@ -193,8 +193,8 @@ def plan_merge(
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
     """The index for ``files``: the base's own bytes where they still hold, none for one file."""
-    weight_map = {name: file for file in sorted(files) for name in files[file].tensors}
-    total = sum(info.size for header in files.values() for info in header.tensors.values())
+    held = [info for header in files.values() for info in header.tensors.values()]
+    weight_map, total = {info.name: info.file.name for info in held}, sum(i.size for i in held)
     old = base.folder / INDEX
     if old.is_file():
         content = old.read_bytes()
@@ -202,10 +202,7 @@ def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes
         known = (index.get("metadata") or {}).get("total_size", total)
         if index["weight_map"] == weight_map and (known == total or total == base.size):
             return {INDEX: content}
-    if list(files) == [SINGLE]:
-        return {}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
+    return {} if list(files) == [SINGLE] else {INDEX: index_text(held).encode()}
 
 
 def _in_order(updates: Sequence[Update]) -> list[Update]:

@@ -8,7 +8,7 @@ the inverse gives back the same bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.checkpoint.card import CARD_FILE, model_card, public_name
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.merge import default_workers
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import check_output, one_writer, output_folder, write_small
+from moe_finetune.io import check_output, one_writer
 from moe_finetune.io.checkpoint_files import INDEX
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -82,9 +81,6 @@ def permute_experts(
     base: str | Path,
     permutation: Permutation,
     output: str | Path,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    workers: int | None = None,
 ) -> PermuteReport:
     """Write ``base`` with the experts of some layers reordered, as a streaming rewrite.
 
@@ -93,20 +89,17 @@ def permute_experts(
         permutation: decoder layer -> list; new expert i is old expert ``permutation[layer][i]``.
             Layers that are not listed stay as they are.
         output: folder to make.
-        overwrite: replace an existing output folder.
-        progress: called with (bytes done, bytes in all).
-        workers: threads.
 
     Raises:
         CheckpointError: a layer without experts, a list that is not a permutation, or one that
             tears the groups of a family with grouped routing apart.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.checkpoint.writer import Copy, write_files
+    from moe_finetune.checkpoint.writer import Copy, write_checkpoint
 
     started = time.perf_counter()
     output = Path(output)
-    check_output(output, overwrite)
+    check_output(output)
     opened = open_checkpoint(base)
     check_permutation(opened, permutation)
     contents: dict[str, Content] = {name: Copy(info) for name, info in opened.tensors.items()}
@@ -123,12 +116,7 @@ def permute_experts(
     ).encode()
     if (opened.folder / INDEX).is_file():
         small[INDEX] = (opened.folder / INDEX).read_bytes()
-    size = sum((opened.folder / name).stat().st_size for name in opened.files)
-    size += sum(len(content) for content in small.values())
-    with output_folder(output, size, overwrite) as folder:
-        for name, raw in small.items():
-            write_small(folder, name, raw)
-        write_files(folder, opened.files, contents, workers or default_workers(), progress)
+    size = write_checkpoint(output, opened.files, contents, small)
     seconds = time.perf_counter() - started
     return PermuteReport(output, tuple(sorted(permutation)), moved, size, seconds)
 

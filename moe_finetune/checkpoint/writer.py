@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.tensors import PAGE, as_bytes, read_into, thread_buffer, typed
 from moe_finetune.checkpoint.values import finite, not_finite
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io import output_folder, write_small
 from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, Header, TensorInfo
 
 _COPY_BYTES = 64 << 20
@@ -92,6 +93,44 @@ class _Piece:
             if not finite(typed(raw, target.dtype)):
                 assert isinstance(self.content, Copy)
                 raise CheckpointError(not_finite(self.content.source.file, target.name))
+
+
+def write_checkpoint(
+    output: Path,
+    files: Mapping[str, Header],
+    contents: Mapping[str, Content],
+    small: Mapping[str, bytes],
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> int:
+    """Write a checkpoint's folder, which appears whole or not at all, and return its bytes.
+
+    Args:
+        output: the folder to make.
+        files: see :func:`write_files`.
+        contents: see :func:`write_files`.
+        small: the other files, name -> content.
+        overwrite: replace an existing folder.
+        progress: see :func:`write_files`.
+        workers: threads, by default :func:`default_workers`.
+    """
+    weights = sum(
+        len(header.raw) + sum(info.size for info in header.tensors.values())
+        for header in files.values()
+    )
+    size = weights + sum(map(len, small.values()))
+    with output_folder(output, size, overwrite) as folder:
+        for name, raw in small.items():
+            write_small(folder, name, raw)
+        write_files(folder, files, contents, workers or default_workers(), progress)
+    return size
+
+
+def default_workers() -> int:
+    """One thread a core this process may use, at most 8, and two that wait for the disk."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, cores or 1) + 2
 
 
 def write_files(

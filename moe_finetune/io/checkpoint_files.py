@@ -5,6 +5,7 @@ Only headers are read, and no library but the standard one is needed.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -80,6 +81,16 @@ def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
                 )
             tensors[name] = info
     return tensors
+
+
+def index_text(tensors: Iterable[TensorInfo]) -> str:
+    """The content of an index: which file, by its name, holds each of ``tensors``."""
+    held = sorted(tensors, key=lambda info: info.name)
+    index = {
+        "metadata": {"total_size": sum(info.size for info in held)},
+        "weight_map": {info.name: info.file.name for info in held},
+    }
+    return json.dumps(index, indent=2) + "\n"
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ checkpoint does; the weights are those that train, bit for bit, so that a resume
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from moe_finetune.checkpoint.fit import places_on_disk
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io.checkpoint_files import INDEX, SINGLE, read_headers, tensors_of
+from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_headers, tensors_of
 from moe_finetune.io.safetensors_header import read_header
 from moe_finetune.models import find_family
 from moe_finetune.training.whole import plain_name
@@ -30,12 +29,7 @@ def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: 
     if not (folder / INDEX).is_file():
         # Without an index vLLM takes every safetensors file for weights.
         header = read_header(folder / SINGLE, CheckpointError)
-        size = sum(info.size for info in header.tensors.values())
-        index = {
-            "metadata": {"total_size": size},
-            "weight_map": dict.fromkeys(sorted(header.tensors), SINGLE),
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(index_text(header.tensors.values()), encoding="utf-8")
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
 

@@ -116,7 +116,7 @@ def name_base(model: Any, recipe: Recipe) -> None:
         config.revision = recipe.model.revision
 
 
-def base_of(recipe: Recipe) -> dict[str, str]:
+def base_fingerprint(recipe: Recipe) -> dict[str, str]:
     """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
     from moe_finetune.checkpoint.gate import BASE_KEY
     from moe_finetune.checkpoint.opened import open_checkpoint
@@ -138,7 +138,7 @@ def run_metadata(recipe: Recipe) -> dict[str, Any]:
         "method": recipe.method.preset,
         "recipe": recipe.hash,
         "data": _data_names(recipe),
-        **base_of(recipe),
+        **base_fingerprint(recipe),
     }
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.checkpoint.card import CARD_FILE, model_card
 from moe_finetune.checkpoint.carried import carried_files
-from moe_finetune.checkpoint.merge import default_workers
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import check_output, one_writer, output_folder, write_small
-from moe_finetune.io.checkpoint_files import INDEX
+from moe_finetune.io import check_output, one_writer
+from moe_finetune.io.checkpoint_files import INDEX, index_text
 from moe_finetune.io.safetensors_header import ITEM_BYTES, Header, TensorInfo, build_header
 from moe_finetune.models import FAMILIES
 from moe_finetune.upcycle.dense import DenseFacts
@@ -98,8 +97,6 @@ def merge_experts(
     top_k: int = 2,
     router_std: float = 0.02,
     seed: int = 0,
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
     workers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> UpcycleReport:
@@ -115,8 +112,6 @@ def merge_experts(
         top_k: experts a token.
         router_std: standard deviation of the routers' weights.
         seed: of the routers.
-        overwrite: replace an existing output folder.
-        progress: called with (bytes done, bytes in all).
         workers: threads.
         shard_bytes: size from which a new weight file begins.
 
@@ -126,11 +121,11 @@ def merge_experts(
         UnsupportedModelError: a model type without a MoE.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
-    from moe_finetune.checkpoint.writer import write_files
+    from moe_finetune.checkpoint.writer import write_checkpoint
 
     started = time.perf_counter()
     output = Path(output)
-    check_output(output, overwrite)
+    check_output(output)
     opened = [open_expert(path) for path in experts]
     if not 1 <= top_k <= len(opened) or len(opened) < 2:
         raise CheckpointError(
@@ -148,13 +143,9 @@ def merge_experts(
     small["config.json"] = moe_config(opened[0].facts, len(opened), top_k)
     small[CARD_FILE] = _card(opened, top_k).encode()
     if len(files) > 1:
-        small[INDEX] = _index(files)
-    size = sum(map(len, small.values()))
-    size += sum(len(h.raw) + sum(t.size for t in h.tensors.values()) for h in files.values())
-    with output_folder(output, size, overwrite) as folder:
-        for name, raw in small.items():
-            write_small(folder, name, raw)
-        write_files(folder, files, contents, workers or default_workers(), progress)
+        held = [info for header in files.values() for info in header.tensors.values()]
+        small[INDEX] = index_text(held).encode()
+    size = write_checkpoint(output, files, contents, small, workers=workers)
     averaged = sum(isinstance(content, Average) for content in contents.values())
     seconds = time.perf_counter() - started
     return UpcycleReport(
@@ -225,13 +216,6 @@ def shard(
         return {"model.safetensors": build_header(Path("model.safetensors"), groups[0])}
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     return {n: build_header(Path(n), group) for n, group in zip(names, groups, strict=True)}
-
-
-def _index(files: dict[str, Header]) -> bytes:
-    weight_map = {name: file for file, header in files.items() for name in header.tensors}
-    total = sum(info.size for header in files.values() for info in header.tensors.values())
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:
