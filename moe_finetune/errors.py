@@ -87,3 +87,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -20,7 +20,7 @@ from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.values import check_values, fingerprint
-from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean
+from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean, reason_of
 from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
             wrapped = get_peft_model(model, LoraConfig(**known))  # type: ignore[arg-type]
             state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     except Exception as error:  # PEFT's checks raise half a dozen types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise AdapterError(f"{CONFIG}: PEFT cannot apply it to {base}: {reason:.300}") from error
     return tuple(key.removeprefix(PREFIX) for key in state)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows
 
@@ -90,7 +90,7 @@ def _hub_dataset(source: str, split: str) -> Any:
     try:
         return load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the libraries raise a dozen unrelated types here
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = reason_of(error)
         raise DataError(
             f"'{source}' is not a file or folder here (looked from {Path.cwd()}), and as a hub "
             f"dataset it cannot be loaded: {reason}"

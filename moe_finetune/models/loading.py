@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moe_finetune.errors import (
     CheckpointError,
     did_you_mean,
+    reason_of,
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION
@@ -56,7 +57,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises types of four libraries here
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise CheckpointError(
             f"{named}: neither a folder here nor a model that the hub gives ({reason}); check the "
             "name, the network and your access, or give a local folder"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,3 +149,14 @@ def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
     if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
         return OwnGate(experts._apply_gate)
     return experts.act_fn
+
+
+@contextmanager
+def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
+    """The model in train or in eval mode, and afterwards in the one that it was in."""
+    before = model.training
+    model.train(train)
+    try:
+        yield
+    finally:
+        model.train(before)

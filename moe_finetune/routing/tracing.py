@@ -20,7 +20,7 @@ from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.metrics.router import erc_of_norms
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import causal_lm, model_facts
+from moe_finetune.moe.layers import causal_lm, in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.trace import TraceWriter
 
@@ -177,27 +177,21 @@ def trace_model(
         embedding_share=min(1.0, EMBEDDINGS / max(total, 1)),
         seed=seed,
     )
-    was_training = model.training
-    model.eval()
     recorder = Recorder(
         model, observers=[keep], needs=NEEDS, observe="all", perturbation=perturbation
     )
-    try:
-        with torch.no_grad(), writer, recorder:
-            number = 0
-            for domain, texts in sequences.items():
-                for ids_BT in equal_lengths(texts):
-                    records.clear()
-                    ids = torch.from_numpy(ids_BT.astype(np.int64)).to(device)
-                    model(input_ids=ids, use_cache=False, logits_to_keep=1)
-                    for place, record in enumerate(records):
-                        measures.add(place, record)
-                    measures.tokens += ids_BT.size
-                    _append(writer, records, ids_BT, number, domain, probabilities)
-                    number += len(ids_BT)
-    finally:
-        records.clear()
-        model.train(was_training)
+    with in_mode(model, train=False), torch.no_grad(), writer, recorder:
+        number = 0
+        for domain, texts in sequences.items():
+            for ids_BT in equal_lengths(texts):
+                records.clear()
+                ids = torch.from_numpy(ids_BT.astype(np.int64)).to(device)
+                model(input_ids=ids, use_cache=False, logits_to_keep=1)
+                for place, record in enumerate(records):
+                    measures.add(place, record)
+                measures.tokens += ids_BT.size
+                _append(writer, records, ids_BT, number, domain, probabilities)
+                number += len(ids_BT)
     return measures
 
 

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import in_mode
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.sample import observing
 
@@ -98,15 +99,11 @@ def _routing(recorder: Recorder, rows: Sequence[Sequence[int]]) -> list[tuple[Te
     def keep(record: RoutingRecord, _: LayerLoss) -> None:
         found.append((record.distribution_TE.double(), record.index_TK))
 
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
-    try:
-        with torch.no_grad(), observing(recorder, keep):
-            for row in rows:
-                ids = torch.tensor([row], device=device)
-                model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    finally:
-        model.train(was_training)
+    device = next(model.parameters()).device
+    with in_mode(model, train=False), torch.no_grad(), observing(recorder, keep):
+        for row in rows:
+            ids = torch.tensor([row], device=device)
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return found
 
 

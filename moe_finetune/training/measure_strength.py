@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.io.tables import aligned
+from moe_finetune.moe.layers import in_mode
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.strength import PARTS
 
@@ -41,11 +42,10 @@ def measure_strength(
     learned = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trainable]
-    was_training = model.training
     device = next(model.parameters()).device
-    model.train()
     try:
         with (
+            in_mode(model, train=True),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             Specialization(model, method, accumulation=len(window)) as work,
         ):
@@ -55,7 +55,6 @@ def measure_strength(
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
             return [row.row() for row in work.strength.measure()]
     finally:
-        model.train(was_training)
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient
 

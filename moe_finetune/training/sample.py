@@ -222,25 +222,25 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) 
     Every rank must call: with a sharded model each takes part in the others' forwards, which is why
     batches are counted and not tokens.
     """
-    from moe_finetune.moe.layers import model_facts
+    from moe_finetune.moe.layers import in_mode, model_facts
 
     model: Any = recorder.model
     sample = Sample(model_facts(model), pictures=False)
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     # Left before its end, accelerate's wrapper would stay the "active" loader and confuse training.
     batches = getattr(batches, "base_dataloader", batches)
-    try:
+    with (
+        in_mode(model, train=False),
+        torch.no_grad(),
+        observing(recorder, sample, NEEDS),
         # What a loader draws to start must not change what training draws next.
-        with torch.no_grad(), observing(recorder, sample, NEEDS), torch.random.fork_rng(devices=[]):
-            for number, batch in enumerate(batches, start=1):
-                inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
-                model(**inputs, use_cache=False, logits_to_keep=1)
-                if number == MAX_BATCHES:
-                    break
-    finally:
-        model.train(was_training)
+        torch.random.fork_rng(devices=[]),
+    ):
+        for number, batch in enumerate(batches, start=1):
+            inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
+            model(**inputs, use_cache=False, logits_to_keep=1)
+            if number == MAX_BATCHES:
+                break
     return sample
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.training import ranks
 from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
@@ -74,19 +74,14 @@ def take_snapshot(
     """
     sample = Sample(model_facts(model))
     rows = list(examples)
-    was_training = model.training
     device = next(model.parameters()).device
-    model.eval()
     recorder = Recorder(
         model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation
     )
-    try:
-        with torch.no_grad(), recorder:
-            for row in rows:
-                ids = torch.tensor([row["input_ids"]], device=device)
-                model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    finally:
-        model.train(was_training)
+    with in_mode(model, train=False), torch.no_grad(), recorder:
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]], device=device)
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}

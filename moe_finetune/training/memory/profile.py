@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
+from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
 from moe_finetune.training.memory.attention import fused_attention
 from moe_finetune.training.memory.borders import Borders, LayerBytes, watch
 from moe_finetune.training.memory.short_model import (
@@ -100,7 +100,7 @@ def step_profile(
     except MoeFinetuneError:
         raise
     except Exception as error:  # an operation that has no rule for tensors without memory
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = reason_of(error)
         raise UnsupportedModelError(
             f"the memory of a step of this {config.model_type} cannot be computed: {said:.200}"
         ) from error
