@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 from geometries import GEOMETRIES
+from measured import measured_peak
 from saved import add_save, finish
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.measured import measured_peak
 from moe_finetune.training.memory.verdict import plan_recipe
 
 _COMMON = {

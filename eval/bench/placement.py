@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from saved import add_save, finish
+from simulate import compare_placements
 
 from moe_finetune.placement import plan_placement
 from moe_finetune.placement.bucketing import bucket_sequences
-from moe_finetune.placement.simulate import compare_placements
 from moe_finetune.routing.trace import RoutingTrace
 
 HIDDEN = 2048  # of DeepSeek-V2-Lite

@@ -1,4 +1,4 @@
-"""Placement of experts on ranks: plan it from a trace, simulate it, group sequences by it."""
+"""Placement of experts on ranks: planned from a trace, judged on what the plan has not seen."""
 
 from moe_finetune.placement.partition import plan_placement
 

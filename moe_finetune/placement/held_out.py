@@ -9,10 +9,10 @@ import numpy as np
 
 from moe_finetune.errors import TraceError
 from moe_finetune.metrics import placement_metrics
+from moe_finetune.placement.baselines import baseline_placements
 from moe_finetune.placement.bucketing import Buckets, bucket_sequences
 from moe_finetune.placement.partition import plan_placement
 from moe_finetune.placement.plan import PlacementPlan
-from moe_finetune.placement.simulate import baseline_placements
 
 if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.io import check_output, write_atomic
 from moe_finetune.io.json_file import read_object
+from moe_finetune.placement.baselines import baseline_placements
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import write_prompts
-from moe_finetune.placement.simulate import baseline_placements
 
 if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace

@@ -5,15 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from eval.bench.simulate import compare_placements, simulate_placement
 from moe_finetune.errors import DataError
 from moe_finetune.metrics import placement_metrics
+from moe_finetune.placement.baselines import baseline_placements
 from moe_finetune.placement.bucketing import bucket_sequences
 from moe_finetune.placement.plan import PlacementPlan
-from moe_finetune.placement.simulate import (
-    baseline_placements,
-    compare_placements,
-    simulate_placement,
-)
 from tests.placement.traces import topical
 
 RANKS = np.array([[2, 0, 1, 1, 0, 2], [0, 1, 2, 0, 1, 2], [1, 1, 0, 2, 2, 0]])

@@ -15,11 +15,11 @@ from moe_finetune import cli
 from moe_finetune.errors import DataError, EvaluationError, TraceError
 from moe_finetune.metrics import placement_metrics
 from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.placement.baselines import baseline_placements
 from moe_finetune.placement.bucketing import bucket_sequences
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.placement.prompts import prompt_of, write_prompts
-from moe_finetune.placement.simulate import baseline_placements
 from moe_finetune.placement.throughput import (
     Bench,
     client_command,

@@ -10,8 +10,8 @@ import copy
 
 import pytest
 
+from eval.bench.measured import counted_peak
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.measured import counted_peak
 from moe_finetune.training.memory.verdict import plan_recipe
 from tests import tiny
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_finetune.metrics.arrays import Array, integers
 from moe_finetune.metrics.placement import placement_metrics, rank_counts
+from moe_finetune.placement.baselines import baseline_placements
 
 
 def simulate_placement(
@@ -46,20 +47,6 @@ def simulate_placement(
         **placement_metrics(index, ranks),
         "home_share": at_home / index.size,
         "all_to_all_bytes": 2 * hidden_size * bytes_per_element * sent / len(index),
-    }
-
-
-def baseline_placements(
-    num_layers: int, num_experts: int, num_ranks: int, seed: int = 0
-) -> dict[str, np.ndarray]:
-    """``ranks_LE`` of index order (vLLM's ``linear``), round robin and random."""
-    size = num_experts // num_ranks
-    index_order = np.arange(num_experts) // size
-    rng = np.random.default_rng(seed)
-    return {
-        "index_order": np.tile(index_order, (num_layers, 1)),
-        "round_robin": np.tile(np.arange(num_experts) % num_ranks, (num_layers, 1)),
-        "random": np.stack([rng.permutation(index_order) for _ in range(num_layers)]),
     }
 
 

@@ -3,7 +3,7 @@
 A model of a config gets random weights and trains by a recipe for a few steps on random rows of
 full length. :func:`counted_peak` counts the bytes of tensors that are alive, the same on every run.
 
-    python -m moe_finetune.training.memory.measured SETTING.json
+    python eval/bench/measured.py SETTING.json
 
 prints what the system sees: the peak of resident memory since the model was begun, less what the
 process had before; on a GPU the peak of the allocator.
@@ -69,7 +69,7 @@ def measured_peak(config: Any, recipe: Any) -> int:
             "MALLOC_TRIM_THRESHOLD_": "65536",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        command = [sys.executable, "-W", "ignore", "-m", __name__, str(place)]
+        command = [sys.executable, "-W", "ignore", __file__, str(place)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"the measured run failed:\n{done.stderr[-4000:]}")
