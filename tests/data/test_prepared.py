@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.data import examples as data_module
+from moe_finetune.data import tokenized as data_module
 from moe_finetune.data.examples import prepare
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moe_finetune.data import examples as data_module
+from moe_finetune.data import tokenized as data_module
 from moe_finetune.data.examples import load_dataset_for, load_examples
 from moe_finetune.data.readers import SourceReader, listed
 from moe_finetune.errors import DataError, RecipeError
