@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.data import tokenized as data_module
+from moe_finetune.data import examples, tokenized
 from moe_finetune.data.examples import prepare
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
@@ -35,13 +35,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = data_module.tokenize_row, []
+    real, count = tokenized.tokenize_row, []
 
     def counting(*args):
         count.append(1)
         return real(*args)
 
-    monkeypatch.setattr(data_module, "tokenize_row", counting)
+    monkeypatch.setattr(tokenized, "tokenize_row", counting)
     return lambda: len(count)
 
 
@@ -120,7 +120,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     """Else the rows of the new content would be found under the old content's name for ever."""
     other, before = tmp_path / "other.jsonl", source.read_text()
     other.write_text('{"prompt": "p", "completion": "c"}\n')
-    real = data_module._rows
+    real = examples._rows
 
     def edited(*args):
         source.write_text(before.replace("say 3", "say 4"))
@@ -129,7 +129,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept_as_what_it_was(
     both = [str(other), str(source)]
     section = DataSection(train=both)
     with monkeypatch.context() as meanwhile, pytest.raises(DataError, match=r"rows\.jsonl changed"):
-        meanwhile.setattr(data_module, "_rows", edited)
+        meanwhile.setattr(examples, "_rows", edited)
         prepare(both, section, tiny.tokenizer(), "train")
     assert not list(cache.rglob("*.arrow"))
     source.write_text(before)
