@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.data import examples, tokenized
+from moe_finetune.data import examples
+from moe_finetune.data import tokenized as tokenizing
 from moe_finetune.data.examples import prepare
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
@@ -35,13 +36,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = tokenized.tokenize_row, []
+    real, count = tokenizing.tokenize_row, []
 
     def counting(*args):
         count.append(1)
         return real(*args)
 
-    monkeypatch.setattr(tokenized, "tokenize_row", counting)
+    monkeypatch.setattr(tokenizing, "tokenize_row", counting)
     return lambda: len(count)
 
 
