@@ -73,7 +73,7 @@ def load_spread(
         "maybe_distribute_model": classmethod(place),
         "__module__": model_class.__module__,
     }
-    spread_class = type(model_class.__name__, (model_class,), own)
+    spread_class: Any = type(model_class.__name__, (model_class,), own)
     spread = DistributedConfig(fsdp_size=distributed.get_world_size(), ep_size=ranks)
     model, report = spread_class.from_pretrained(
         folder, distributed_config=spread, device_map=device_map or {"": device}, **options
