@@ -105,6 +105,11 @@ def unscaled(config: Any) -> float:
     return 1.0
 
 
+def every_layer(config: Any) -> list[int]:
+    """All decoder layers have experts."""
+    return list(range(config.num_hidden_layers))
+
+
 def ungrouped(config: Any) -> tuple[int, int]:
     """All experts are one group."""
     return 1, 1

@@ -76,6 +76,8 @@ def step_profile(
     Raises:
         UnsupportedModelError: the model cannot run on tensors without memory.
     """
+    from moe_finetune.moe.layers import model_facts
+
     last_new = max(kinds.index(kind) for kind in kinds)
     count = min(len(kinds), last_new + EXTRA_LAYERS)
     short = shortened(config, count)
@@ -83,6 +85,8 @@ def step_profile(
     try:
         with _quiet():
             model = adapted_model(short, recipe, device)
+            # Some families ask the class on the meta device, whose tensors are not the step's.
+            model_facts(model)
             with ExitStack() as stack:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 stack.enter_context(borders.live)
