@@ -178,9 +178,15 @@ def figure(
     return tag("figure", caption, *content, class_="card wide" if wide else "card")
 
 
-def group(title: str, *content: object) -> Markup:
+def group(title: str, *content: object, intro: str | None = None) -> Markup:
     """Return a titled group of figures or tables within a section."""
-    return tag("section", tag("h3", title), *content, class_="group")
+    return tag(
+        "section",
+        tag("h3", title),
+        tag("p", intro, class_="intro") if intro else None,
+        *content,
+        class_="group",
+    )
 
 
 def folded(title: str, *content: Markup | None) -> Markup | None:
