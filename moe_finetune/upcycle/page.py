@@ -69,7 +69,7 @@ def render(
     sections = [
         Section("tables", "Tables", lambda _: join(map(_table, held))),
         Section("measures", "Measures on test", lambda _: _measures(arms, colors)),
-        Section("losses", "Losses in training", lambda report: _losses(report, charts, colors)),
+        Section("losses", "Losses in training", lambda _: _losses(report, charts, colors)),
         Section("frequency", "Text by token frequency", lambda _: _frequent(arms)),
         Section("selection", "Selection frequency", _selection),
         SPECIALIZATION,
