@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -14,28 +13,14 @@ from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.load_quantized import load_quantized
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, family_of, table
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.recipe.sections import LoraSection
 from tests import tiny_families as tiny
+from tests.tiny_adapter import adapted
 
-LORA = LoraSection(rank=4, alpha=12.0)
 WEIGHTS = "model.safetensors"
-
-
-def adapted(model, router="lora"):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = add_lora(model, LORA, router)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.05)
-    return made
 
 
 def ids_BL():
@@ -97,7 +82,7 @@ def test_a_published_layout(family, published, tmp_path):
         assert stock.keys() == streamed.keys()
         assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
 
-    model = adapted(tiny.model(family))
+    model = adapted(tiny.model(family), "lora")
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     merge_adapter(base, tmp_path / "adapter", out)
     with torch.no_grad():
@@ -179,7 +164,7 @@ def test_other_sizes_in_shards(family, changes, tmp_path):
     base = tmp_path / "base"
     tiny.model(family, **changes).save_pretrained(base, max_shard_size="1MB")
     assert len(list(base.glob("*.safetensors"))) > 1
-    model = adapted(tiny.model(family, **changes))
+    model = adapted(tiny.model(family, **changes), "lora")
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     batch = {"input_ids": ids_BL(), "labels": ids_BL(), "use_cache": False}
     gradients = []

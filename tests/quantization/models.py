@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_finetune import load_model
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import table
 from moe_finetune.quantization.weight import quantized
-from moe_finetune.recipe.sections import LoraSection
 from tests import tiny, tiny_families
 
-LORA = LoraSection(rank=4, alpha=12.0)
 FAMILIES = (*tiny.FAMILY_NAMES, *(family.name for family in table.FAMILIES))
 
 
@@ -34,19 +30,6 @@ def dequantized(folder: Path, kind: str, dtype: str = "float32") -> Any:
         for name, parameter in model.named_parameters():
             if quantized(held[name]):
                 parameter.copy_(held[name].dequantize())
-    return model
-
-
-def adapted(model: Any, router: str = "full", lora: LoraSection = LORA) -> Any:
-    """``model`` with an adapter that does something."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = add_lora(model, lora, router)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.05)
     return model
 
 

@@ -19,7 +19,8 @@ from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
 from tests import tiny
-from tests.quantization.models import FAMILIES, LORA, adapted, batch, dequantized, save
+from tests.quantization.models import FAMILIES, batch, dequantized, save
+from tests.tiny_adapter import LORA, adapted
 
 NEEDS_A_FILE = {"supervised_routing"}
 LEAST = 1e-6

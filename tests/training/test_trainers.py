@@ -9,14 +9,9 @@ from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.base import LayerContext, PreviousLayer
-from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import model_facts
-from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import reference_loop, tiny
+from tests.training.policy import COMMON, Policy, adapted, explicit, gradients
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -25,52 +20,6 @@ TERMS = {
     "coupling": {"weight": 0.2},
     "specialization": {"weight": 0.4},
 }
-
-
-def adapted(name="qwen3_moe"):
-    torch.manual_seed(1)
-    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), "full")
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(0, 0.1)
-    return model
-
-
-def explicit(model, inputs, terms, scale):
-    """Gradients of the objective alone, from one recorded forward."""
-    objective, totals, below = Objective.from_options(terms, model_facts(model)), [], []
-
-    def observer(record, _):
-        with torch.enable_grad():
-            context = LayerContext(previous=below[-1] if below else None)
-            totals.append(objective(record, context).total)
-        below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
-
-    with Recorder(model, observers=[observer], needs=objective.needs):
-        model(**inputs)
-    (scale * sum(totals)).backward()
-
-
-def gradients(model):
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-class Policy:
-    """Counts forwards that train and keeps their inputs."""
-
-    def __init__(self, model):
-        self.inputs = []
-        backbone = model.get_base_model().model
-        backbone.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def _note(self, module, args, kwargs):
-        if module.training and torch.is_grad_enabled():
-            self.inputs.append(
-                {k: kwargs[k].detach().clone() for k in ("input_ids", "attention_mask")}
-            )
 
 
 def difference(make):
@@ -101,19 +50,6 @@ def assert_close(got, wanted, tolerance):
     for name, value in wanted.items():
         error = (got[name] - value).abs().max()
         assert error <= tolerance * value.abs().max().clamp_min(1e-3), (name, error)
-
-
-COMMON = {
-    "report_to": [],
-    "use_cpu": True,
-    "bf16": False,
-    "save_strategy": "no",
-    "max_steps": 1,
-    "learning_rate": 0.0,
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    "router_aux_loss_coef": 0.0,
-}
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
