@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import OutputExistsError, StudyError
-from moe_finetune.experiments import load_results, load_study, run_study
-from moe_finetune.experiments.folder import FINISHED
+from moe_finetune.experiments import load_results, load_study, run_study, runner
+from moe_finetune.experiments.folder import FINISHED, run_folder
 
 ARMS = ["none", "aux_loss"]
 
@@ -45,6 +45,21 @@ def finished(study_file, tmp_path_factory) -> Path:
 
 def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+@pytest.fixture
+def copied_runs(finished, monkeypatch) -> list[str]:
+    """A run is a copy of its arm's finished one: what is tested is which of them are started."""
+    started = []
+
+    def start(run, output, attempt):
+        started.append(run.name)
+        made = finished / "runs" / run.arm / f"seed_{run.seed if run.seed in (1, 2) else 1}"
+        folder = shutil.copytree(made, run_folder(output, run.name), dirs_exist_ok=True)
+        (folder / FINISHED).unlink()
+
+    monkeypatch.setattr(runner, "starter", lambda *_: start)
+    return started
 
 
 def table_rows(output: Path) -> list[dict[str, str]]:
@@ -106,11 +121,11 @@ def test_finished_runs_are_skipped(study_file, finished, tmp_path):
     assert table_rows(output) == before
 
 
-def test_a_seed_that_is_added_is_all_that_runs(study_file, finished, tmp_path):
+def test_a_seed_that_is_added_is_all_that_runs(study_file, finished, copied_runs, tmp_path):
     output = copy(finished, tmp_path)
     stamps = {f: f.stat().st_mtime_ns for f in output.glob(f"runs/*/*/{FINISHED}")}
     results = run_study(load_study(study_file, ["seeds=[1,2,5]"]), output, resume=True)
-    assert len(results.finished) == 6
+    assert len(results.finished) == 6 and copied_runs == ["none/seed_5", "aux_loss/seed_5"]
     assert {f: f.stat().st_mtime_ns for f in stamps} == stamps
 
 
@@ -175,6 +190,7 @@ def test_a_failed_run_is_listed_and_the_rest_go_on(ingredients, write_study, tmp
     assert results.runs[0].reason == ""
 
 
+@pytest.mark.usefixtures("copied_runs")
 def test_a_finished_run_gives_up_what_is_to_be_discarded(study_file, finished, tmp_path):
     output = copy(finished, tmp_path)
     before = table_rows(output)
@@ -188,13 +204,14 @@ def test_a_finished_run_gives_up_what_is_to_be_discarded(study_file, finished, t
     assert len(again.finished) == 4 and table_rows(output) == before
 
 
-def test_shards_share_a_folder(study_file, finished, tmp_path):
+def test_shards_share_a_folder(study_file, finished, copied_runs, tmp_path):
     output = tmp_path / "out"
     study = load_study(study_file)
     first = run_study(study, output, shard=(1, 2))
     assert [run.name for run in first.finished] == ["none/seed_1", "aux_loss/seed_1"]
     second = run_study(study, output, shard=(2, 2))
     assert len(second.finished) == 4
+    assert copied_runs[2:] == ["none/seed_2", "aux_loss/seed_2"]
     assert table_rows(output) == table_rows(finished)
     with pytest.raises(StudyError, match="shard 3/2"):
         run_study(study, output, shard=(3, 2))
