@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
+TOGETHER = {"tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py"}
+"""Files that share a fixture of the session which takes long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,10 +37,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, files that share a costly fixture go to one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return Together(config, log)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data go into a folder of the session's, also in child processes."""
     os.environ.setdefault("MOE_FINETUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def warm_server() -> Iterator[None]:
+    """The process that forks this session's programs, for ``tests.warm.Popen``."""
+    from tests.warm import Popen, Server
+
+    Popen.server = Server.begin()
+    yield
+    Popen.server.close()
+
+
+@pytest.fixture(scope="module")
+def warm(warm_server) -> Iterator[None]:
+    """Processes that are started in this module fork from one that has imported everything."""
+    from tests import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        warm.use(patch.setattr)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -90,17 +127,3 @@ def checkpoint(tmp_path_factory) -> Path:
     from tests import tiny
 
     return tiny.save("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "qwen3_moe")
-
-
-@pytest.fixture(scope="session")
-def vllm_engine(checkpoint):
-    """One vLLM engine for the whole session."""
-    from moe_finetune.errors import DependencyError
-    from moe_finetune.evaluation.backends import open_backend
-
-    try:
-        backend = open_backend(checkpoint, "vllm", vllm={"max_num_seqs": 64})
-    except DependencyError as error:
-        pytest.skip(str(error))
-    with backend:
-        yield backend

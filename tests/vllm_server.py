@@ -60,7 +60,6 @@ def complete_each(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
         }
         done = subprocess.run(
             [sys.executable, "-m", "tests.vllm_server", str(request), str(answer)],
@@ -77,19 +76,6 @@ def complete_each(
             found if isinstance(found, str) else [Completion(**row) for row in found]
             for found in json.loads(answer.read_text())
         ]
-
-
-def complete(checkpoint: Path, prompts: list[list[int]], max_tokens: int) -> list[Completion]:
-    """:func:`complete_each` of one checkpoint; raises what went wrong."""
-    (found,) = complete_each([checkpoint], prompts, max_tokens)
-    if isinstance(found, str):
-        raise RuntimeError(f"vLLM failed on {checkpoint}: {found}")
-    return found
-
-
-def greedy(checkpoint: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Only the tokens of :func:`complete`."""
-    return [completion.tokens for completion in complete(checkpoint, prompts, max_tokens)]
 
 
 def _serve(request: Path, answer: Path) -> None:

@@ -15,16 +15,6 @@ from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.errors import OutputExistsError
 from moe_finetune.io import clear_beside, output_folder
 
-MERGE = """
-import sys, time
-import torch
-from moe_finetune.checkpoint import merge_adapter
-def slow(done, total):
-    print(done, flush=True)
-    time.sleep(0.01)
-merge_adapter(*sys.argv[1:4], progress=slow, workers=1)
-"""
-
 
 def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -32,7 +22,7 @@ def contents(folder):
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_killed_at_random_moments(bases, adapters, tmp_path):
+def test_killed_at_random_moments(warm, bases, adapters, tmp_path):
     """SIGKILL after a random number of written pieces, the last few during sync and rename."""
     base, adapter, target = bases("qwen3_moe"), adapters("qwen3_moe"), tmp_path / "merged"
     merge_adapter(base, adapter, tmp_path / "whole")
@@ -41,7 +31,7 @@ def test_killed_at_random_moments(bases, adapters, tmp_path):
     partial = 0
     for moment in (1, chooser.randrange(2, 50), chooser.randrange(50, 100), 130):
         process = subprocess.Popen(
-            [sys.executable, "-c", MERGE, str(base), str(adapter), str(target)],
+            [sys.executable, "-m", "tests.checkpoint.slow_merge", base, adapter, target],
             stdout=subprocess.PIPE,
             text=True,
         )

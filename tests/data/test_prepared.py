@@ -159,16 +159,8 @@ def test_a_killed_preparation_is_made_again(cache, source):
         assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_of_two_processes_one_prepares(cache, source):
-    script = (
-        "import logging, sys; logging.basicConfig(level=20)\n"
-        "from moe_finetune.recipe.sections import DataSection\n"
-        "from moe_finetune.data.examples import prepare\n"
-        "from tests import tiny\n"
-        "section = DataSection(train=sys.argv[1])\n"
-        "print(len(prepare(section.train, section, tiny.tokenizer(), 'train')))\n"
-    )
-    command = [sys.executable, "-c", script, str(source)]
+def test_of_two_processes_one_prepares(warm, cache, source):
+    command = [sys.executable, "-m", "tests.data.prepare_one", str(source)]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)

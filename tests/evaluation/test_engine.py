@@ -150,38 +150,11 @@ def test_a_changed_weight_file_is_another_checkpoint(checkpoint, tmp_path):
     assert checkpoint_hash(copy) != checkpoint_hash(checkpoint)
 
 
-_CHILD = """
-import os, sys, threading
-import tqdm
-from moe_finetune.evaluation.backends import open_backend
-from moe_finetune.evaluation.engine import evaluate
-
-checkpoint, suite = sys.argv[1:]
-opened = open_backend(checkpoint, "hf", batch_size=4)
-opened.chunk = 4
-# The lock of tqdm is shared between processes: a child killed with it would stop all others.
-tqdm.tqdm.set_lock(threading.RLock())
-for output in sys.stdin:
-    # A fork has the loaded model already, and dies as wholly as a process of its own.
-    child = os.fork()
-    if child == 0:
-        try:
-            evaluate(checkpoint, suite, "hf", output.strip(), opened=opened, progress=False)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
 @pytest.mark.faults
 @pytest.mark.slow
-def test_killed_ten_times_gives_the_same_items(checkpoint, tmp_path):
+def test_killed_ten_times_gives_the_same_items(warm, checkpoint, tmp_path):
     suite = write_suite(tmp_path / "data", items=61)
-    child = tmp_path / "child.py"
-    child.write_text(_CHILD)
-    command = [sys.executable, str(child), str(checkpoint), str(suite)]
+    command = [sys.executable, "-m", "tests.evaluation.forked", str(checkpoint), str(suite)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,17 +1,15 @@
-"""The backend `server`: a stdlib server that speaks the protocol, and a real vLLM server."""
+"""The backend `server` over a stdlib server that speaks the protocol.
+
+A real one is in ``tests/vllm/test_serve.py``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.server import BadReply, only_choice, score, server_models
-from moe_finetune.vllm.install import vllm_status
 from tests import tiny
 from tests.evaluation.local import write_suite
 
@@ -240,42 +237,3 @@ def test_a_server_that_dies_keeps_what_it_answered(server, checkpoint, tmp_path)
     assert (
         whole["complete"] and whole["tasks"]["sums"]["usage"] == (partial["tasks"]["sums"]["usage"])
     )
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_real_vllm_server(checkpoint, tmp_path):
-    status = vllm_status()
-    if not status.usable:
-        pytest.skip(str(status))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(checkpoint), "--port", str(port),
-        "--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32",
-        "--enforce-eager", "--max-num-seqs", "16",
-    ]  # fmt: skip
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    url = f"http://127.0.0.1:{port}/v1"
-    log = tmp_path / "log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-2000:]
-            try:
-                assert list(server_models(url)) == ["tiny"]
-                break
-            except EvaluationError:
-                assert time.monotonic() < deadline, log.read_text()[-2000:]
-                time.sleep(1)
-        suite = write_suite(tmp_path / "data", items=30)
-        with open_backend(checkpoint, "server", base_url=url) as opened:
-            found = parity(checkpoint, ("hf", "server"), suite, tmp_path / "out", 30,
-                           opened={"server": opened})  # fmt: skip
-        assert [p.holds for p in found] == [True, True], found
-    finally:
-        process.terminate()
-        process.wait(30)

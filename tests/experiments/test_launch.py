@@ -46,10 +46,11 @@ def wait_for(condition, seconds: float = 240.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
-    whole = tmp_path / "whole"
+def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path, request):
+    whole = tmp_path / "whole"  # by a process that imports for itself; the others are forked
     subprocess.run([*STUDY, study_file, "launch.kind=inline", "--output", whole], check=True)
 
+    request.getfixturevalue("warm")
     killed = tmp_path / "killed"
     first = subprocess.Popen(
         [*STUDY, study_file, "--output", killed], start_new_session=True, stderr=subprocess.DEVNULL
@@ -74,7 +75,7 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_at_work_with_a_checkpoint(study_file, tmp_path, number):
+def test_a_signal_stops_the_run_at_work_with_a_checkpoint(warm, study_file, tmp_path, number):
     output = tmp_path / "out"
     options = ["trainer.max_steps=100000", "evaluation=null"]
     study = subprocess.Popen([*STUDY, study_file, *options, "--output", output])
@@ -88,7 +89,7 @@ def test_a_signal_stops_the_run_at_work_with_a_checkpoint(study_file, tmp_path, 
 
 
 @pytest.mark.slow
-def test_failures_end_with_exit_code_1_and_their_reason(ingredients, write_study, tmp_path):
+def test_failures_end_with_exit_code_1_and_their_reason(warm, ingredients, write_study, tmp_path):
     arms = {"bad": {"model": {"path": str(tmp_path / "gone")}}, "good": None}
     plain = {**ingredients, "evaluation": None, "export": {"merge": False}}
     file = write_study(
@@ -124,7 +125,7 @@ def test_accelerate_needs_its_configuration(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_under_accelerate(ingredients, write_study, tmp_path):
+def test_a_run_under_accelerate(warm, ingredients, write_study, tmp_path):
     (tmp_path / "cpu.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
         "num_machines: 1\nnum_processes: 1\nuse_cpu: true\n"
@@ -189,7 +190,7 @@ def test_options_that_would_break_the_script_are_refused(options, write_study, t
 
 
 @pytest.mark.slow
-def test_jobs_of_submitit(study_file, tmp_path):
+def test_jobs_of_submitit(warm, study_file, tmp_path):
     """Its local executor: the same pickled jobs as under Slurm, side by side on this machine."""
     pytest.importorskip("submitit")
     options = [

@@ -1,4 +1,4 @@
-"""One server of forked runs, and an uninterrupted run to compare with."""
+"""An uninterrupted run to compare with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server, adapter_hash, logged, write_inputs
+from tests.faults.harness import adapter_hash, logged, train, write_inputs
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    running = Server(tmp_path_factory.mktemp("server") / "log")
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="session")
-def straight(server, tmp_path_factory):
+def straight(warm_server, tmp_path_factory):
     """``straight(family)`` -> recipe file, hash and log of the run that nothing disturbed."""
     made: dict[str, tuple[Path, str, list[dict]]] = {}
 
@@ -25,7 +18,7 @@ def straight(server, tmp_path_factory):
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             recipe = write_inputs(family, folder)
-            child = server.train(recipe, folder / "straight")
+            child = train(recipe, folder / "straight")
             assert child.code == 0, child.text[-3000:]
             made[family] = (recipe, adapter_hash(folder / "straight"), logged(folder / "straight"))
         return made[family]

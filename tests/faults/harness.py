@@ -1,7 +1,6 @@
 """Train tiny models in processes that can be killed, many times, without importing each time.
 
-A server process imports everything once and forks a child for every run. ``python -m
-tests.faults.harness`` is that server: one JSON line in, the child's pid and its exit status out.
+``python -m tests.faults.harness ORDER`` is such a process.
 """
 
 from __future__ import annotations
@@ -13,9 +12,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from moe_finetune import cli
+from tests.warm import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 AUDIT = "moe_finetune.checkpoint"
@@ -86,126 +88,48 @@ class Child:
     text: str
 
 
-class Server:
-    """The process that forks runs."""
+def train(
+    recipe: Path,
+    run: Path,
+    *,
+    die_at_event: int | None = None,
+    signal_after: float | None = None,
+    signal_at_step: int | None = None,
+    number: int = signal.SIGKILL,
+) -> Child:
+    """``moe-finetune train`` with ``--resume`` when the run exists; ``warm_server`` forks it.
 
-    def __init__(self, log: Path):
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.harness"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        assert self._answer() == "ready"
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-    def train(
-        self,
-        recipe: Path,
-        run: Path,
-        *,
-        die_at_event: int | None = None,
-        signal_after: float | None = None,
-        signal_at_step: int | None = None,
-        number: int = signal.SIGKILL,
-    ) -> Child:
-        """``moe-finetune train`` with ``--resume`` when the run exists.
-
-        Args:
-            recipe: the recipe's file.
-            run: the run's folder.
-            die_at_event: SIGKILL at that part of a save, counted over the run.
-            signal_after: send ``number`` after so many seconds.
-            signal_at_step: send ``number`` to itself at the end of that step.
-            number: the signal.
-        """
-        argv = ["train", str(recipe), "--output", str(run)]
-        if (run / "recipe.yaml").exists():
-            argv.append("--resume")
-        order = {
-            "argv": argv,
-            "log": str(self.log),
-            "event": die_at_event,
-            "step": signal_at_step,
-            "signal": int(number),
-        }
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        pid = int(self._answer())
-        timer = None
+    Args:
+        recipe: the recipe's file.
+        run: the run's folder.
+        die_at_event: SIGKILL at that part of a save, counted over the run.
+        signal_after: send ``number`` after so many seconds.
+        signal_at_step: send ``number`` to itself at the end of that step.
+        number: the signal.
+    """
+    argv = ["train", str(recipe), "--output", str(run)]
+    if (run / "recipe.yaml").exists():
+        argv.append("--resume")
+    order = {"argv": argv, "event": die_at_event, "step": signal_at_step, "signal": int(number)}
+    command = [sys.executable, "-m", "tests.faults.harness", json.dumps(order)]
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         if signal_after is not None:
-            timer = threading.Timer(signal_after, _send, (pid, number))
-            timer.start()
-        code = int(self._answer())
-        if timer is not None:
-            timer.cancel()
-        return Child(code, self.log.read_text(encoding="utf-8", errors="replace"))
-
-    def _answer(self) -> str:
-        line = self.process.stdout.readline()
-        assert line, "the server died"
-        return line.strip()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(signal_after)
+            process.send_signal(number)
+        code = process.wait()
+        log.seek(0)
+        return Child(code, log.read())
 
 
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _serve() -> None:
-    import sklearn.manifold  # noqa: F401
-    import torch
-    import tqdm
-    import trl  # noqa: F401
-
-    import moe_finetune.report
-    import moe_finetune.training.trainer  # noqa: F401
-    from moe_finetune.cli import main
-
-    torch.set_num_threads(1)
-    # tqdm's own lock is shared between processes: a run killed while it holds it would stop the
-    # runs forked after it.
-    tqdm.tqdm.set_lock(threading.RLock())
-    print("ready", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _child(order, main)
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-def _child(order: dict, main) -> None:
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def main(order: dict) -> int:
+    """What the process does."""
     if order["event"] is not None:
         _die_at(order["event"])
     if order["step"] is not None:
         _signal_at(order["step"], order["signal"])
-    code = 99
-    try:
-        code = main(order["argv"])
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return cli.main(order["argv"])
 
 
 def _die_at(count: int) -> None:
@@ -235,4 +159,4 @@ def _signal_at(step: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    sys.exit(main(json.loads(sys.argv[1])))

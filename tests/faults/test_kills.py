@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from moe_finetune.training.checkpoint import checkpoints
-from tests.faults.harness import SAVE_STEPS, adapter_hash, logged
+from tests.faults.harness import SAVE_STEPS, adapter_hash, logged, train
 
 pytestmark = pytest.mark.faults
 
@@ -20,72 +20,72 @@ pytestmark = pytest.mark.faults
 WRITES = 8
 
 
-def test_a_save_killed_before_each_of_its_writes(server, straight, tmp_path):
+def test_a_save_killed_before_each_of_its_writes(straight, tmp_path):
     recipe, wanted, log = straight("qwen3_moe")
     run = tmp_path / "run"
     # The kills follow each other in one run: each resume meets what the one before left.
     for write in range(1, WRITES + 1):
         before = [p.name for p in checkpoints(run / "checkpoints")]
-        child = server.train(recipe, run, die_at_event=write)
+        child = train(recipe, run, die_at_event=write)
         assert child.code == -signal.SIGKILL
         after = [p.name for p in checkpoints(run / "checkpoints")]
         assert (after != before) == (write == WRITES), "the rename alone makes a checkpoint"
-    child = server.train(recipe, run)
+    child = train(recipe, run)
     assert child.code == 0, child.text[-2000:]
     assert adapter_hash(run) == wanted
     assert logged(run) == log
 
 
 @pytest.mark.parametrize("family", ["moonlight", "deepseek_v2"])
-def test_killed_at_random_moments(server, straight, tmp_path, family):
+def test_killed_at_random_moments(straight, tmp_path, family):
     recipe, wanted, log = straight(family)
     run = tmp_path / "run"
     kills = 0
     for _ in range(2):
-        child = server.train(recipe, run, signal_after=random.uniform(0.5, 4.0))
+        child = train(recipe, run, signal_after=random.uniform(0.5, 4.0))
         kills += child.code == -signal.SIGKILL
         assert child.code in (0, -signal.SIGKILL), child.text[-2000:]
-    child = server.train(recipe, run)
+    child = train(recipe, run)
     assert child.code == 0, child.text[-2000:]
     assert adapter_hash(run) == wanted
     assert logged(run) == log
 
 
-def test_sigterm_saves_the_step_and_names_the_way_on(server, straight, tmp_path):
+def test_sigterm_saves_the_step_and_names_the_way_on(straight, tmp_path):
     recipe, wanted, log = straight("moonlight")
     run = tmp_path / "run"
     step = SAVE_STEPS + 1
-    child = server.train(recipe, run, signal_at_step=step, number=signal.SIGTERM)
+    child = train(recipe, run, signal_at_step=step, number=signal.SIGTERM)
     assert child.code == 130
     assert f"checkpoint-{step}" in child.text and "--resume" in child.text
-    child = server.train(recipe, run)
+    child = train(recipe, run)
     assert f"going on from {run / 'checkpoints' / f'checkpoint-{step}'}" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
 
 
-def test_damaged_checkpoints_are_passed_over(server, straight, tmp_path):
+def test_damaged_checkpoints_are_passed_over(straight, tmp_path):
     recipe, wanted, log = straight("deepseek_v2")
     run = tmp_path / "run"
-    child = server.train(recipe, run, signal_at_step=2 * SAVE_STEPS + 1)
+    child = train(recipe, run, signal_at_step=2 * SAVE_STEPS + 1)
     assert child.code == -signal.SIGKILL
     newest, older = checkpoints(run / "checkpoints")
     file = newest / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    child = server.train(recipe, run)
+    child = train(recipe, run)
     assert f"passed over: {file}: is damaged" in child.text
     assert f"going on from {older}" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
 
 
-def test_without_any_whole_checkpoint_the_run_begins_again(server, straight, tmp_path):
+def test_without_any_whole_checkpoint_the_run_begins_again(straight, tmp_path):
     recipe, wanted, log = straight("deepseek_v2")
     run = tmp_path / "run"
-    server.train(recipe, run, signal_at_step=SAVE_STEPS + 1)
+    train(recipe, run, signal_at_step=SAVE_STEPS + 1)
     for folder in checkpoints(run / "checkpoints"):
         shutil.rmtree(folder)
         folder.mkdir()
-    child = server.train(recipe, run)
+    child = train(recipe, run)
     assert "has no manifest.json" in child.text and "starting from the beginning" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log

@@ -19,7 +19,7 @@ LIMIT = 1e-5
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     run_ranks("tests.training.resume_worker", WORLDS[0], folder)
     return folder

@@ -16,7 +16,7 @@ LIMIT = 1e-5
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def both(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     found = []
     for world in (1, 2):

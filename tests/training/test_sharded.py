@@ -17,7 +17,7 @@ CLOSER = {"spread": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(warm, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded") / "found.json"
     run_ranks("tests.training.sharded_worker", WORLD, out)
     return json.loads(out.read_text())

@@ -19,7 +19,7 @@ LIMIT = 1e-5
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     tiny.save("qwen3_moe", folder / "base", num_hidden_layers=2)
     run_ranks("tests.training.stages_worker", WORLD, folder)

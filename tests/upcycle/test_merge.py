@@ -221,19 +221,37 @@ def test_too_few_experts_and_a_full_folder_are_refused(experts, tmp_path):
     assert (tmp_path / "full/file").read_text() == "mine"
 
 
+SERVED = ("llama", "qwen3")
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 9, 21, 34)]
+
+
+@pytest.fixture(scope="module")
+def served(warm, tmp_path_factory):
+    """A merged checkpoint of each kind, and vLLM's completions of it."""
+    merged = []
+    for kind in SERVED:
+        folder = tmp_path_factory.mktemp(kind)
+        folders = [dense.save(kind, folder / str(seed), seed) for seed in range(4)]
+        merge_experts(folders, folder / "moe", router_std=0.5)
+        merged.append(folder / "moe")
+    found = vllm_server.complete_each(merged, _prompts(), 48)
+    return dict(zip(SERVED, zip(merged, found, strict=True), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @vllm_server.needs_vllm
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_vllm_on_the_moe_gives_the_tokens_of_transformers(kind, tmp_path):
-    folders = [dense.save(kind, tmp_path / str(seed), seed) for seed in range(4)]
-    merge_experts(folders, tmp_path / "moe", router_std=0.5)
-    model = load_model(tmp_path / "moe")
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (1, 9, 21, 34)]
-    answers = vllm_server.greedy(tmp_path / "moe", prompts, 48)
+@pytest.mark.parametrize("kind", SERVED)
+def test_vllm_on_the_moe_gives_the_tokens_of_transformers(kind, served):
+    folder, completions = served[kind]
+    assert not isinstance(completions, str), completions
+    model, answers = load_model(folder), [completion.tokens for completion in completions]
     assert len({token for row in answers for token in row}) > 20
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(_prompts(), answers, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + answer])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_finetune.errors import EvaluationError
+from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
@@ -12,6 +12,16 @@ from moe_finetune.vllm.engine import engine_arguments
 from tests.evaluation.local import write_suite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(warm, checkpoint):
+    try:
+        backend = open_backend(checkpoint, "vllm", vllm={"max_num_seqs": 64})
+    except DependencyError as error:
+        pytest.skip(str(error))
+    with backend:
+        yield backend
 
 
 def test_vllm_and_transformers_give_the_same_answers(vllm_engine, checkpoint, tmp_path):

@@ -16,6 +16,9 @@ from safetensors.torch import save_file
 from moe_finetune import cli
 from moe_finetune.checkpoint import write_metadata
 from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.evaluation.backends import open_backend
+from moe_finetune.evaluation.parity import parity
+from moe_finetune.evaluation.server import server_models
 from moe_finetune.vllm.serve import (
     ServeOptions,
     adapter_arguments,
@@ -26,6 +29,7 @@ from moe_finetune.vllm.serve import (
 )
 from tests.checkpoint.helpers import EXPERTS
 from tests.checkpoint.helpers import adapter as random_adapter
+from tests.evaluation.local import write_suite
 from tests.vllm_server import ROOT, needs_vllm
 
 ATTENTION = {"target_parameters": None}
@@ -318,13 +322,14 @@ def test_wrong_source_is_exit_code_2(capsys, tmp_path):
     assert "nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @needs_vllm
-def test_a_real_server_answers_and_stops(tiny_checkpoint):
-    checkpoint, port = tiny_checkpoint("qwen3_moe"), free_port()
+def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm, checkpoint, tmp_path):
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), "--port", str(port),
-         "--name", "tiny", "--", "--max-model-len", "256"],
+         "--name", "tiny", "--", "--max-num-seqs", "16"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     import threading
@@ -341,6 +346,13 @@ def test_a_real_server_answers_and_stops(tiny_checkpoint):
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] >= 1
+        url = f"http://127.0.0.1:{port}/v1"
+        assert list(server_models(url)) == ["tiny"]
+        suite = write_suite(tmp_path / "data", items=30)
+        with open_backend(checkpoint, "server", base_url=url) as opened:
+            found = parity(checkpoint, ("hf", "server"), suite, tmp_path / "out", 30,
+                           opened={"server": opened})  # fmt: skip
+        assert [result.holds for result in found] == [True, True], found
     finally:
         process.terminate()
         try:

@@ -1,0 +1,15 @@
+"""``python -m tests.data.prepare_one FILE``: prepares it, prints the rows, logs what was done."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from moe_finetune.data.examples import prepare
+from moe_finetune.recipe.sections import DataSection
+from tests import tiny
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, force=True)
+    section = DataSection(train=sys.argv[1])
+    print(len(prepare(section.train, section, tiny.tokenizer(), "train")))

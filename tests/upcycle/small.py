@@ -1,0 +1,47 @@
+"""A small upcycle for tests of the verb: its recipe, and how it is run and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from moe_finetune import cli
+from tests.upcycle import dense
+
+TRAINER = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1.0e-2}
+
+
+def run(capsys, *arguments) -> tuple[int, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().err
+
+
+def write_recipe(folder: Path, **changes) -> Path:
+    """A recipe with three experts over six categories, one seed and all four arms."""
+    if not (folder / "dense").exists():
+        dense.save("llama", folder / "dense", 1)
+    recipe = {
+        "dense": {"path": str(folder / "dense"), "dtype": "float32"},
+        "texts": {"categories": dense.write_categories(folder / "texts", 6), "max_length": 24},
+        "clusters": {"count": 3},
+        "experts": {"trainer": TRAINER},
+        "merge": {"top_k": 2, "router_std": 0.3},
+        "router": {"trainer": {**TRAINER, "learning_rate": 0.1}},
+        "finetune": {"trainer": {**TRAINER, "max_steps": 2}},
+        "evaluation": {"texts": 2, "judgement": {"items": 4, "piece": 5}, "passages": 2},
+        **changes,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def dense_of(recipe: Path) -> Path:
+    return Path(yaml.safe_load(recipe.read_text())["dense"]["path"])

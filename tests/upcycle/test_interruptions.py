@@ -1,0 +1,129 @@
+"""An upcycle that was changed, damaged, killed, or run stage by stage goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.upcycle.small import TRAINER, dense_of, run, weights, write_recipe
+
+
+def made_at(output: Path) -> dict[str, int]:
+    """When each step's mark was written."""
+    marks = (output / "steps").glob("*.json")
+    return {path.stem: path.stat().st_mtime_ns for path in marks if path.stem != "digests"}
+
+
+@pytest.mark.slow
+def test_what_is_done_is_kept_and_what_changed_is_done_again(copied, capsys):
+    recipe, output = copied
+    before = made_at(output)
+    copy = output.parent / "dense copied"  # other times and another place, the same content
+    shutil.copytree(dense_of(recipe), copy, copy_function=shutil.copyfile)
+    moved = f"dense.path={copy}"
+    assert run(capsys, "upcycle", recipe, moved, "--output", output, "--resume")[0] == 0
+    assert made_at(output) == before
+    assert (output / "curves/seed-0.expert-2.jsonl").read_text().count('"kind": "train"') == 3
+    other = ["upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"]
+    code, said = run(capsys, *other)
+    assert code == 2 and "seed-0/router: made with other values of trainer" in said
+    assert made_at(output) == before and "Nothing was deleted" in said
+    code, _ = run(capsys, *other, "--replace")
+    changed = {name for name, when in made_at(output).items() if before[name] != when}
+    assert code == 0
+    assert changed == {
+        "seed-0.router",
+        *(
+            f"seed-0.{step}.{arm}"
+            for step in ("arms", "measured")
+            for arm in ("svmoe", "svmoe_balance")
+        ),
+    }
+    assert run(capsys, "upcycle", recipe, "--output", output)[0] == 2, "without --resume"
+
+
+@pytest.mark.slow
+def test_a_removed_or_half_written_folder_is_made_again(copied, capsys):
+    recipe, output = copied
+    before = weights(output / "seed-0/merged")
+    (output / "seed-0/merged/model.safetensors").unlink()
+    (output / "steps/seed-0.merged.json").unlink()  # as a kill before the mark leaves it
+    shutil.rmtree(output / "seed-0/measured/btx")
+    assert run(capsys, "upcycle", recipe, "--output", output, "--resume")[0] == 0
+    after = weights(output / "seed-0/merged")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (output / "seed-0/measured/btx/measured.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path):
+    recipe, _ = finished
+    output = tmp_path / "run"
+    saved = {**TRAINER, "save_steps": 1}
+    recipe = write_recipe(tmp_path, dense={"path": str(dense_of(recipe)), "dtype": "float32"},
+                          experts={"trainer": {**saved, "max_steps": 20}})  # fmt: skip
+    command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(recipe)]
+    command += ["--output", str(output), "--stage", "experts"]
+    for stage in ("dense", "cluster"):
+        assert subprocess.run([*command[:-1], stage, "--resume"][: None if output.exists() else -1],
+                              cwd=ROOT).returncode == 0  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--resume", "--expert", "1"], cwd=ROOT, env=environment)
+    checkpoints = output / "work/seed-0/experts/1/checkpoints"
+    while process.poll() is None and not list(checkpoints.glob("checkpoint-[2-9]")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    log = output / "work/seed-0/experts/1/metrics.jsonl"
+    before = max(int(p.name.partition("-")[2]) for p in checkpoints.glob("checkpoint-*"))
+    assert 0 < before < 20 and not (output / "seed-0/experts/1").exists()
+    done = subprocess.run([*command, "--resume", "--expert", "1"], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not log.exists(), "what a training needs goes when it is done"
+    straight = tmp_path / "straight"
+    shutil.copytree(output, straight, ignore=shutil.ignore_patterns("experts", "work"))
+    (straight / "steps/seed-0.experts.1.json").unlink()
+    command[command.index(str(output))] = str(straight)
+    cold = {**environment, "PYTHONHASHSEED": "1"}  # it imports for itself; the others are forked
+    subprocess.run([*command, "--resume", "--expert", "1"], cwd=ROOT, env=cold, check=True)
+    ours, theirs = (weights(folder / "seed-0/experts/1") for folder in (output, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_stages_run_alone_and_say_what_they_miss(finished, tmp_path, capsys):
+    recipe, whole = finished
+    output = tmp_path / "run"
+    code, said = run(capsys, "upcycle", recipe, "--output", output, "--stage", "merge")
+    assert code == 2 and "run --stage" in said and "first" in said
+    for stage in ("cluster", "experts", "merge"):
+        arguments = ["upcycle", recipe, "--output", output, "--stage", stage, "--resume"]
+        if stage == "experts":
+            for expert in (2, 0, 1):
+                assert run(capsys, *arguments, "--expert", expert)[0] == 0
+        assert run(capsys, *arguments)[0] == 0
+    assert not (output / "seed-0/router").exists()
+    ours, theirs = weights(output / "seed-0/merged"), weights(whole / "seed-0/merged")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "whoever ran it, and when"
+    code, said = run(
+        capsys,
+        "upcycle",
+        recipe,
+        "clusters.seed=1",
+        "--output",
+        output,
+        "--stage",
+        "merge",
+        "--resume",
+    )
+    assert code == 2 and "is out of date; run --stage" in said

@@ -1,0 +1,154 @@
+"""Wrong input of the verb: exit code 2, one message, nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_finetune.upcycle.frequencies import count_table
+from tests.upcycle import dense
+from tests.upcycle.small import run, write_recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["clusters.count=7"], "6 categories are fewer than the 7 clusters"),
+        (["clusters.cuont=2"], "clusters.cuont: unknown key; did you mean 'count'?"),
+        (
+            ["clusters.pinned.kid1=0"],
+            "clusters.pinned.kid1: no such category; did you mean 'kind1'?",
+        ),
+        (["clusters.pinned.kind1=3"], "clusters are 0 to 2"),
+        (["clusters.sizes=[3,4]"], "6 categories cannot be put into 3 clusters of 3 to 4"),
+        (
+            ["arms={a: {start: merged, expert_steps: true}}"],
+            "expert_steps: the experts of 'merged' had theirs already",
+        ),
+        (["merge.top_k=4"], "merge.top_k: 4 is more than the 3 experts"),
+        (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, wanted one for each of 3"),
+        (["experts.trainer.max_step=3"], "experts.trainer.max_step: unknown key"),
+        (["experts.trainer.seed=3"], "experts.trainer.seed: cannot be set here: set `seeds`"),
+        (["dense.path=null"], "wanted either `path`"),
+        (["texts.corpus=python"], "wanted either `categories`"),
+        (["seeds=[1,1]"], "seeds: wanted at least one number, each once"),
+        (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
+        (["arms.one.start=nowhere"], "arms.one.start: must be 'dense'"),
+        (["arms.one two.start=dense"], "wanted a name of a-z, 0-9 and _"),
+        (["texts.categories.kind0=./nowhere.jsonl"], "there is no data file or folder"),
+        (["dense.path=./nowhere"], "nowhere: no such folder"),
+    ],
+)
+def test_a_wrong_recipe_ends_with_2(tmp_path, monkeypatch, capsys, overrides, said):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "given")
+    code, err = run(capsys, "upcycle", recipe, *overrides, "--output", tmp_path / "run")
+    assert code == 2 and said in err, err
+    assert "Traceback" not in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias is true, and a Mixtral has no biases"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' cannot become a MoE here"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot become a MoE here"),
+    ],
+)
+def test_a_dense_model_without_a_moe_ends_with_2(tmp_path, capsys, changes, said):
+    recipe = write_recipe(tmp_path)
+    config = tmp_path / "dense" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and said in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_questions_and_several_ranks_end_with_2(tmp_path, capsys, monkeypatch):
+    recipe = write_recipe(tmp_path)
+    ask = f"evaluation.judgement.file={tmp_path / 'gone.jsonl'}"
+    code, err = run(capsys, "upcycle", recipe, ask, "--output", tmp_path / "run")
+    assert code == 2 and "gone.jsonl" in err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "experts.processes" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_many_pins_end_with_2(tmp_path, capsys):
+    pinned = {"kind0": 1, "kind1": 1, "kind2": 1}
+    recipe = write_recipe(tmp_path, clusters={"count": 3, "pinned": pinned})
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "cluster 1 gets 3 categories, and clusters hold 2 to 2" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_stage_or_expert_ends_with_2(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    for arguments, said in (
+        (["--stage", "mrege"], "unknown stage 'mrege'; did you mean 'merge'?"),
+        (["--stage", "experts", "--expert", "3"], "--expert 3: wanted 0 to 2"),
+        (["--expert", "0"], "with --stage experts"),
+        (["--resume"], "holds no upcycle"),
+    ):
+        code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run", *arguments)
+        assert code == 2 and said in err, err
+
+
+def _other_tokenizer(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "spoil", "said"),
+    [
+        ({}, _other_tokenizer, "their tokenizers differ"),
+        ({"intermediate_size": 96}, None, "intermediate_size is 96 and 112"),
+    ],
+)
+def test_experts_that_differ_end_with_2(tmp_path, capsys, changes, spoil, said):
+    dense.save("llama", tmp_path / "other", 2, **changes)
+    if spoil is not None:
+        spoil(tmp_path / "other")
+    ready = [str(tmp_path / name) for name in ("dense", "dense", "other")]
+    recipe = write_recipe(tmp_path, experts={"checkpoints": ready})
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and said in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_of_another_tokenizer_than_the_texts_end_with_2(tmp_path, capsys):
+    dense.save("llama", tmp_path / "other", 2)
+    _other_tokenizer(tmp_path / "other")
+    recipe = write_recipe(tmp_path, experts={"checkpoints": [str(tmp_path / "other")] * 3})
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "has another tokenizer than the dense model" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_table_of_another_vocabulary_ends_with_2(finished_table, tmp_path, capsys):
+    recipe = write_recipe(tmp_path, clusters={"count": 3, "table": str(finished_table)})
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "and this model has 400 tokens and 3 experts" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def finished_table(tmp_path):
+    counts_CV = np.ones((3, 111), np.int64)
+    count_table(counts_CV, np.arange(3), 3, "t").save(tmp_path / "table.safetensors")
+    return tmp_path / "table.safetensors"
+
+
+def test_texts_shorter_than_a_row_end_with_2(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, texts={
+        "categories": dense.write_categories(tmp_path / "texts", 3, texts=3), "max_length": 4000,
+    })  # fmt: skip
+    code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
+    assert code == 2 and "training tokens are less than one row" in err
