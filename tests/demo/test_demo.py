@@ -36,7 +36,7 @@ def small(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_demo_keeps_what_has_not_changed(warm, small, tmp_path, capsys):
+def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
     folder = tmp_path / "demo"
     arguments = ["demo", "--backend", "hf", "--steps", "2", "--output", str(folder)]
     assert cli.main(arguments) == 0

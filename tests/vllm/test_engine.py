@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(warm, checkpoint):
+def vllm_engine(checkpoint):
     try:
         backend = open_backend(checkpoint, "vllm", vllm={"max_num_seqs": 64})
     except DependencyError as error:
