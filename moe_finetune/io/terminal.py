@@ -12,7 +12,9 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -79,6 +81,8 @@ class Terminal:
         self._write(json.dumps(finite(row), default=str, allow_nan=False))
 
     def _write(self, text: str) -> None:
+        if self.style == "live":
+            text = whole_words(text, shutil.get_terminal_size().columns)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
@@ -221,13 +225,14 @@ class _Board:
         line = Table.grid(padding=(0, 1))
         cells: list[Any] = [Text(phase.name, style="bold")]
         if phase.total:
-            bar = ProgressBar(total=phase.total, completed=phase.done, width=24)
+            width = 24 if shutil.get_terminal_size().columns >= 100 else 12
+            bar = ProgressBar(total=phase.total, completed=phase.done, width=width)
             cells += [bar, Text(f"{100 * phase.done / phase.total:3.0f} %")]
         else:
             cells.append(Text("·" * (1 + int(passed) % 3)))
         cells.append(Text(duration(passed)))
         if phase.note:
-            cells.append(Text(phase.note, overflow="ellipsis"))
+            cells.append(Text(phase.note, overflow="ellipsis", no_wrap=True))
         line.add_row(*cells)
         if not phase.rows:
             return line
@@ -269,6 +274,18 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def whole_words(text: str, width: int) -> str:
+    """``text`` with lines that are wider than ``width`` broken between words, and indented."""
+    return "\n".join(
+        line
+        if len(line) <= width
+        else textwrap.fill(
+            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
 
 
 def curve(values: list[float], width: int = 24) -> str:

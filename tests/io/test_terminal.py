@@ -15,9 +15,19 @@ import termios
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from moe_finetune.cli.app import split_common
-from moe_finetune.io.terminal import OWN, Records, Terminal, curve, duration, terminal, use
+from moe_finetune.io.terminal import (
+    OWN,
+    Records,
+    Terminal,
+    curve,
+    duration,
+    terminal,
+    use,
+    whole_words,
+)
 
 
 @pytest.fixture
@@ -187,3 +197,28 @@ def test_words():
     assert [duration(s) for s in (4.24, 187, 3753)] == ["4.2 s", "3:07", "1:02:33"]
     assert curve([1.0, 2.0, float("nan"), 8.0]) == "▁▂ █" and curve([1.0]) == ""
     assert isinstance(terminal(), Terminal)
+
+
+def test_lines_are_broken_between_words():
+    text = "  kept   as it is\na path /that/is/longer/than/the/line and its end"
+    assert whole_words(text, 20).split("\n") == [
+        "  kept   as it is",
+        "a path",
+        "  /that/is/longer/than/the/line",
+        "  and its end",
+    ]
+
+
+def test_a_narrow_live_terminal_tears_no_word(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = Terminal("live")
+    shown._stream = io.StringIO()
+    with shown.phase("train"):
+        shown.progress(119, 120, "step 119/120  3,176 tokens/s  1:32:00 left")
+        shown.say("warning: " + "careful " * 12)
+        board = io.StringIO()
+        Console(file=board, width=80, force_terminal=True).print(shown._live.get_renderable())
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", board.getvalue()).rstrip().endswith("1:32:00 left")
+    assert board.getvalue().count("\n") == 1
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown._stream.getvalue())
+    assert said.count("careful") == 12
