@@ -17,6 +17,7 @@ import pytest
 import torch
 import typer
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 
 from moe_finetune import cli
@@ -134,9 +135,10 @@ def other(words: list[str]) -> None:
     if program == "make":
         assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), words
     elif program == "accelerate":
-        at = words.index("moe_finetune.cli")
-        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
-        checked(["moe-finetune", *words[at + 1 :]])
+        given = launch_command_parser().parse_args(words[2:])
+        assert given.module and given.training_script == "moe_finetune.cli"
+        assert given.config_file is None or (ROOT / given.config_file).is_file()
+        checked(["moe-finetune", *given.training_script_args])
     elif program == "python":
         source = (ROOT / words[1]).read_text()
         assert all(f'"{word}"' in source for word in words if word.startswith("--")), words

@@ -50,11 +50,11 @@ def _refusal(config: dict[str, Any]) -> str:
     parts = [f.part for f in known_families().values() if f.part and f.model_type == model_type]
     if parts:
         return (
-            f"a '{model_type}' is supported with a language part of type {' or '.join(parts)}, but "
+            f"'{model_type}' is supported with a language part of type {' or '.join(parts)}, but "
             f"this one's is '{part_of(config)}'"
         )
     if isinstance(model_type, str) and model_type in table.REFUSED:
-        return f"a '{model_type}' cannot be trained: {table.REFUSED[model_type]}"
+        return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"
     known = {family.model_type: family.title for family in known_families().values()}
     supported = ", ".join(f"{t} ({title})" for t, title in known.items())
     lines = [

@@ -323,10 +323,10 @@ def test_every_row_is_as_likely_as_any_other():
 
 def test_a_limit_that_cannot_be_met_is_refused_for_training_alone(write, tokenizer):
     source = write("t.jsonl", texts(7))
-    with pytest.raises(DataError, match=r"data\.limit of data\.train: 8 .* there are 7; lower"):
+    with pytest.raises(DataError, match=r"data\.limit of data\.train: asks for 8 .* only 7; lower"):
         load_dataset_for(DataSection(train=source, limit=8), tokenizer, 0)
     short = DataSection(train=[{"path": source, "limit": 9}])
-    with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): 9 rows .* there are 7"):
+    with pytest.raises(DataError, match=r"t\.jsonl \(data limit\): asks for 9 rows.* only 7"):
         load_dataset_for(short, tokenizer, 0)
     held = write("v.jsonl", [{"text": f"v{i}"} for i in range(4)])
     section = DataSection(train=source, validation=held, limit=5)

@@ -90,7 +90,7 @@ def test_rows_of_other_tasks_have_one_type_a_field(tmp_path):
 
 def test_examples_are_never_the_tested_rows_in_silence(tmp_path):
     files = write(tmp_path, [ROW] * 5)
-    said = "wants shots: 2 and has no rows to take them from but the tested ones"
+    said = "has shots: 2 and only the tested rows to take them from"
     refused(tmp_path, EXACT | {"shots": 2, "files": files}, EvaluationError, said)
     both = files | {"train": write(tmp_path, [ROW] * 2, "train.jsonl")["test"]}
     (found,) = check_suite(

@@ -11,12 +11,18 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from transformers import (
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TrainerCallback,
+)
 
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.stage_rows import load_for_stage
@@ -33,6 +39,7 @@ from tests import fsdp, tiny
 PLAIN = "sft without a method"
 CASES = (*STAGES, PLAIN)
 WORLD, LENGTH = 2, 7
+PAD = tiny.tokenizer().pad_token_id
 SPREAD, SHARDED, ALONE = MODES = ("spread", "sharded", "alone")
 # Means over tokens, which are as many in every micro-batch here, or of weights alone: the trainer
 # of GRPO cuts a step into other micro-batches.
@@ -84,7 +91,7 @@ class Gradients(TrainerCallback):
 def recipe(case: str, folder: Path) -> Any:
     """One step of six rows."""
     stage = "sft" if case == PLAIN else case
-    file = folder / f"{stage}.jsonl"
+    file = folder / f"{stage}-{ranks.rank()}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]))
     each = {"kto": 6}.get(stage, 3)
     trainer = {
@@ -109,8 +116,9 @@ def recipe(case: str, folder: Path) -> Any:
         "trainer": trainer,
     }
     if stage == "grpo":
-        (folder / "reward.py").write_text(REWARD)
-        tree["rewards"] = [{"file": str(folder / "reward.py")}]
+        reward = folder / f"reward{ranks.rank()}.py"
+        reward.write_text(REWARD)
+        tree["rewards"] = [{"file": str(reward)}]
     if stage == "distill":
         tree["teacher"] = "unused"
     return recipe_from_tree(Tree(tree))
@@ -142,23 +150,31 @@ def teacher() -> torch.nn.Module:
     return model.requires_grad_(False)
 
 
-def fixed_completions(trainer: Any) -> None:
-    """Let generation run, and put completions that are the same everywhere in its place."""
-    generate = trainer._generate_single_turn
+class Fixed(LogitsProcessor):
+    """Leaves one token to sample: what follows from the prompt, on any number of ranks."""
 
-    def given(prompt_ids, *args, **kwargs):
-        found = generate(prompt_ids, *args, **kwargs)
-        seen: dict[tuple[int, ...], int] = {}
-        made = []
-        for ids in prompt_ids:
-            turn = seen[tuple(ids)] = seen.get(tuple(ids), 0) + 1
-            generator = torch.Generator().manual_seed(sum(ids) * 31 + turn)
-            made.append(torch.randint(4, 260, (LENGTH,), generator=generator).tolist())
-        real = found[0] if isinstance(found, tuple) else found
-        assert len(real) == len(made) and all(len(ids) <= LENGTH for ids in real)
-        return (made, None) if isinstance(found, tuple) else made
+    made_BC: torch.Tensor | None = None
 
-    trainer._generate_single_turn = given
+    def __call__(self, input_ids, scores):
+        if self.made_BC is None:
+            self.start, seen, made = input_ids.shape[1], Counter(), []
+            for row in input_ids.tolist():
+                prompt = sum(token for token in row if token != PAD)
+                seen[prompt] += 1
+                generator = torch.Generator().manual_seed(prompt * 31 + seen[prompt])
+                made.append(torch.randint(4, 260, (LENGTH,), generator=generator))
+            self.made_BC = torch.stack(made)
+        next_B1 = self.made_BC[:, input_ids.shape[1] - self.start, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, next_B1, 0.0)
+
+
+def fixed_completions(generate: Any = GenerationMixin.generate) -> None:
+    """Let generation be real, and sample the same everywhere."""
+
+    def with_fixed(self, *args, **kwargs):
+        return generate(self, *args, logits_processor=LogitsProcessorList([Fixed()]), **kwargs)
+
+    GenerationMixin.generate = with_fixed
 
 
 def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -168,8 +184,6 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
     output = folder / f"{case}-{mode}"
     output.mkdir(exist_ok=True)
     trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data, None, teacher)
-    if case in ("grpo", "distill"):
-        fixed_completions(trainer)
     held = Gradients()
     trainer.add_callback(held)
     try:
@@ -185,6 +199,7 @@ def main(folder: Path) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     os.environ["STAGES_FOLDER"] = str(folder)
+    fixed_completions()
     for mode in MODES:
         world = 1 if mode == ALONE else WORLD
         if int(os.environ.get("RANK", "0")) >= world:

@@ -55,3 +55,10 @@ def test_two_ranks_have_the_gradients_of_one_process(found, stage, mode):
 def test_a_method_is_seen_in_the_gradients(found):
     tensors, _ = found[SPREAD]
     assert furthest(gradients(tensors, PLAIN), gradients(tensors, "sft")) > 100 * LIMIT
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rollouts_are_those_of_the_trained_model(found, mode):
+    _, log = found[mode]
+    assert log["grpo"]["routing/changed_from_rollout"] == 0
+    assert abs(log["grpo"]["rollout/log_prob_difference"]) < LIMIT

@@ -67,7 +67,7 @@ def optimizer_of(name: str) -> Optimizer:
     if name not in OPTIMIZERS:
         raise RecipeError(
             f"trainer.optim: what '{name}' keeps is unknown, so its memory cannot be planned"
-            f"{did_you_mean(name, OPTIMIZERS)}; known: {', '.join(OPTIMIZERS)}"
+            f"{did_you_mean(name, OPTIMIZERS)}"
         )
     return OPTIMIZERS[name]
 

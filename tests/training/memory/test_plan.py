@@ -64,7 +64,7 @@ def test_states_of_optimizers():
     assert state_bytes(optimizer_of("adamw_8bit"), shapes) == 2 * (7000 + 28 * 4) + 2 * 4 * 64
     assert state_bytes(optimizer_of("adafactor"), shapes) == 4 * (100 + 70 + 64)
     assert state_bytes(optimizer_of("sgd"), shapes) == 0
-    with pytest.raises(RecipeError, match=r"trainer\.optim: what 'adamw_9bit' keeps is not known"):
+    with pytest.raises(RecipeError, match=r"trainer\.optim: what 'adamw_9bit' keeps is unknown"):
         optimizer_of("adamw_9bit")
 
 
