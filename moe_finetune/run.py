@@ -53,7 +53,6 @@ def run_recipe(
     folder is made, and the folder of a run that ends before its first log is removed again.
 
     Args:
-        recipe: what to do.
         output: the run's folder; new or empty, unless ``resume``.
         resume: go on with the run in ``output`` where it stopped; finished stages are kept.
         ignore_memory: start although weights and optimizer are larger than the machine's memory.
@@ -176,7 +175,6 @@ def discard(output: Path, whole: bool) -> None:
     """Remove what a failed start wrote, unless something of a training is there.
 
     Args:
-        output: the run's folder.
         whole: the run made the folder itself.
     """
     from moe_finetune.training.checkpoint import checkpoints

@@ -33,7 +33,6 @@ class Adapter:
     """One adapter folder.
 
     Attributes:
-        folder: where it lies.
         config: ``adapter_config.json`` as a mapping.
         tensors: stored tensors by key, without PEFT's ``base_model.model.`` prefix.
         metadata: contents of ``moe_finetune.json``.

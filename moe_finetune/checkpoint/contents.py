@@ -21,9 +21,7 @@ class Checkpoint:
     """One checkpoint folder.
 
     Attributes:
-        folder: where it lies.
         config: ``config.json`` as a mapping.
-        family: the family of its ``model_type``.
         files: header of every weight file, by file name, in the order of the names.
         tensors: every tensor by name, as an unquantised checkpoint has it.
         quantized: reads them where they are stored quantised.

@@ -107,9 +107,7 @@ def check_tensors(
     """Compare ``tensors`` with what the model of ``config`` needs: each of them and no other.
 
     Args:
-        folder: for messages.
         tensors: those of the files by name.
-        config: transformers' config.
         family: names on disk are this family's; None for a dense model, whose names are the same.
 
     Raises:

@@ -118,11 +118,8 @@ def load_streaming(
 
     Args:
         folder: where the checkpoint lies; the model's name.
-        config: of a supported family.
-        stored: its tensors.
         kind: number format; None keeps every weight in ``dtype``.
         dtype: of what is not quantised, and of what is when it is dequantised.
-        device: where the model is made.
         attn_implementation: as in ``from_pretrained``.
         family: the config's, with the layout of these files.
 

@@ -32,9 +32,6 @@ class MergeReport:
     """What a merge did (or, with ``dry_run``, would do).
 
     Attributes:
-        output: the folder written.
-        plan: what was carried out.
-        dry_run: nothing was written.
         changed, copied: number of tensors changed by an adapter or bias, and copied as they are.
         bytes_written: size of the output.
         seconds: wall time of planning and writing.
@@ -72,12 +69,9 @@ def merge_adapter(
     the checkpoint. The output appears complete or not at all.
 
     Args:
-        base: checkpoint folder.
         adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
-        output: folder to make.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
-        overwrite: replace an existing output folder.
         bias: loss-free routing bias by decoder layer, added where the family keeps one.
         bias_export: "drop" leaves the bias out; the output keeps the base's own.
         progress: called with (bytes done, bytes in all).

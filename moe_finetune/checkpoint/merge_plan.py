@@ -72,8 +72,6 @@ class MergePlan:
     """Everything a merge will do.
 
     Attributes:
-        base: the opened base checkpoint.
-        adapters: opened adapters with their weights.
         files: header of every output weight file by name.
         tensors: every output tensor by name, in file and data order.
         small_files: the other files of the output, name -> content.
@@ -142,8 +140,6 @@ def plan_merge(
     """Plan ``base + sum(weight * adapter)``.
 
     Args:
-        base: the opened base.
-        adapters: opened adapters with weights.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         bias: loss-free routing bias by decoder layer, each as long as the layer has experts.
         bias_export: "drop" to leave it out; the output keeps the base's own.

@@ -23,7 +23,6 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     and of float dtypes.
 
     Args:
-        path: the folder.
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise headers alone are read, whatever the checkpoint's size.
         stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.

@@ -85,10 +85,8 @@ def permute_experts(
     """Write ``base`` with the experts of some layers reordered, as a streaming rewrite.
 
     Args:
-        base: checkpoint folder.
         permutation: decoder layer -> list; new expert i is old expert ``permutation[layer][i]``.
             Layers that are not listed stay as they are.
-        output: folder to make.
 
     Raises:
         CheckpointError: a layer without experts, a list that is not a permutation, or one that

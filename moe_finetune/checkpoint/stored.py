@@ -53,11 +53,9 @@ class PlainTensors:
         return name in self._tensors
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor."""
         return read_tensor(self._tensors[name])
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
         info = self._tensors[name]
         size = info.size // info.shape[0]
         raw = read_bytes(info.file, info.offset + expert * size, size)
@@ -76,11 +74,9 @@ class Transposed:
         return name in self._stored
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor."""
         return self._turned(name, self._stored.read(name))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
         return self._turned(name, self._stored.read_expert(name, expert))
 
     def _turned(self, name: str, tensor: Tensor) -> Tensor:
@@ -134,7 +130,6 @@ class QuantizedTensors:
 
     @property
     def format(self) -> str:
-        """Name of the format."""
         return self._form.name
 
     def __contains__(self, name: object) -> bool:
@@ -146,7 +141,6 @@ class QuantizedTensors:
         return self._values(name, [_read(part) for part in parts])
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        """One matrix of a stored stack."""
         parts = self._parts[name]
         return self._values(name, [_read(part, expert) for part in parts])
 

@@ -82,7 +82,6 @@ def stored_parts(
     """The bytes of a stored tensor, a part at a time, in the buffer ``name`` of this thread.
 
     Args:
-        info: the tensor.
         name: see :func:`thread_buffer`; a part is overwritten by the next one.
         starts: first byte of each part; parts that follow one another unless given.
         size: bytes of a part, fewer at the tensor's end.

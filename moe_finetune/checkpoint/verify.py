@@ -70,9 +70,7 @@ def verify_merge(
     """Compare ``merged`` with ``base`` + ``adapter``.
 
     Args:
-        base: checkpoint folder.
         adapter: adapter folder, or (folder, weight) pairs as they were merged.
-        merged: checkpoint folder.
         prompts: texts for the logits; fixed random token ids without them.
         bias: the routing bias that was merged; None where there is none or it was dropped.
         mode: "auto" takes logits when a float32 model fits into 60 % of the free memory, and where

@@ -107,13 +107,7 @@ def write_checkpoint(
     """Write a checkpoint's folder, which appears whole or not at all, and return its bytes.
 
     Args:
-        output: the folder to make.
-        files: see :func:`write_files`.
-        contents: see :func:`write_files`.
         small: the other files, name -> content.
-        overwrite: replace an existing folder.
-        progress: see :func:`write_files`.
-        workers: threads, by default :func:`default_workers`.
     """
     weights = sum(
         len(header.raw) + sum(info.size for info in header.tensors.values())
@@ -143,7 +137,6 @@ def write_files(
     """Write every file of ``files`` into ``folder``, its tensors from ``contents`` by name.
 
     Args:
-        folder: an existing folder.
         files: file name -> header; the headers' offsets say where each tensor goes.
         contents: tensor name -> content.
         workers: threads; at most twice as many pieces are in flight.

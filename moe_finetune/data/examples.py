@@ -89,7 +89,6 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
 
     Args:
         sources: what to read: ``data.train`` or ``data.validation``.
-        data: how to read it.
         tokenizer: a fast tokenizer; its content is part of what the result is known by.
         name: "train" or "validation", for messages. Validation data may have fewer rows than
             ``data.limit``.

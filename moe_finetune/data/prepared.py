@@ -50,7 +50,6 @@ def prepared_once(
     """The dataset of ``key``, what was counted when it was made, and whether it was there.
 
     Args:
-        key: what it is known by.
         make: writes the dataset into ``rows`` of the folder it gets and returns what it counted.
 
     Raises:

@@ -28,7 +28,6 @@ class StageFormer:
     """Brings the rows of one source into a stage's form.
 
     Args:
-        stage: which form.
         columns: our field -> the file's field.
     """
 

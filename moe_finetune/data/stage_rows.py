@@ -60,8 +60,6 @@ def load_stage_rows(
     """Training and validation rows of a stage that tokenizes its own.
 
     Args:
-        stage: whose form.
-        data: the recipe's section.
         tokenizer: a fast tokenizer; gets the chat template that ``data`` names.
         seed: shuffles the training rows and draws those that a ``limit`` keeps.
         room: tokens that the trainer adds to a prompt.

@@ -29,12 +29,10 @@ class Backend:
 
     Attributes:
         kind: ``"vllm"``, ``"hf"`` or ``"server"``.
-        lm: the lm-eval model.
         identity: content hash of the checkpoint (and adapter); part of every cache key.
         checkpoint: the folder, or the server's model name.
         settings: all that can change a reply, for results.json and cache keys.
         chunk: requests that are asked for and stored together.
-        notes: lines the user must see.
         routing: hooks that apply an adapter's routing bias, or None.
     """
 
@@ -93,7 +91,6 @@ def open_backend(
         model: the server's name for the model; its only model unless given.
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: seed of the engine.
         determinantal: choose experts by greedy determinant with this eps in the place of top-k
             (transformers only), see :mod:`moe_finetune.moe.greedy`.
         candidates: experts of highest score that it tries; None: all.

@@ -123,8 +123,6 @@ def answer_all(
         kind: request type ("loglikelihood", "generate_until", ...), part of the key.
         arguments: one tuple of JSON values per request.
         ask: indices of one chunk -> their replies.
-        store: where replies are kept.
-        chunk: requests a chunk.
         progress: called after each chunk with its indices and whether it was stored already.
     """
     seen: dict[str, int] = {}

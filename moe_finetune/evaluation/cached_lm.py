@@ -46,12 +46,9 @@ class CachedLM(LM):
     """Wraps a backend's lm-eval model.
 
     Args:
-        backend: the opened model.
-        store: where replies are kept.
         overflow: ``"error"`` stops a task whose prompts do not fit into the context;
             ``"truncate"`` lets lm-eval cut them on the left, and counts them.
         max_tokens: cap on generated tokens instead of the task's own.
-        progress: show progress on the terminal.
     """
 
     def __init__(

@@ -34,9 +34,7 @@ class Speaker:
     """One model, and the conversation that it has had.
 
     Attributes:
-        name: for the reader.
         model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
         turns: what was said, as chat messages; unused without a chat template.
         ids: tokens of the last prompt and reply.
     """
@@ -79,7 +77,6 @@ class Speaker:
         return words
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.turns, self.ids = [], []
 
     def last_experts(self) -> list[tuple[int, list[tuple[int, float]]]]:
@@ -103,7 +100,6 @@ def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> 
     Args:
         source: a run's folder, a checkpoint's, or a hub id.
         base: another checkpoint to set beside it; default: the recipe's, for a run.
-        dtype: of the weights.
 
     Raises:
         CheckpointError: an adapter or a run that was not merged, or a folder without a checkpoint.
@@ -136,9 +132,7 @@ def talk(
     """Answer each text with every model, on standard output.
 
     Args:
-        speakers: who answers.
         said: texts, or the commands of ``HELP``.
-        most: tokens of a reply.
         experts: show the experts of each reply's last token without being asked.
     """
     console = Console(highlight=False)

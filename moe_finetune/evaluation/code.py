@@ -24,7 +24,6 @@ def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
 
     Args:
         doc: row with ``prompt``, ``test`` and ``entry_point``.
-        reply: what the model wrote.
     """
     entry = doc["entry_point"]
     block = fenced(reply)
@@ -84,9 +83,7 @@ def score_code(
         samples: ``samples.jsonl`` as :func:`moe_finetune.evaluation.engine.evaluate` wrote it.
         form: ``"humaneval"`` or ``"mbpp"``.
         sandbox: one to use; otherwise one is opened and closed.
-        allow_unsafe_local: accept running without isolation.
         workers: programs side by side; the number of processors by default.
-        limits: what each program may use.
 
     Returns:
         ``{"pass@1", "stderr", "n", "passed", "sandbox", "samples"}``; with several replies an item

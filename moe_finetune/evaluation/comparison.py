@@ -37,7 +37,6 @@ class Row:
 
     Attributes:
         task: the suite's label; ``metric`` its headline metric.
-        method: name of the method.
         n: items joined.
         baseline, value: mean over seeds; ``baseline_std`` and ``value_std`` the sample standard
             deviation over seeds (None with one seed).
@@ -79,7 +78,6 @@ class Comparison:
         return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:
-        """Return the table for a terminal."""
         return "\n".join([aligned(self._table(), "left"), "", *self._summary()]) + "\n"
 
     def to_html(self) -> str:
@@ -148,7 +146,6 @@ def compare(
         results: one results folder (or results.json) per method, the baseline first; a list of
             them for a method trained with several seeds.
         names: names of the methods; their folders' unless given.
-        seed: seed of the bootstrap.
 
     Raises:
         EvaluationError: fewer than two, damaged, no common task, or other items or prompts.

@@ -48,7 +48,6 @@ def same_answer(answer: str | None, reference: str) -> bool:
 
     Args:
         answer: LaTeX or text, as :func:`moe_finetune.evaluation.extract.math_answer` finds it.
-        reference: the right answer.
 
     Raises:
         DependencyError: math-verify is not installed.

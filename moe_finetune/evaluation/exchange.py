@@ -40,7 +40,6 @@ class Tries:
     """The tries of one request, and when they and the waits between them must have ended.
 
     Args:
-        most: how many there may be.
         deadline: by ``time.monotonic()``.
     """
 

@@ -49,8 +49,6 @@ def export_sheets(
     Args:
         samples: method -> samples.jsonl of the same task.
         folder: where ``annotate.csv``, ``annotate.html`` and ``key.json`` go.
-        n: items per method.
-        seed: of drawing and shuffling.
         fields: see :func:`moe_finetune.evaluation.judge.judge_samples`.
 
     Raises:

@@ -17,7 +17,6 @@ def read_items(samples: str | Path, *more: str) -> list[dict[str, Any]]:
     """Read one row per task and item; a file has one per answer extraction too.
 
     Args:
-        samples: the file.
         more: fields that the rows need beside :data:`ITEM_FIELDS`.
 
     Raises:

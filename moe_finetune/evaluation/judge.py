@@ -70,7 +70,6 @@ class Judge:
     """A judge model behind ``POST {base_url}/chat/completions``.
 
     Args:
-        model: the judge's name.
         base_url: the endpoint; a local vLLM server works.
         api_key: bearer token; ``OPENAI_API_KEY`` unless given.
         cache: file for verdicts; nothing is stored without it.
@@ -249,7 +248,6 @@ def judge_samples(
 
     Args:
         samples: ``samples.jsonl`` of a generation task.
-        judge: the judge.
         fields: where the item's ``question`` and ``reference`` are, default the fields
             ``question`` and the sample's ``target``.
         limit: first items only.

@@ -17,7 +17,6 @@ class Leaf:
     """One lm-eval task behind a suite's line: its config and its local files.
 
     Attributes:
-        name: lm-eval's task name.
         config: the task's YAML with includes and functions resolved.
         files: split -> local file (empty when the data comes from the hub).
         missing: files that should be there and are not.

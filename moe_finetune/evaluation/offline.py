@@ -21,7 +21,6 @@ class TaskCheck:
     Attributes:
         label: the line's key in results.json.
         runnable: whether the task can start (with a data folder: whether all files are there).
-        missing: files that are absent.
         problem: why it cannot run, where that is not a missing file; or how it is run elsewhere.
         external: whether it is evaluated by its own package, and nothing is missing here.
         items: items to be asked; None when the data comes from the hub.

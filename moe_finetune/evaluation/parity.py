@@ -24,8 +24,6 @@ class Parity:
 
     Attributes:
         task: the suite's label; ``n`` its items.
-        first, second: the backends.
-        equal_prompts: items whose prompts are the same.
         equal_answers: items with the same choice (log-likelihood) or text (generation).
         largest_difference: of any two log-probabilities, in nats; None for generation.
         differing: the first few items that differ: doc_id and both answers.
@@ -60,13 +58,11 @@ def parity(
     """Ask the first ``n`` items of each task through each backend and compare with the first one.
 
     Args:
-        checkpoint: folder of the checkpoint.
         backends: two or more of ``"vllm"``, ``"hf"``, ``"server"``.
         suite: tasks to ask; should hold a log-likelihood and a generation task.
         output: folder for each backend's results and ``parity.json``.
         n: items per task.
         data_dir: see :func:`moe_finetune.evaluation.engine.evaluate`.
-        opened: backends that are open already.
         dtype: float32 by default; in lower precision near ties fall either way.
         options: for :func:`moe_finetune.evaluation.backends.open_backend`.
 

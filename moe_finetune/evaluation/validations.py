@@ -28,9 +28,7 @@ class JudgedTask:
 
     Attributes:
         method: short name of the folder, as in comparisons.
-        folder: the folder of results.
         label: the task's label in results.json.
-        result: its entry there.
         metrics: metrics of its items.
         filters: answer extractions that its items were scored with.
     """
@@ -44,7 +42,6 @@ class JudgedTask:
 
     @property
     def samples(self) -> Path:
-        """The file of its items."""
         return samples_file(self.folder, self.result)
 
     @property
@@ -57,7 +54,6 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
     """Return the tasks whose answers are text, for every folder of results.
 
     Args:
-        folders: folders of finished results.
         only: labels to take; all unless given.
 
     Raises:
@@ -104,8 +100,6 @@ def judge_tasks(
     """Ask the judge about every task and yield a line about each, with its cost.
 
     Args:
-        tasks: see :func:`generation_tasks`.
-        model: the judge's name.
         url: its endpoint; OpenAI's unless given.
         prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
         limit: first items of each task only.
@@ -145,7 +139,6 @@ def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[Shee
     """Write blinded sheets, one for each task that all methods answered.
 
     Args:
-        tasks: see :func:`generation_tasks`.
         folder: gets a folder for each task.
         n: items of each task.
 

@@ -49,7 +49,6 @@ class Cost:
     """Estimates of one run; what cannot be known is None, and ``unknown`` says why.
 
     Attributes:
-        size: the model.
         tokens: training tokens in all; ``tokens_from`` is where that number is from.
         flops: of training.
         hours: wall clock on ``devices`` of the assumed hardware.

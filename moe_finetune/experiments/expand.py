@@ -26,7 +26,6 @@ class Run:
         arm: names of the axes' values, joined by ``-``; ``base`` in a study without axes.
         seed: the run's ``trainer.seed``.
         values: the name of the chosen value on each axis, in the study's order.
-        recipe: the run's own recipe.
     """
 
     arm: str
@@ -84,7 +83,6 @@ def reference_of(
     """The value on each axis that ``key`` names; ``{}`` when the study leaves it out.
 
     Args:
-        study: the recipe.
         key: what other arms are compared with.
         names: the values' names of each axis.
     """

@@ -29,7 +29,6 @@ class RunResult:
         folder: the run's folder; it need not exist yet.
         state: ``finished``, ``started``, ``failed`` or ``missing``.
         reason: why it failed, else "".
-        recipe_sha256: hash of its resolved recipe.
         reference: the run of the same data and seed whose curves ``METRIC_rmse`` is measured from.
     """
 
@@ -44,7 +43,6 @@ class RunResult:
 
     @property
     def name(self) -> str:
-        """``ARM/seed_N``."""
         return f"{self.arm}/seed_{self.seed}"
 
     @property
@@ -53,12 +51,10 @@ class RunResult:
 
     @property
     def metrics_file(self) -> Path:
-        """The run's ``metrics.jsonl``."""
         return self.folder / "metrics.jsonl"
 
     @property
     def merged(self) -> Path:
-        """The run's checkpoint."""
         return self.folder / "merged"
 
     @cached_property

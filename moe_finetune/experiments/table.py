@@ -92,7 +92,6 @@ class Table:
 
     @property
     def rows(self) -> Iterator[tuple[Group, Row]]:
-        """Every row with its group."""
         return ((group, row) for group in self.groups for row in group.rows)
 
     @property

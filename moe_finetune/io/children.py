@@ -31,8 +31,6 @@ class Children:
         """Start a process that appends what it prints to ``log``; return the log's size before.
 
         Args:
-            name: to find it under.
-            command: program and arguments.
             log: the file; its folder is made.
             lock: descriptor of a lock that the process holds as well as we do, so that it stays
                 held when we are killed and the process goes on by itself.
@@ -115,8 +113,6 @@ def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int
 
     Args:
         commands: by name; what NAME prints is appended to ``logs/NAME.log``.
-        logs: a folder.
-        at_once: most processes at a time.
 
     Raises:
         KeyboardInterrupt: a signal came, to us or to one of them.

@@ -91,10 +91,6 @@ def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_f
     The name and place of the folder do not count, so a copy has the same hash, and a checkpoint
     trained again in place has another.
 
-    Args:
-        folder: of the checkpoint.
-        digest: hashes one file.
-
     Raises:
         CheckpointError: ``folder`` is not a folder, or holds neither a config nor an adapter.
     """

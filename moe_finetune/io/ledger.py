@@ -55,10 +55,8 @@ class Step:
 
     Attributes:
         name: its product's path below the ledger's folder, such as ``seed-0/experts/3``.
-        make: does it.
         inputs: plain values that it follows from.
         after: names of the steps that it reads.
-        stage: the stage that it belongs to.
         costly: its product, and what it has at work, are deleted only when the user says so.
         done: whether it is done, for a step whose product says so itself; such a step is not
             noted, and its own ``make`` begins anew or goes on.

@@ -36,7 +36,6 @@ class OutputLock:
 
     Attributes:
         target: what it is held on.
-        descriptor: of the open file.
         file: the lock's file; None where the folder itself is locked.
         made: folders that were made for it, the inmost first.
     """
@@ -84,7 +83,6 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
     again. Folders that are made for the lock alone are removed with it.
 
     Args:
-        target: what is going to be written.
         shared: be one of several that share the output by design; they keep others out.
         wait: wait for who holds it, instead of raising.
 

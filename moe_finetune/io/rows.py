@@ -30,7 +30,6 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
     """Read a local file of records into memory; NaN is read, as results have it.
 
     Args:
-        path: the file.
         required: fields that every row must have.
 
     Raises:
@@ -59,7 +58,6 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
     file is one row of ``text``.
 
     Args:
-        path: the file.
         finite: refuse NaN and infinity.
 
     Raises:

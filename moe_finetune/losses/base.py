@@ -199,7 +199,6 @@ class Term(ABC):
         self._left_out: frozenset[int] = frozenset()
 
     def applies(self, layer: int) -> bool:
-        """Whether decoder layer ``layer`` carries this term."""
         return layer not in self._left_out and self.options.selects(layer)
 
     @property

@@ -138,7 +138,6 @@ class Family:
 
     @property
     def class_name(self) -> str:
-        """Name of the whole model's class."""
         if self.architecture:
             return self.architecture
         from transformers.models.auto import modeling_auto as auto

@@ -22,8 +22,6 @@ class Site:
     """One layer's experts.
 
     Attributes:
-        index: of the decoder layer.
-        layer: the decoder layer.
         block_path, experts_name: where its experts are, relative to it.
         gated: whether they have a gate projection.
         num_experts, hidden, width: sizes of the stacked down projection (E, H, D).

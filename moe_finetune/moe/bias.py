@@ -26,7 +26,6 @@ class BiasBalancer(Perturbation):
 
     Args:
         layers: decoder indices of the MoE layers whose router selects.
-        num_experts: E.
         update: u, 1e-3 in the paper.
         inner: another perturbation that acts before the selection.
     """

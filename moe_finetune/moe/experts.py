@@ -137,7 +137,6 @@ def run_experts(
         hidden_TH: input, any float dtype; computed in the experts' dtype, returned in its own.
         index_TK: int64 experts of each token.
         weights_TK: routing weights.
-        experts: of the layer.
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
     """
     gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down

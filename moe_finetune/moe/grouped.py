@@ -266,6 +266,5 @@ class RowSums:
         self.outer.add(rows_PO, rows_PO.new_ones(rows_PO.shape[0], ALIGNMENT_BYTES), part)
 
     def result(self) -> Tensor | None:
-        """The sums (E, O)."""
         sums_EOI = self.outer.sums_EOI
         return None if sums_EOI is None else sums_EOI[:, :, 0]

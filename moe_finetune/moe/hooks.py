@@ -104,7 +104,6 @@ class Recorder:
 
     @property
     def installed(self) -> bool:
-        """Whether the hooks are on the model."""
         return bool(self._undo)
 
     # -- installing ---------------------------------------------------------------------------

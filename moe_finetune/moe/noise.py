@@ -30,7 +30,6 @@ class TrainingNoise(Perturbation):
 
     @property
     def active(self) -> bool:
-        """Whether anything is perturbed."""
         return bool(self.jitter or self.expert_dropout or self.random_second_choice)
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ class CudaTransfers:
         self.stream = torch.cuda.Stream(device)
 
     def keep(self, stack: Tensor) -> Tensor:
-        """The copy that waits on the host."""
         return stack.cpu().pin_memory()
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
@@ -84,7 +83,6 @@ class HostTransfers:
     device = torch.device("cpu")
 
     def keep(self, stack: Tensor) -> Tensor:
-        """The stack itself."""
         return stack
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:

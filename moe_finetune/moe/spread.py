@@ -46,8 +46,6 @@ class Spread:
 
     Attributes:
         group: the ranks that together hold all experts.
-        rank: this one's number among them.
-        size: how many they are.
     """
 
     group: Any

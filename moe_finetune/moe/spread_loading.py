@@ -53,9 +53,7 @@ def load_spread(
     All ranks of the run call it.
 
     Args:
-        model_class: transformers' class of the model.
         ranks: how many together hold all experts.
-        folder: the checkpoint's.
         device_map: None, for this process's device.
         **options: of ``from_pretrained``, ``output_loading_info`` among them.
     """

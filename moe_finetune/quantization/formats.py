@@ -41,7 +41,6 @@ class Format:
     """How quantised tensors lie in the files.
 
     Attributes:
-        name: for messages.
         suffixes: a float tensor's name without ``of`` and each of these are its parts, the packed
             values first.
         of: the end of the float tensor's name.

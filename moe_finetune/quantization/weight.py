@@ -44,7 +44,6 @@ class _Layout:
     rows: tuple[int, int, int] | None = None
 
     def shape(self, experts: int) -> tuple[int, ...]:
-        """The weight's."""
         first, second = self.stored[::-1] if self.transposed else self.stored
         if self.rows is not None:
             first = len(range(*self.rows))
@@ -105,7 +104,6 @@ class QuantizedWeight(Tensor):
 
     @property
     def kind(self) -> Kind:
-        """The number format."""
         return self._layout.kind
 
     @property

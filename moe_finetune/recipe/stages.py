@@ -51,11 +51,9 @@ class Stage:
     owned: dict[str, str] = field(default_factory=lambda: _REPEATED, hash=False)
 
     def trainer_class(self) -> Any:
-        """TRL's trainer."""
         return getattr(importlib.import_module(self.module), self.trainer)
 
     def config_class(self) -> Any:
-        """The dataclass of its arguments."""
         return getattr(importlib.import_module(self.module), self.config)
 
 

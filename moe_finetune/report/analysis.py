@@ -74,7 +74,6 @@ def analyze(
         limit: first rows of each domain.
         max_length: tokens of a row; what is longer is cut.
         probabilities: store the probabilities of all experts in the trace.
-        dtype: of the weights.
         backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which tells the
             selected experts and nothing else.
         engine: vLLM's own arguments.

@@ -71,7 +71,6 @@ class Run:
 
     @property
     def last_step(self) -> float | None:
-        """The last step that anything was logged at."""
         steps = [curve.steps[-1] for curve in self.curves.values() if curve.steps]
         return max(steps, default=None)
 

@@ -42,7 +42,6 @@ class Picture:
     """What a run's folder says at one moment.
 
     Attributes:
-        run: its folder.
         step, steps: optimizer steps done, and all of them where that is known.
         age: seconds since the run wrote its last log; None before the first.
         values: logged numbers by key, in the order of their steps.

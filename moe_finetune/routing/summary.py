@@ -21,10 +21,8 @@ def summarize_trace(
     """Metrics of a trace per layer and averaged over layers.
 
     Args:
-        trace: an open trace.
         sample: embeddings per layer that ``expert_overlap`` and ``silhouette`` use; their
             cost grows with its square.
-        seed: which ones.
         neighbours: k of ``expert_overlap``.
 
     Returns a dictionary with

@@ -107,7 +107,6 @@ class RoutingTrace:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens T of the whole trace."""
         return self.info.tokens
 
     @property

@@ -92,7 +92,6 @@ class TraceInfo:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the whole trace."""
         return sum(chunk.tokens for chunk in self.chunks)
 
     def sizes(self, chunk: ChunkInfo) -> dict[str, int | None]:

@@ -45,7 +45,6 @@ class Measures:
         self.gate_rows_EDH: np.ndarray | None = None
 
     def add(self, place: int, record: RoutingRecord) -> None:
-        """Add the tokens of one layer's record."""
         distribution_TE = record.distribution_TE.double()
         self.probability_LE[place] += distribution_TE.sum(0).cpu().numpy()
         self.entropy_L[place] += torch.special.entr(distribution_TE).sum().item()

@@ -73,7 +73,6 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
     """Check ``folder`` against its manifest.
 
     Args:
-        folder: the checkpoint.
         hashes: read every byte; otherwise names and sizes alone.
         share: (rank, ranks) of which each reads its share of the bytes.
 

@@ -18,9 +18,7 @@ class FoundWeights(TrainerCallback):
     note.
 
     Args:
-        recipe: the run's.
         path: its resolved copy; nothing is written where there is none.
-        callback: the method's.
     """
 
     def __init__(self, recipe: Recipe, path: Path, callback: SpecializationCallback):

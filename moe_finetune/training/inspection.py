@@ -94,8 +94,6 @@ def inspect_checkpoint(
     """Describe a checkpoint folder or hub id, and what ``recipe`` would do with it.
 
     Args:
-        path: the checkpoint.
-        recipe: what would be trained.
         gpu: GiB of one, to say whether the recipe fits.
 
     Raises:

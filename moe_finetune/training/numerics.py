@@ -60,9 +60,7 @@ class NumericsGuard(TrainerCallback):
     by layer.
 
     Args:
-        output: the run's folder.
         on_nan: "stop" or "skip".
-        callback: where the method's values come from.
         learns: the loss says what is learned; that of a policy gradient does not, and is near 0
             all the time.
     """

@@ -73,5 +73,4 @@ class StoredWeights(Mapping[str, Tensor]):
         return iter(self._places)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._places)

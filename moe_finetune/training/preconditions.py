@@ -88,7 +88,6 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
     Args:
         args: any transformers or TRL training arguments.
         method: the method that is to be trained with.
-        config: the language model's.
 
     Raises:
         ObjectiveError: fp16 (also when accelerate's environment asks for it), a balance loss of

@@ -29,7 +29,6 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     and no weights.
 
     Args:
-        recipe: the run.
         rows: how many rows to show, in the order of training.
         color: mark learned tokens by colour; else by double brackets.
     """

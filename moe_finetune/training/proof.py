@@ -43,7 +43,6 @@ class Proof:
 
     @property
     def problems(self) -> list[str]:
-        """The facts that are wrong."""
         return [check.problem for check in self.checks if check.problem is not None]
 
     def to_mapping(self) -> dict[str, Any]:
@@ -63,8 +62,6 @@ def prove(config: Any, family: Family, seed: int = 0) -> Proof:
 
     Args:
         config: transformers' config of a checkpoint; a small one is taken as it is.
-        family: the declared facts.
-        seed: of weights and tokens.
 
     Raises:
         CheckpointError: no small model of this type can be made.

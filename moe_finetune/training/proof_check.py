@@ -10,7 +10,6 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: what is compared.
         difference: the largest, relative to the largest value; None for names and numbers.
         bound: what the difference may be.
         problem: the fact that is wrong, and what the model says; None where all is right.
@@ -24,7 +23,6 @@ class Check:
     note: str = ""
 
     def line(self) -> str:
-        """The check as a line of text."""
         if self.problem is not None:
             return f"WRONG  {self.name}: {self.problem}"
         within = (

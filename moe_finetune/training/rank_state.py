@@ -37,9 +37,6 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
     """What ``rank`` of ``world`` goes on from.
 
     Args:
-        checkpoint: the folder.
-        rank: of this process.
-        world: processes of this run.
         callbacks: those that have a state for each rank, in the order of the file.
 
     Raises:

@@ -109,9 +109,7 @@ def rehearse(
     """Build what the run will build, but for weights.
 
     Args:
-        recipe: the run.
         config: of the model that it starts from.
-        tokenizer: of that model.
         train: examples with ``input_ids``.
         validation: such examples or None.
         ignore_memory: allow a run that cannot fit into this machine, however small its batches.
@@ -310,9 +308,6 @@ def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None
     """Steps and what one takes, as a line: with the rows' own the first that a run says.
 
     Args:
-        recipe: the run.
-        arguments: its trainer's.
-        rows: of the training data.
         tokens: of them; None where the stage's trainer tokenizes.
     """
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)

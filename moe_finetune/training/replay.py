@@ -66,7 +66,6 @@ class Replay:
 
     Args:
         recorder: what injects the losses; its hooks must be on the model before :meth:`note`.
-        objective: the recorder's.
     """
 
     def __init__(self, recorder: Recorder, objective: Objective):
@@ -292,7 +291,6 @@ class Replay:
         return [parameter for own in self.parts().values() for parameter in own]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that trains."""
         return [p for p in self.recorder.model.parameters() if p.requires_grad]
 
     def parts(self) -> dict[str, list[nn.Parameter]]:

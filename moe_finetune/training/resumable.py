@@ -109,8 +109,6 @@ class ResumableTrainer(_Trainer):
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest that verifies
                 (the beginning when there is none).
-            *args: as in transformers.
-            **kwargs: as in transformers.
 
         Raises:
             CheckpointError: the named checkpoint is damaged, or of another run; or DeepSpeed, whose

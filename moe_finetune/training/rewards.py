@@ -78,7 +78,6 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
     """The functions of a recipe's ``rewards:``.
 
     Args:
-        sections: the recipe's.
         columns: fields that every row of the data has.
 
     Raises:

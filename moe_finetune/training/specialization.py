@@ -168,7 +168,6 @@ class Specialization:
 
     @property
     def at_work(self) -> bool:
-        """Whether the hooks are on the model."""
         return self.recorder.installed
 
     def restore(self) -> None:

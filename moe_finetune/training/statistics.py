@@ -24,7 +24,6 @@ class TrainingStatistics:
 
     Args:
         layers: decoder indices of the MoE layers.
-        num_experts: E.
         names: terms whose values are summed. With several ranks every rank must name them all, so
             that one without a forward since the last read takes part in the same sums.
     """
@@ -50,7 +49,6 @@ class TrainingStatistics:
         }
 
     def __call__(self, record: RoutingRecord, loss: LayerLoss) -> None:
-        """Add one layer of one forward."""
         experts = self.num_experts
         if self._sums is None or self._sums.device != record.index_TK.device:
             self._sums = self._zeros(record.index_TK.device)
@@ -94,7 +92,6 @@ class TrainingStatistics:
         return {**self.state_dict(), "sums": None if self._sums is None else self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
         self._sums = state["sums"]
         self._routers = dict(state.get("routers", {}))
         self._losses = dict(state["losses"])

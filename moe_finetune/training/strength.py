@@ -38,7 +38,6 @@ class TermStrength:
     """One term's gradient on one window, at weight 1, against the language loss's.
 
     Attributes:
-        term: the term's name.
         trains: the parts its own layer's gradient reaches.
         weight: its full weight; 0 for a share whose weight is not found.
         shares, cosines: by part; None where nothing trains, or the language loss has no gradient.

@@ -195,10 +195,6 @@ def build_trainer(
     """TRL's trainer with the method's callback attached, the run's log and its guards.
 
     Args:
-        recipe: the run.
-        output: its folder.
-        model: what trains.
-        tokenizer: of that model.
         train: rows in the form of the stage.
         validation: such rows or None.
         other: makes the second model that some stages need: the teacher, or, where no adapter can

@@ -42,6 +42,5 @@ class WindowGradients:
         ]
 
     def close(self) -> None:
-        """Take the hooks off."""
         while self._handles:
             self._handles.pop().remove()

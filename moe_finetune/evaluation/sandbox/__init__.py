@@ -48,7 +48,6 @@ class Program:
 
     Attributes:
         code: generated code, complete with imports.
-        tests: the tests' source.
         setup: trusted source that the tests need (imports, helpers of the task).
         entry: names that the program must define; the tests see nothing else of it. Unless given,
             those that the tests use and that neither they, the set-up nor Python define.
@@ -114,7 +113,6 @@ class Sandbox:
     """Isolation that was tried at start with real programs.
 
     Args:
-        limits: what each program may use.
         allow_unsafe_local: where no isolation works, run programs with the user's own rights and
             only resource limits. Dangerous; never the default.
         kinds: isolations to try, in this order.
@@ -170,7 +168,6 @@ class Sandbox:
         return None
 
     def run(self, program: Program) -> Verdict:
-        """Run one program against its tests."""
         started = time.monotonic()
         deadline = started + self.limits.seconds
         worker = SandboxProcess(self.kind, "worker", self.limits)

@@ -36,10 +36,8 @@ class Limits:
 
     Attributes:
         seconds: wall clock for the program and its tests.
-        memory_bytes: all of its memory.
         processes: threads; processes too where it may start some (docker, podman).
         file_bytes: size of a file it writes, where it can write at all (without a sandbox).
-        open_files: open file descriptors.
         reply_bytes: longest answer to one call.
     """
 

@@ -52,7 +52,6 @@ def over_time(
     """Choose what a slider goes through: the name of each place, and the frames of each run.
 
     Args:
-        timelines: the runs.
         cells: of one frame; the page's size limits how many are kept, evenly over the training.
         shown: whether a routing has what is to be drawn.
     """

@@ -47,7 +47,6 @@ class Borders:
         self._begin[layer] = self.live.now  # corrects what its predecessor's end has noted
 
     def forward_ends(self, layer: int) -> None:
-        """After it."""
         self._forward[layer] = self.live.reset()
         self._top = self._begin[layer + 1] = self.live.now
 
@@ -65,7 +64,6 @@ class Borders:
         self._now, self._held = now, gradients
 
     def layers(self) -> list[LayerBytes]:
-        """By layer of the short model."""
         rows = []
         for index in range(self.count):
             forward, (begin, end, most) = self._begin[index], self._backward[index]

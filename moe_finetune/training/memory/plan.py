@@ -93,8 +93,6 @@ def plan_memory(
 
     Args:
         model: the whole adapted model on the meta device.
-        recipe: the run.
-        device: where it trains.
         with_losses: find out what the method's losses take, which costs a second look.
 
     Raises:

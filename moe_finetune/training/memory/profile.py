@@ -67,7 +67,6 @@ def step_profile(
     """Run one micro-batch of ``recipe`` on a model of the first layers of ``config``.
 
     Args:
-        config: of the whole model.
         kinds: by decoder layer, equal where layers are alike.
         recipe: the run; its rows are taken to be full.
         device: where it would train: what attention keeps, and TRL's default of checkpointing.

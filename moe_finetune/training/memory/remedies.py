@@ -28,8 +28,6 @@ def remedies(recipe: Recipe, device: Device, gpu: int, need: Callable[[Any], int
     """Changes one after the other until the run fits ``gpu`` bytes; the last says whether it does.
 
     Args:
-        recipe: one that does not fit.
-        device: where it trains.
         gpu: bytes there.
         need: the total of a recipe.
     """

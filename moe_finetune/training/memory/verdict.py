@@ -22,7 +22,6 @@ class Verdict:
     """The plan beside what there is.
 
     Attributes:
-        gpu: bytes of the GPU.
         room: bytes of it for tensors.
         changes: what to change, one after the other, where the run does not fit.
     """
@@ -34,7 +33,6 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits as it is."""
         return self.plan.total <= self.room
 
     def to_mapping(self) -> dict[str, Any]:
@@ -67,10 +65,7 @@ def judge(config: Any, recipe: Recipe, gpu_gib: float, device: Device = "cuda") 
     """Plan ``recipe`` for a GPU of ``gpu_gib`` GiB.
 
     Args:
-        config: of the whole model.
-        recipe: the run.
         gpu_gib: of the GPU, as sold.
-        device: where it trains.
 
     Raises:
         RecipeError: see :func:`~moe_finetune.training.memory.plan.plan_memory`.

@@ -31,7 +31,6 @@ class Weights:
             itself does not have.
         layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
             ``measured_gradients`` those in routers and routed experts, where losses are measured.
-        parameters: how many there are.
     """
 
     by_type: dict[str, int]
