@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tensors are tiny here. A second thread saves nothing, and where other work has the cores each
 # operation waits until both threads have had their turn: ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell's background jobs ignore it, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 TOGETHER = {"tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py"}
@@ -68,6 +71,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data go into a folder of the session's, also in child processes."""
     os.environ.setdefault("MOE_FINETUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment_of_this_module(_cache_of_this_session: None) -> Iterator[None]:
+    """What a module puts into the environment ends with it: vLLM sets LD_PRELOAD, among others."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
