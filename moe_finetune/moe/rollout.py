@@ -38,6 +38,7 @@ class RolloutChoice:
     def __init__(self, layers: Sequence[int]):
         self.layers = tuple(layers)
         self._forwards: list[dict[int, Tensor]] = []
+        self._places: int | None = None
 
     def begin(self, rows: int) -> Given:
         """For the coming forward, of ``rows`` rows."""
@@ -52,6 +53,10 @@ class RolloutChoice:
 
         return Given(route=note)
 
+    def end(self, places: int) -> None:
+        """Forget what was run behind the first ``places`` of the rows."""
+        self._places = places
+
     def experts(self, attention_mask_BS: Tensor) -> Tensor:
         """Experts ``(B, S, L, K)``, int16, of rows that begin as those of the rollout did.
 
@@ -65,7 +70,7 @@ class RolloutChoice:
         by_layer = [
             torch.cat([noted[layer] for noted in self._forwards], dim=1) for layer in self.layers
         ]
-        ran_BSLK = torch.stack(by_layer, dim=2)
+        ran_BSLK = torch.stack(by_layer, dim=2)[:, : self._places]
         if len(ran_BSLK) != rows or ran_BSLK.shape[1] > places:
             raise CaptureError(
                 f"the rollout ran {ran_BSLK.shape[1]} places of {len(ran_BSLK)} rows, and training "

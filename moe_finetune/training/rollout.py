@@ -58,7 +58,8 @@ class FollowsRollouts(_Trainer):
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         recorder = self.callback.recorder
         self._policy = self._policy or TrainedAdapter(recorder.model)
-        rollout = _Rollout(recorder, self.temperature)
+        longest, step = max(map(len, prompt_ids)), self.pad_to_multiple_of or 1
+        rollout = _Rollout(recorder, self.temperature, prompt=-(-longest // step) * step)
         with rollout.noting():
             completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._rollout = rollout
@@ -161,11 +162,15 @@ def check_replay(family: Family) -> None:
 
 
 class _Rollout:
-    """One rollout: the experts of its tokens, and the log-probabilities of those it sampled."""
+    """One rollout: the experts of its tokens, and the log-probabilities of those it sampled.
 
-    def __init__(self, recorder: Recorder, temperature: float):
-        self.recorder, self.temperature = recorder, temperature
+    ``prompt`` is P, with padding.
+    """
+
+    def __init__(self, recorder: Recorder, temperature: float, prompt: int):
+        self.recorder, self.temperature, self.prompt = recorder, temperature, prompt
         self.choice = RolloutChoice(_layers(recorder))
+        self._ran = 0
         self._sampled: list[Tensor] = []
         self._last_BV: Tensor | None = None
 
@@ -185,8 +190,10 @@ class _Rollout:
                 hook.remove()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._last_BV is not None:  # what is run now was sampled from it
-            self._keep(kwargs["input_ids"][:, -1])
+        ids = kwargs["input_ids"]
+        if self._ran >= self.prompt:  # a token that was sampled from what ran last
+            self._keep(ids[:, -1])
+        self._ran += ids.shape[1]
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         logits_BV = output.logits[:, -1].float()
@@ -197,14 +204,25 @@ class _Rollout:
         self._sampled.append(self._last_BV.gather(1, ids_B[:, None]).squeeze(1))
 
     def log_probs(self, completions: list[list[int]]) -> list[list[float]]:
-        """Of each token of the completions, which the rollout has just returned."""
+        """Of each token of the completions, which the rollout has just returned.
+
+        Raises:
+            CaptureError: a forward did not run the prompt, or a part of it, or one token more.
+        """
         assert self._last_BV is not None
+        if self._ran != self.prompt + len(self._sampled):
+            raise CaptureError(
+                f"the rollout ran {self._ran} places for a prompt of {self.prompt} and "
+                f"{len(self._sampled)} tokens: it did not sample them one after the other"
+            )
         longest = max(map(len, completions))
-        last = [ids[-1] if len(ids) == longest else 0 for ids in completions]
-        self._keep(torch.tensor(last, device=self._last_BV.device))
+        if len(self._sampled) < longest:  # the last token was sampled and not run
+            last = [ids[-1] if len(ids) == longest else 0 for ids in completions]
+            self._keep(torch.tensor(last, device=self._last_BV.device))
         self._last_BV = None
-        # A prompt that was run in parts came first.
-        rows = torch.stack(self._sampled[-longest:], dim=1).tolist()
+        # Rows that have ended run on while those of other ranks have not, where these need them.
+        self.choice.end(self.prompt + longest - 1)
+        rows = torch.stack(self._sampled[:longest], dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
 
 

@@ -36,10 +36,10 @@ from moe_finetune.training.trainer import build_trainer
 from moe_finetune.training.whole import plain_name
 from tests import fsdp, tiny
 
-PLAIN = "sft without a method"
-CASES = (*STAGES, PLAIN)
+PLAIN, RAGGED = "sft without a method", "grpo whose completions end early"
+CASES = (*STAGES, PLAIN, RAGGED)
 WORLD, LENGTH = 2, 7
-PAD = tiny.tokenizer().pad_token_id
+PAD, END = tiny.tokenizer().pad_token_id, tiny.tokenizer().eos_token_id
 SPREAD, SHARDED, ALONE = MODES = ("spread", "sharded", "alone")
 # Means over tokens, which are as many in every micro-batch here, or of weights alone: the trainer
 # of GRPO cuts a step into other micro-batches.
@@ -90,7 +90,7 @@ class Gradients(TrainerCallback):
 
 def recipe(case: str, folder: Path) -> Any:
     """One step of six rows."""
-    stage = "sft" if case == PLAIN else case
+    stage = {PLAIN: "sft", RAGGED: "grpo"}.get(case, case)
     file = folder / f"{stage}-{ranks.rank()}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]))
     each = {"kto": 6}.get(stage, 3)
@@ -110,7 +110,7 @@ def recipe(case: str, folder: Path) -> Any:
     tree = {
         "stage": stage,
         "model": {"path": "unused", "dtype": "float32"},
-        "method": {"terms": {} if case == PLAIN else TERMS},
+        "method": {"terms": {} if case in (PLAIN, RAGGED) else TERMS},
         "lora": {"rank": 4, "alpha": 8, "dropout": 0.0},
         "data": {"train": str(file), "max_length": 64, "packing": False},
         "trainer": trainer,
@@ -119,6 +119,7 @@ def recipe(case: str, folder: Path) -> Any:
         reward = folder / f"reward{ranks.rank()}.py"
         reward.write_text(REWARD)
         tree["rewards"] = [{"file": str(reward)}]
+        tree["router"] = {"replay": case == RAGGED}
     if stage == "distill":
         tree["teacher"] = "unused"
     return recipe_from_tree(Tree(tree))
@@ -154,6 +155,7 @@ class Fixed(LogitsProcessor):
     """Leaves one token to sample: what follows from the prompt, on any number of ranks."""
 
     made_BC: torch.Tensor | None = None
+    ragged = False
 
     def __call__(self, input_ids, scores):
         if self.made_BC is None:
@@ -163,6 +165,8 @@ class Fixed(LogitsProcessor):
                 seen[prompt] += 1
                 generator = torch.Generator().manual_seed(prompt * 31 + seen[prompt])
                 made.append(torch.randint(4, 260, (LENGTH,), generator=generator))
+                if self.ragged:  # of one length for each prompt, and so for each of two ranks
+                    made[-1][1 + prompt // 2 % 5] = END
             self.made_BC = torch.stack(made)
         next_B1 = self.made_BC[:, input_ids.shape[1] - self.start, None]
         return torch.full_like(scores, -torch.inf).scatter(1, next_B1, 0.0)
@@ -184,6 +188,7 @@ def step(case: str, folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], d
     output = folder / f"{case}-{mode}"
     output.mkdir(exist_ok=True)
     trainer, callback = build_trainer(asked, output, student(mode), tokenizer, data, None, teacher)
+    Fixed.ragged = case == RAGGED
     held = Gradients()
     trainer.add_callback(held)
     try:

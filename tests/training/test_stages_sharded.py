@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from moe_finetune.recipe.stages import STAGES
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.training.stages_worker import ALONE, MODES, PLAIN, SHARDED, SPREAD, TERMS, WORLD
+from tests.training.stages_worker import ALONE, MODES, PLAIN, RAGGED, SHARDED, SPREAD, TERMS, WORLD
 
 pytestmark = pytest.mark.slow
 LIMIT = 1e-5
@@ -62,3 +62,14 @@ def test_rollouts_are_those_of_the_trained_model(found, mode):
     _, log = found[mode]
     assert log["grpo"]["routing/changed_from_rollout"] == 0
     assert abs(log["grpo"]["rollout/log_prob_difference"]) < LIMIT
+
+
+def test_a_rank_whose_completions_have_ended_runs_on_with_the_others(found):
+    alone, log = found[ALONE]
+    lengths = [log[RAGGED][f"completions/{end}_length"] for end in ("min", "max")]
+    assert lengths[0] < lengths[1]
+    for mode in (SPREAD, SHARDED):
+        tensors, other = found[mode]
+        assert furthest(gradients(alone, RAGGED), gradients(tensors, RAGGED)) <= LIMIT
+        for name in ("routing/changed_from_rollout", "rollout/log_prob_difference", "rollout/kl"):
+            assert abs(other[RAGGED][name]) < LIMIT, (mode, name)
