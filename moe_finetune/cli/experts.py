@@ -141,7 +141,7 @@ def place(
 ) -> None:
     """Plan which rank holds which expert, so that tokens cross ranks less; for `permute`.
 
-    Plans on the first half of the sequences and shows what that does to the other half.
+    Plans on the first half of each domain's sequences and shows what that does to the others.
 
     With --bench FILE it measures samples/s of vLLM under expert parallelism, on as many GPUs as
     ranks: the trace's checkpoint with experts in round robin, the same placed by the plan, and the

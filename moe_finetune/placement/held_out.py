@@ -1,4 +1,4 @@
-"""Plan on the first half of a trace's sequences, judge on the other half."""
+"""Plan on the first half of each domain's sequences, judge on the other half."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_trace(
         RecipeError: ranks or groups that do not fit the experts.
     """
     info, ids_TLK, sequence_T = trace.info, trace.load("ids"), trace.load("seq")
-    seen_T = sequence_T <= np.median(sequence_T)
+    seen_T = _first_half(sequence_T, trace.load("domain"))
     if seen_T.all():
         raise TraceError(
             f"{trace.path}: holds one sequence; wanted several, to judge the plan on others"
@@ -64,3 +64,12 @@ def plan_trace(
         {name: placement_metrics(ids_TLK[~seen_T], placed) for name, placed in placements.items()},
         bucket_sequences(ids_TLK[~seen_T], sequence_T[~seen_T], ranks_LE),
     )
+
+
+def _first_half(sequence_T: np.ndarray, domain_T: np.ndarray) -> np.ndarray:
+    """Tokens of the first half of each domain, so that both halves hold the same mixture."""
+    seen_T = np.zeros(len(sequence_T), bool)
+    for domain in np.unique(domain_T):
+        here_T = domain_T == domain
+        seen_T |= here_T & (sequence_T <= np.median(sequence_T[here_T]))
+    return seen_T

@@ -211,18 +211,24 @@ def test_wrong_arguments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["intent", "law"])
-def test_real_routing(data_file, task):
-    with np.load(data_file(f"deepseek_v2_lite_routing_{task}.npz"), allow_pickle=False) as file:
-        index = file["ids"]
-    half = len(index) // 2
-    base = placement_metrics(index, index_order(26, 64, 8))
-    assert base["cross_rank_share"] == pytest.approx(0.874, abs=1.5e-3)
-    assert base["ranks_per_token"] == pytest.approx(4.56, abs=8e-3)
-    found = placement_metrics(index[half:], plan_placement(index[:half], 64, 8))
-    assert found["cross_rank_share"] <= 0.72
+@pytest.mark.parametrize("tasks", [["intent"], ["law"], ["intent", "law"]])
+def test_real_routing(data_file, tasks):
+    seen, held = [], []
+    for task in tasks:
+        with np.load(data_file(f"deepseek_v2_lite_routing_{task}.npz"), allow_pickle=False) as file:
+            index = file["ids"]
+        half = len(index) // 2
+        seen.append(index[:half])
+        held.append(index[half:])
+        base = placement_metrics(index, index_order(26, 64, 8))
+        assert base["cross_rank_share"] == pytest.approx(0.874, abs=1.5e-3)
+        assert base["ranks_per_token"] == pytest.approx(4.56, abs=8e-3)
+    plan = plan_placement(np.concatenate(seen), 64, 8, max_imbalance=1.3)
+    found = placement_metrics(np.concatenate(held), plan)
+    assert found["cross_rank_share"] < 0.70
     assert found["ranks_per_token"] <= 3.5
-    assert found["rank_imbalance"] <= 1.30
+    # Near the limit: balance that was not asked for would cost crossings.
+    assert 1.2 < found["rank_imbalance"] <= 1.30
 
 
 def test_routing_groups_stay_whole():

@@ -87,6 +87,23 @@ def test_place_plans_on_one_half_and_judges_on_the_other(inputs, tmp_path, capsy
     assert cli.main(["place", str(aux), "--ranks", "4", "--dry-run", "-o", other + "x"]) == 2
 
 
+def test_every_domain_is_planned_for_and_judged(tmp_path):
+    """A trace of one domain after another, as `analyze --domain` records it."""
+    facts = {"model_type": "olmoe", "checkpoint": "x", "layers": range(3), "domains": ("a", "b")}
+    ids, seq = topical(1200, layers=3)
+    other = (topical(1000, layers=3, seed=1)[0] + 5) % 12
+    with TraceWriter(tmp_path / "two", **facts, num_experts=12, top_k=3) as writer:
+        writer.append(ids, None, seq, domain="a")
+        writer.append(other, None, 1000 + seq[:1000], domain="b")
+    found = plan_trace(RoutingTrace.open(tmp_path / "two"), 4)
+    halves = [seq <= np.median(seq), seq[:1000] <= np.median(seq[:1000])]
+    held = np.concatenate([ids[~halves[0]], other[~halves[1]]])
+    assert found.metrics["planned"] == placement_metrics(held, found.plan.ranks_LE)
+    simple = found.metrics["index order"]
+    assert found.metrics["planned"]["rank_imbalance"] <= 1.3 < simple["rank_imbalance"]
+    assert found.metrics["planned"]["cross_rank_share"] < simple["cross_rank_share"]
+
+
 def held_seq(trace):
     seq = trace.load("seq")
     return seq[seq > np.median(seq)]
