@@ -72,9 +72,14 @@ class FollowsRollouts(_Trainer):
             obstacle = f"{what} does not return the experts of a rollout to TRL"
         else:
             mode = self.generation_config.get_generation_mode()
-            if mode in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+            if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+                obstacle = f"trainer.generation_kwargs make it {mode.value}, not sampling"
+            elif self.generation_config.use_cache is False:
+                obstacle = (
+                    "trainer.generation_kwargs.use_cache is false, so rows run again as a whole"
+                )
+            else:
                 return True
-            obstacle = f"trainer.generation_kwargs make it {mode.value}, not sampling"
         if self.replay:
             raise CaptureError(f"router.replay: {obstacle}")
         if not self._said:

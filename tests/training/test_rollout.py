@@ -37,7 +37,7 @@ def weights_of(model):
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def trainer_for(folder, family, replay, **changes):
+def trainer_for(folder, family, replay, ends=1, **changes):
     """A trainer whose ``seen`` has each micro-batch, the weights, and the experts used."""
     stage = STAGES["grpo"]
     options = {
@@ -52,6 +52,7 @@ def trainer_for(folder, family, replay, **changes):
     args = stage.config_class()(**{**options, **changes})
     prompts = Dataset.from_list([{"prompt": p} for p in ("a", "abcdefg", "wxyz", "qq")])
     model = student(family)
+    model.generation_config.eos_token_id = list(range(ends))
     trainer = trainer_of(stage)(
         model=model, args=args, train_dataset=prompts, reward_funcs=letters,
         processing_class=tiny.tokenizer(),
@@ -124,14 +125,23 @@ def by_hand(model, inputs, rolled, trained):
     return [sum(x) / len(x) for x in (changed, differences, divergences)], rows
 
 
-@pytest.mark.parametrize(("family", "replay"), [("qwen3_moe", False), ("moonlight", True)])
-def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay):
-    trainer = trainer_for(tmp_path, family, replay)
+# Prompts that run in parts, rows of round lengths, and completions that end at tokens below 40.
+ODD = {"ends": 40, "pad_to_multiple_of": 5, "generation_kwargs": {"prefill_chunk_size": 3}}
+
+
+@pytest.mark.parametrize(
+    ("family", "replay", "changes"),
+    [("qwen3_moe", False, {}), ("moonlight", True, {}), ("qwen3_moe", False, ODD)],
+)
+def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay, changes):
+    trainer = trainer_for(tmp_path, family, replay, **changes)
     trainer.train()
     logs = [row for row in trainer.state.log_history if "loss" in row]
     model = student(family).eval()
     steps = [trainer.seen[:2], trainer.seen[2:]]
     assert len(trainer.seen) == 4
+    lengths = {int(n) for inputs, *_ in trainer.seen for n in inputs["completion_mask"].sum(1)}
+    assert len(lengths) > 2 if changes else lengths == {6}
     for log, batches in zip(logs, steps, strict=True):
         wanted = []
         for inputs, rolled, trained, used in batches:
@@ -163,16 +173,20 @@ def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay):
             assert [log[key] for key in KEYS] == pytest.approx(means, rel=2e-3)
 
 
-def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog):
-    beams = {"generation_kwargs": {"num_beams": 2}, "num_iterations": 1, "max_steps": 1}
-    with pytest.raises(
-        CaptureError, match=r"router.replay: trainer.generation_kwargs make it beam"
-    ):
-        trainer_for(tmp_path, "qwen3_moe", True, **beams).train()
-    trainer = trainer_for(tmp_path, "qwen3_moe", False, **beams)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_beams": 2}, "trainer.generation_kwargs make it beam"),
+        ({"use_cache": False}, "trainer.generation_kwargs.use_cache is false"),
+    ],
+)
+def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog, changes, said):
+    options = {"generation_kwargs": changes, "num_iterations": 1, "max_steps": 1}
+    with pytest.raises(CaptureError, match=f"router.replay: {said}"):
+        trainer_for(tmp_path, "qwen3_moe", True, **options).train()
+    trainer = trainer_for(tmp_path, "qwen3_moe", False, **options)
     trainer.train()
-    said = "routing/changed_from_rollout is not logged: trainer.generation_kwargs make it beam"
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(f"routing/changed_from_rollout is not logged: {said}") == 1
     assert not any(KEYS[0] in row for row in trainer.state.log_history)
 
 
