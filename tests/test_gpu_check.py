@@ -24,7 +24,7 @@ def check(*options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_on_a_cpu(tmp_path):
+def test_on_a_cpu(warm, tmp_path):
     page = tmp_path / "check.md"
     done = check("--device", "cpu", "--tiny", "--output", str(page))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
@@ -41,7 +41,7 @@ def test_on_a_cpu(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
-def test_without_a_gpu(tmp_path):
+def test_without_a_gpu(warm, tmp_path):
     page = tmp_path / "check.md"
     done = check("--device", "cuda", "--output", str(page))
     assert done.returncode == 2 and not page.exists()

@@ -25,7 +25,7 @@ WHOLE, SPREAD = (), ("parallel.experts=2",)
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
+def recipe(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     tiny.save("qwen3_moe", folder / "base")
     # Of equal length: a mean over ranks of means over their tokens is then the mean over all.
