@@ -9,7 +9,7 @@ file and line.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_finetune.data.rows import ROLES, renamed
@@ -22,6 +22,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "unpaired": ("prompt", "completion", "label"),
     "prompts": ("prompt",),
 }
+READ_BY = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
+"""Rewards by name, and the field that each reads of a row."""
 
 
 class StageFormer:
@@ -29,9 +31,16 @@ class StageFormer:
 
     Args:
         columns: our field -> the file's field.
+        rewards: by name, whose fields each row must have.
     """
 
-    def __init__(self, stage: Stage, columns: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        stage: Stage,
+        columns: Mapping[str, str] | None = None,
+        rewards: Sequence[str | None] = (),
+    ):
+        self._read = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.form: str = stage.form
         self.detected = ""
         self.columns = columns or {}
@@ -63,7 +72,32 @@ class StageFormer:
             raise DataError(f"{place}: 'label': wanted true or false, got {short(row['label'])}")
         if self.form == "preference" and row["chosen"] == row["rejected"]:
             raise DataError(f"{place}: 'chosen' and 'rejected' are equal; nothing is preferred")
+        for field, reward in self._read.items():
+            _check_read(place, row, field, reward)
         return row if self.form == "prompts" else {field: row[field] for field in self._fields}
+
+
+def _check_read(place: str, row: Row, field: str, reward: str) -> None:
+    """Refuse a row whose ``field`` the reward of this name cannot read."""
+    if field not in row:
+        raise DataError(
+            f"{place}: no field '{field}', which rewards: '{reward}' reads; the row has "
+            f"{', '.join(map(str, row))}{did_you_mean(field, row)}. Name yours with "
+            f"data.columns: {{{field}: ...}}"
+        )
+    value = row[field]
+    if field == "tests":
+        texts = [value] if isinstance(value, str) else value
+        good = isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)
+        wanted = "text, or a list of texts"
+    else:
+        good = isinstance(value, str | int | float) and str(value).strip()
+        wanted = "text or a number"
+    if not good:
+        raise DataError(
+            f"{place}: '{field}': wanted {wanted}, which rewards: '{reward}' reads, got "
+            f"{short(value)}"
+        )
 
 
 def _common_prompt(place: str, row: Row) -> Row:

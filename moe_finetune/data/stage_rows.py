@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +51,17 @@ def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
             if field.name == "max_completion_length"
         )
         room = recipe.trainer.get("max_completion_length", usual)
-    return load_stage_rows(stage, recipe.data, tokenizer, recipe.seed, room)
+    rewards = [section.name for section in recipe.rewards]
+    return load_stage_rows(stage, recipe.data, tokenizer, recipe.seed, room, rewards)
 
 
 def load_stage_rows(
-    stage: Stage, data: DataSection, tokenizer: Any, seed: int, room: int = 0
+    stage: Stage,
+    data: DataSection,
+    tokenizer: Any,
+    seed: int,
+    room: int = 0,
+    rewards: Sequence[str | None] = (),
 ) -> Examples:
     """Training and validation rows of a stage that tokenizes its own.
 
@@ -63,6 +69,7 @@ def load_stage_rows(
         tokenizer: a fast tokenizer; gets the chat template that ``data`` names.
         seed: shuffles the training rows and draws those that a ``limit`` keeps.
         room: tokens that the trainer adds to a prompt.
+        rewards: by name, whose fields each row must have.
 
     Returns:
         Rows with the stage's fields; ``sources`` have ``input_ids`` and ``labels`` of prompt and
@@ -73,10 +80,12 @@ def load_stage_rows(
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
-    train, parts = _read(stage, data.train, data, tokenizer, "train", order, room)
+    train, parts = _read(stage, data.train, data, tokenizer, "train", order, room, rewards)
     validation = None
     if data.validation is not None:
-        validation, parts = _read(stage, data.validation, data, tokenizer, "validation", 0, room)
+        validation, parts = _read(
+            stage, data.validation, data, tokenizer, "validation", 0, room, rewards
+        )
     measured = [(path, _tokens(rows, tokenizer, data.max_length)) for path, rows in parts]
     return Examples(train.shuffle(order), validation, measured)
 
@@ -89,13 +98,14 @@ def _read(
     name: str,
     seed: int,
     room: int,
+    rewards: Sequence[str | None],
 ) -> tuple[Dataset, list[tuple[str, list[Row]]]]:
     from datasets import Dataset
 
     kept, parts = _Kept([]), []
     for number, source in enumerate(listed(sources, name)):
         first = len(kept.rows)
-        rows = _source(stage, source, data, seed + number)
+        rows = _source(stage, source, data, seed + number, rewards)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
         _keep(kept, rows, data, tokenizer, room)
@@ -120,12 +130,18 @@ def _read(
         ) from error
 
 
-def _source(stage: Stage, source: DataSource, data: DataSection, seed: int) -> Iterator[Placed]:
+def _source(
+    stage: Stage,
+    source: DataSource,
+    data: DataSection,
+    seed: int,
+    rewards: Sequence[str | None],
+) -> Iterator[Placed]:
     if source.template or data.template:
         raise DataError(
             f"data.template: stage {stage.name} takes fields as they are; use data.columns"
         )
-    former: Any = StageFormer(stage, source.columns or data.columns)
+    former: Any = StageFormer(stage, source.columns or data.columns, rewards)
     return iter(SourceReader(source, former, source.split or data.split, seed))
 
 

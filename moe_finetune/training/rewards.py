@@ -3,17 +3,25 @@
 ``rewards: [exact_match]``, ``rewards: [{name: boxed, weight: 2.0}]``, or a function of one's own,
 ``rewards: [{file: my_rewards.py, function: brevity}]``. A reward is called as TRL calls it: with
 the texts of a batch of completions and, by name, a list for each field of their rows; it returns
-a number for each. A new one is a function and a line in ``REWARDS``.
+a number for each, or None where it does not apply. A new one is a function and a line in
+``REWARDS``, and in ``READ_BY`` where it reads a field.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.data.stage_form import READ_BY
 from moe_finetune.errors import DataError, DependencyError, RecipeError, did_you_mean
+from moe_finetune.io.rows import short
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 
@@ -71,7 +79,6 @@ def code_tests(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> li
 REWARDS.register("exact_match", exact_match)
 REWARDS.register("boxed", boxed)
 REWARDS.register("code", code_tests)
-_READS = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
 
 
 def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) -> list[Reward]:
@@ -92,7 +99,7 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
             continue
         assert section.name is not None
         function = REWARDS[section.name]
-        needed = _READS.get(section.name)
+        needed = READ_BY.get(section.name)
         if needed is not None and needed not in columns:
             raise DataError(
                 f"rewards: '{section.name}' reads the field '{needed}' of each row, and the rows "
@@ -129,7 +136,7 @@ def _from_file(section: RewardSection) -> Reward:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RecipeError(
             f"rewards.file: {path} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -140,4 +147,57 @@ def _from_file(section: RewardSection) -> Reward:
             f"rewards.function: {path} has no function '{section.function}'"
             f"{did_you_mean(section.function, names)}"
         )
-    return function
+    return _checked(function, f"rewards: '{section.function}' of {path}")
+
+
+def _checked(function: Any, where: str) -> Any:
+    """``function``, asynchronous or not, whose faults are said with their place."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 (an object's own, which may be a coroutine)
+    ):
+
+        @functools.wraps(function)
+        async def reward(completions: Sequence[Any], **fields: Any) -> list[float | None]:
+            with _faults_said(where):
+                found = await function(completions=completions, **fields)
+            return _scores(found, completions, where)
+
+    else:
+
+        @functools.wraps(function)
+        def reward(completions: Sequence[Any], **fields: Any) -> list[float | None]:
+            with _faults_said(where):
+                found = function(completions=completions, **fields)
+            return _scores(found, completions, where)
+
+    return reward
+
+
+@contextmanager
+def _faults_said(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise RecipeError(
+            f"{where} failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error
+
+
+def _scores(found: Any, completions: Sequence[Any], where: str) -> list[float | None]:
+    """What a function returned, as numbers; None where it does not apply."""
+    if not hasattr(found, "__len__") or isinstance(found, str | dict):
+        raise RecipeError(f"{where} returned {short(found)}; wanted a list of numbers")
+    if len(found) != len(completions):
+        raise RecipeError(
+            f"{where} returned {len(found)} numbers for {len(completions)} completions; wanted one "
+            "for each"
+        )
+    for score, completion in zip(found, completions, strict=True):
+        if score is None or (hasattr(score, "__float__") and math.isfinite(score)):
+            continue
+        raise RecipeError(
+            f"{where} returned {short(score)} for the completion {short(text_of(completion))}; "
+            "wanted a finite number, or None where it does not apply"
+        )
+    return [None if score is None else float(score) for score in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 
@@ -194,6 +195,28 @@ def test_a_row_without_the_form_is_refused_with_its_place(stage, row, said):
     assert said in str(caught.value) and str(caught.value).startswith("rows.jsonl, line 3")
 
 
+@pytest.mark.parametrize(
+    ("reward", "fields", "said"),
+    [
+        ("exact_match", {"anwser": "4"}, "no field 'answer', which rewards: 'exact_match' reads"),
+        ("boxed", {"answer": None}, "'answer': wanted text or a number, which rewards: 'boxed'"),
+        ("exact_match", {"answer": " "}, "'answer': wanted text or a number"),
+        ("code", {"answer": "4"}, "no field 'tests', which rewards: 'code' reads"),
+        ("code", {"tests": []}, "'tests': wanted text, or a list of texts"),
+        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': wanted text, or a list of texts"),
+    ],
+)
+def test_a_row_that_a_reward_cannot_read_is_refused_with_its_place(
+    made, tmp_path, reward, fields, said
+):
+    right = {"prompt": "2 + 2 = ", "answer": "4", "tests": "assert f() == 4"}
+    rows = [right, right, {"prompt": "1 + 1 = ", **fields}]
+    with pytest.raises(DataError) as caught:
+        plan_run(made("grpo", rows=rows, rewards=[reward]), tmp_path / "run")
+    place = f"{tmp_path / 'grpo.jsonl'}:3: "
+    assert str(caught.value).startswith(place + said), str(caught.value)
+
+
 def test_two_conversations_share_their_prompt():
     ask, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
     other = {"role": "assistant", "content": "z"}
@@ -289,3 +312,37 @@ def test_a_program_is_rewarded_by_its_tests():
 def test_a_reward_names_the_field_that_is_missing():
     with pytest.raises(DataError, match=r"'exact_match' reads the field 'answer'"):
         reward_functions([RewardSection(name="exact_match")], ["prompt", "solution"])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise KeyError('boom')", r"failed: KeyError: 'boom' \(.*mine.py:2\)"),
+        ("raise SystemExit(3)", "failed: SystemExit: 3"),
+        ("pass", "returned None; wanted a list of numbers"),
+        ("return [0.5]", "returned 1 numbers for 2 completions; wanted one for each"),
+        ("return [0.5, 'a']", "returned 'a' for the completion 'two'; wanted a finite number"),
+        ("return [float('nan'), 1]", "returned nan for the completion 'one'; wanted a finite"),
+    ],
+)
+@pytest.mark.parametrize("way", ["def", "async def"])
+def test_a_fault_of_a_reward_of_ones_own_is_said_with_its_place(tmp_path, way, body, said):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{way} reward(completions, **_):\n    {body}\n")
+    (reward,) = reward_functions([RewardSection(file=str(file))], ["prompt"])
+
+    def call():
+        found = reward(completions=["one", "two"], prompts=["a", "b"])
+        return asyncio.run(found) if way == "async def" else found
+
+    with pytest.raises(RecipeError, match=rf"rewards: 'reward' of .*mine.py {said}"):
+        call()
+    file.write_text(f"{way} reward(completions, **_):\n    return [None, 2]\n")
+    (reward,) = reward_functions([RewardSection(file=str(file))], ["prompt"])
+    assert call() == [None, 2.0] and reward.__name__ == "reward"
+
+
+def test_a_file_of_rewards_that_ends_the_process_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(RecipeError, match=r"mine.py cannot be imported: SystemExit: 3"):
+        reward_functions([RewardSection(file=str(tmp_path / "mine.py"))], ["prompt"])
