@@ -35,7 +35,7 @@ def counted_peak(config: Any, recipe: Any) -> int:
         config: a transformers config; the model gets random weights.
         recipe: the run; its checkpoint and data are not read.
     """
-    from moe_finetune.training.memory.live import LiveBytes
+    from moe_finetune.training.memory.borders import LiveBytes
     from moe_finetune.training.memory.profile import head_tiles
 
     with tempfile.TemporaryDirectory() as folder, head_tiles(config), LiveBytes() as live:

@@ -92,7 +92,7 @@ def load_strength_study(path: str | Path, overrides: Sequence[str] = ()) -> Stre
     return study
 
 
-def run_strength_study(
+def run(
     recipe: str | Path,
     output: str | Path,
     overrides: Sequence[str] = (),
@@ -129,7 +129,7 @@ def shard_of(method: str, share: float, seed: int) -> Shard:
     return Shard("finetune", arm_of(method, share), seed)
 
 
-def plan_strength_study(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
     """The runs, counted."""
     study = load_strength_study(recipe, overrides)
     runs = len(study.seeds) * (1 + len(study.methods) * len(study.shares))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eval.effects.claims import Effect
 
 
-def run_miniature(
+def run(
     recipe: str | Path,
     output: str | Path,
     overrides: Sequence[str] = (),
@@ -76,7 +76,7 @@ def effects_of(study: Miniature) -> list[Effect]:
     ]
 
 
-def plan_miniature(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
+def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> str:
     """The runs of a miniature, counted by part."""
     from eval.effects.shards import shards_of
 

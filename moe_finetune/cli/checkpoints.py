@@ -81,8 +81,7 @@ def inspect(
             raise typer.Exit(1)
         return
     if strength:
-        from moe_finetune.training.first_strength import strength_of
-        from moe_finetune.training.measure_strength import strength_table
+        from moe_finetune.training.measure_strength import strength_of, strength_table
 
         if not recipe:
             raise RecipeError("--strength: measures a recipe's losses; name one with --recipe")

@@ -92,7 +92,7 @@ def open_backend(
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         determinantal: choose experts by greedy determinant with this eps in the place of top-k
-            (transformers only), see :mod:`moe_finetune.moe.greedy`.
+            (transformers only), see :mod:`moe_finetune.moe.determinantal`.
         candidates: experts of highest score that it tries; None: all.
 
     Raises:

@@ -82,7 +82,7 @@ class CachedLM(LM):
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
         lengths = self._lengths(kind, requests)
         self.usage.requests += len(requests)
-        bar = _Bar(len(requests), kind, self._progress)
+        done = 0
 
         def ask(indices: list[int]) -> list[Any]:
             started = time.perf_counter()
@@ -95,8 +95,13 @@ class CachedLM(LM):
             return replies
 
         def progress(indices: list[int], stored: bool) -> None:
-            self.usage.stored += len(indices) * stored
-            bar.update(len(indices), self.usage)
+            nonlocal done
+            done, usage = done + len(indices), self.usage
+            usage.stored += len(indices) * stored
+            if self._progress:
+                speed = f", {usage.tokens / usage.seconds:,.0f} tokens/s" if usage.seconds else ""
+                note = f"{kind.replace('_', ' ')} {done}/{len(requests)}{speed}"
+                terminal().progress(done, len(requests), note)
 
         return answer_all(
             kind, [r.args for r in requests], ask, self._store, self._backend.chunk, progress
@@ -189,18 +194,3 @@ def _name(chunk: list[Instance], asked: tuple[Any, ...] | None) -> str:
         if asked is not None and list(request.args) == list(asked):
             return f"{task}, item {request.doc_id}"
     return f"{task}, one of items {min(r.doc_id for r in chunk)}-{max(r.doc_id for r in chunk)}"
-
-
-class _Bar:
-    """Progress with tokens/s; nothing when disabled."""
-
-    def __init__(self, total: int, kind: str, enabled: bool):
-        self._total, self._kind, self._enabled = total, kind.replace("_", " "), enabled
-        self._done = 0
-
-    def update(self, done: int, usage: Usage) -> None:
-        self._done += done
-        if self._enabled:
-            speed = f", {usage.tokens / usage.seconds:,.0f} tokens/s" if usage.seconds else ""
-            note = f"{self._kind} {self._done}/{self._total}{speed}"
-            terminal().progress(self._done, self._total, note)

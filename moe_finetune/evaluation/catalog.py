@@ -26,6 +26,9 @@ class Catalog:
     Args:
         suite: the suite to be run; lm-eval's own 14,000 tasks are indexed only when it needs them.
         data_dir: folder of local data, or None to let tasks load from the hub.
+
+    Attributes:
+        manager: lm-eval's TaskManager with the registered tasks.
     """
 
     def __init__(self, suite: Suite, data_dir: str | Path | None = None):
@@ -42,11 +45,11 @@ class Catalog:
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise DataError(f"data folder {self.data_dir} does not exist")
         own = str(eval_root() / "tasks")
-        self._manager = TaskManager(include_path=own, include_defaults=False)
-        self._index = self._manager._index
+        self.manager = TaskManager(include_path=own, include_defaults=False)
+        self._index = self.manager._index
         if not all(self._resolves(t.task) for t in suite.tasks if not (t.external or t.template)):
-            self._manager = TaskManager(include_path=own)
-            self._index = self._manager._index
+            self.manager = TaskManager(include_path=own)
+            self._index = self.manager._index
 
     def _resolves(self, name: str) -> bool:
         try:
@@ -259,11 +262,6 @@ class Catalog:
                         config[split_key] = None
             if "class" not in config:
                 self._index[leaf.name] = Entry(leaf.name, Kind.TASK, None, cfg=config)
-
-    @property
-    def manager(self) -> Any:
-        """lm-eval's TaskManager with the registered tasks."""
-        return self._manager
 
 
 def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[str, list[Leaf]]]:

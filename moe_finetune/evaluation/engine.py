@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -133,26 +134,23 @@ def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
         )
 
 
+@dataclass
 class _Run:
     """One call of :func:`evaluate` after everything was checked and opened."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        catalog: Catalog,
-        backend: Backend,
-        settings: dict[str, Any],
-        output: Path,
-        limit: int | None,
-        seed: int,
-        overflow: str,
-        progress: bool,
-    ):
-        self.suite, self.catalog, self.backend, self.settings = suite, catalog, backend, settings
-        self.output, self.limit, self.seed = output, limit, seed
-        self.overflow, self.progress = overflow, progress
-        self.identity = {"checkpoint": backend.identity, "settings": settings}
-        self.key = f"{backend.identity[:12]}-{sha256_json(settings)[:12]}"
+    suite: Suite
+    catalog: Catalog
+    backend: Backend
+    settings: dict[str, Any]
+    output: Path
+    limit: int | None
+    seed: int
+    overflow: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.identity = {"checkpoint": self.backend.identity, "settings": self.settings}
+        self.key = f"{self.backend.identity[:12]}-{sha256_json(self.settings)[:12]}"
         self.started = time.time()
 
     def go(self, leaves: dict[str, list[Leaf]], allow_unsafe_local: bool) -> Results:

@@ -1,15 +1,24 @@
-"""The study's page: the table, its pictures, the tests against the baseline, the runs."""
+"""The study's page: the table, its pictures, the tests against the baseline, the runs.
+
+The pictures show what every arm reached side by side, and its curves over training.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
+
 from moe_finetune.experiments import render
-from moe_finetune.experiments.figures import figures
-from moe_finetune.experiments.results import StudyResults
-from moe_finetune.experiments.table import Cell, Column, Table
+from moe_finetune.experiments.results import RunResult, StudyResults
+from moe_finetune.experiments.table import Cell, Column, Group, Table, place_of
 from moe_finetune.io import write_atomic
-from moe_finetune.report.context import Report, Section, group, table
+from moe_finetune.metrics.words import word
+from moe_finetune.report.charts.frame import nth_color
+from moe_finetune.report.charts.intervals import Dot, dot_plot
+from moe_finetune.report.charts.lines import Series, line_chart
+from moe_finetune.report.context import Report, Section, figure, group, swatch, table
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page
 
@@ -91,3 +100,102 @@ def _runs(results: StudyResults) -> Markup:
         for run in results.runs
     ]
     return table("Every run", ["Arm", "Seed", "State", "Reason", "Folder"], rows)
+
+
+POINTS = 3  # fewer are no curve
+BASELINE = "var(--run-0)"
+
+
+def figures(results: StudyResults, found: Table) -> Markup | None:
+    """The pictures of every group of arms, in the arms' colours; None without a finished run."""
+    colors = _colors(found)
+    parts = []
+    for g in found.groups:
+        shown = [
+            *(_benchmarks(g, found, colors) or []),
+            *(_metric(g, column, colors) for column in found.columns if not column.benchmark),
+            *(_curve(g, column, results, colors) for column in found.columns),
+        ]
+        drawn = [picture for picture in shown if picture is not None]
+        if drawn:
+            grid = tag("div", drawn, class_="grid")
+            parts.append(group(g.name, grid) if g.name else grid)
+    if not parts:
+        return None
+    key = tag("ul", [tag("li", swatch(label, c)) for label, c in colors.items()], class_="key")
+    note = "Dots are means over seeds, with one sample standard deviation to both sides."
+    return join([tag("p", note, class_="intro"), key, *parts])
+
+
+def _colors(found: Table) -> dict[str, str]:
+    others = [label for label in found.labels if label != found.baseline]
+    known = {label: nth_color(place) for place, label in enumerate(others)}
+    return {label: known.get(label, BASELINE) for label in found.labels}
+
+
+def _benchmarks(g: Group, found: Table, colors: dict[str, str]) -> list[Markup] | None:
+    """All benchmarks in one picture, a row each."""
+    columns = [c for c in found.columns if c.benchmark and any(c.name in r.cells for r in g.rows)]
+    if not columns:
+        return None
+    percent = all(column.percent for column in columns)
+    rows = [
+        (
+            column.name,
+            [_dot(r.label, r.cells[column.name], colors) for r in g.rows if column.name in r.cells],
+            math.nan,
+        )
+        for column in columns
+    ]
+    chart = dot_plot(
+        "Benchmarks by arm",
+        "A row for each benchmark, a dot for each arm.",
+        rows,
+        x_label="score, %" if percent else "score",
+        scale=100.0 if percent else 1.0,
+    )
+    return [figure("Benchmarks", chart, wide=True)]
+
+
+def _metric(g: Group, column: Column, colors: dict[str, str]) -> Markup | None:
+    """One metric, an arm a row."""
+    held = [(row.label, row.cells[column.name]) for row in g.rows if column.name in row.cells]
+    if not held:
+        return None
+    about = word(column.name)
+    rows = [(label, [_dot(label, cell, colors)], math.nan) for label, cell in held]
+    chart = dot_plot(f"{about.name} by arm", f"{column.better} is better", rows, x_label=about.name)
+    return figure(f"{about.name} ({column.better} is better)", chart, note=about.meaning or None)
+
+
+def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
+    spread = math.nan if cell.std is None else cell.std
+    text = f"{label}: {number(cell.mean)}"
+    text += "" if cell.std is None else f" ± {number(cell.std)}"
+    return Dot(cell.mean, cell.mean - spread, cell.mean + spread, colors[label], text)
+
+
+def _curve(
+    g: Group, column: Column, results: StudyResults, colors: dict[str, str]
+) -> Markup | None:
+    """A metric over training, an arm a line: the mean of its runs where all of them logged it."""
+    series = []
+    for row in g.rows:
+        runs = [r for r in results.finished if place_of(results, r.values) == (g.name, row.label)]
+        curve = mean_curve(runs, column.name)
+        if len(curve) >= POINTS:
+            kind = "baseline" if row.baseline else ""
+            steps = [float(step) for step in curve]
+            series.append(Series(row.label, colors[row.label], steps, [*curve.values()], kind))
+    if not series or column.benchmark:
+        return None
+    name = f"{word(column.name).name} over training steps"
+    chart = line_chart(name, "The mean of each arm's runs.", series)
+    return figure(name, chart)
+
+
+def mean_curve(runs: list[RunResult], metric: str) -> dict[int, float]:
+    """Mean over ``runs`` of what they logged of ``metric``, at the steps that all of them have."""
+    curves = [run.curve(metric) for run in runs]
+    shared = set.intersection(*map(set, curves)) if curves else set()
+    return {step: float(np.mean([curve[step] for curve in curves])) for step in sorted(shared)}

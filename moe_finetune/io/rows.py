@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +13,6 @@ from moe_finetune.errors import DataError
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.json_file import JsonError, parse_json
-from moe_finetune.io.text_file import refuse_twice, short_lines
 
 Row = dict[str, Any]
 Placed = tuple[str, Row]
@@ -175,3 +174,30 @@ def read_log(path: Path) -> list[Any]:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+MAX_LINE = 32 << 20
+
+
+def short_lines(stream: Iterable[str], file: Path) -> Iterator[str]:
+    """The lines of an open file (or of a list); a few kilobytes of gzip can hold one of gigabytes.
+
+    Raises:
+        DataError: a line has more than ``MAX_LINE`` characters.
+    """
+    read = getattr(stream, "readline", None)
+    lines = iter(stream) if read is None else iter(lambda: read(MAX_LINE + 1), "")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE:
+            raise DataError(
+                f"{file}:{number}: the line has more than {MAX_LINE >> 20} Mi characters; split it "
+                "into rows of one line each"
+            )
+        yield line
+
+
+def refuse_twice(file: Path, columns: Sequence[str]) -> None:
+    """Raise DataError when a table's header has a column twice: the last would win in silence."""
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise DataError(f"{file}:1: the column '{twice[0]}' is there twice; rename one of them")

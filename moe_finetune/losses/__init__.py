@@ -14,17 +14,10 @@ from moe_finetune.losses.teacher_routing import TeacherRouting
 from moe_finetune.losses.variance import Variance
 from moe_finetune.losses.z_loss import ZLoss
 
-TERMS.register("load_balance", LoadBalance)
-TERMS.register("z_loss", ZLoss)
-TERMS.register("orthogonality", Orthogonality)
-TERMS.register("variance", Variance)
-TERMS.register("specialization", Specialization)
-TERMS.register("coupling", Coupling)
-TERMS.register("erc", Erc)
-TERMS.register("router_orthogonality", RouterOrthogonality)
-TERMS.register("dpp", Dpp)
-TERMS.register("ncl", Ncl)
-TERMS.register("supervised_routing", SupervisedRouting)
-TERMS.register("teacher_routing", TeacherRouting)
+for term in (
+    *(LoadBalance, ZLoss, Orthogonality, Variance, Specialization, Coupling, Erc),
+    *(RouterOrthogonality, Dpp, Ncl, SupervisedRouting, TeacherRouting),
+):
+    TERMS.register(term.name, term)
 
 __all__ = ["TERMS"]

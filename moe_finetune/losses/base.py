@@ -186,6 +186,8 @@ class Term(ABC):
     source: ClassVar[str]
     reads: ClassVar[str]
     trains: frozenset[Literal["router", "experts"]]
+    needs: frozenset[Need] = frozenset()
+    """Parts of the record beyond the router's that it reads."""
     Options: ClassVar[type[TermOptions]] = TermOptions
     hinge: ClassVar[bool] = False
     """Whether it is a hinge: 0, without a gradient, once its aim is met."""
@@ -200,11 +202,6 @@ class Term(ABC):
 
     def applies(self, layer: int) -> bool:
         return layer not in self._left_out and self.options.selects(layer)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Parts of the record beyond the router's that this term reads."""
-        return frozenset()
 
     @property
     def keeps_tables(self) -> bool:

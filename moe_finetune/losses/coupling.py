@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, distributed
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
@@ -117,6 +117,7 @@ class Coupling(Term):
     source = "P1 eq. 6, appendix F.1"
     reads = "router probabilities of two adjacent MoE layers"
     trains = frozenset({"router"})
+    needs = frozenset({"previous"})
     selection = True
     Options = CouplingOptions
     options: CouplingOptions
@@ -124,11 +125,6 @@ class Coupling(Term):
     def __init__(self, options: CouplingOptions):
         super().__init__(options)
         self._tables: dict[int, Tensor] = {}
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """What the MoE layer below left."""
-        return frozenset({"previous"})
 
     @property
     def keeps_tables(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -89,13 +89,9 @@ class Dpp(Term):
     source = "P4 algorithm 2"
     reads = "expert outputs"
     trains = frozenset({"experts"})
+    needs = frozenset({"outputs_gram"})
     Options = DppOptions
     options: DppOptions
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Inner products of the outputs."""
-        return frozenset({"outputs_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         assert record.outputs_gram_TKK is not None

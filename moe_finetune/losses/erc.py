@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, ModelFacts, Need, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.gram import off_diagonal
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -235,6 +235,7 @@ class Erc(Term):
     source = "P2 eq. 3, 4"
     reads = "router weight and expert projections"
     trains = frozenset({"router", "experts"})
+    needs = frozenset({"expert_factors"})
     Options = ErcOptions
     options: ErcOptions
     hinge = True
@@ -245,11 +246,6 @@ class Erc(Term):
         check_alpha(options.alpha)
         if not options.router_grad:
             self.trains = frozenset({"experts"})
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The experts' projections."""
-        return frozenset({"expert_factors"})
 
     def check(self, facts: ModelFacts) -> None:
         """Refuse experts without a gate projection, unless the up projection alone is asked for."""

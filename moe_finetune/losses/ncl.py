@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, gram, lengths, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -81,6 +81,7 @@ class Ncl(Term):
     source = "P4 algorithm 3 without its label term"
     reads = "expert outputs"
     trains = frozenset({"experts"})
+    needs = frozenset({"outputs_gram"})
     Options = NclOptions
     options: NclOptions
 
@@ -92,11 +93,6 @@ class Ncl(Term):
                 "it falls as the outputs grow",
                 stacklevel=2,
             )
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Inner products of the outputs."""
-        return frozenset({"outputs_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         assert record.outputs_gram_TKK is not None

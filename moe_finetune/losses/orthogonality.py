@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Need, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import gram, inverse_lengths, off_diagonal, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -139,13 +139,14 @@ class Orthogonality(Term):
     source = "P0 eq. 25, 28; P4 §6.2"
     reads = "expert outputs"
     trains = frozenset({"experts"})
+    needs = frozenset({"outputs_gram"})
     Options = OrthogonalityOptions
     options: OrthogonalityOptions
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Inner products, or the outputs when the two sides of a pair differ."""
-        return frozenset({"outputs"} if self.options.one_sided else {"outputs_gram"})
+    def __init__(self, options: OrthogonalityOptions):
+        super().__init__(options)
+        if options.one_sided:  # the two sides of a pair differ
+            self.needs = frozenset({"outputs"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         options = self.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Need, Term
+from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -57,11 +57,7 @@ class Specialization(Term):
     source = "P1 eq. 4"
     reads = "expert activations"
     trains = frozenset({"experts"})
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Inner products of the activations."""
-        return frozenset({"activations_gram"})
+    needs = frozenset({"activations_gram"})
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:
         assert record.activations_gram_TKK is not None

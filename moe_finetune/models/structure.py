@@ -129,7 +129,7 @@ def class_of(config: Any) -> Any:
     return AutoModelForCausalLM if alone else AutoModel
 
 
-def meta_model(config: Any) -> Any:
+def meta_model(config: Any, attn_implementation: str | None = None) -> Any:
     """The model of ``config`` on the meta device: names and shapes, no memory.
 
     Raises:
@@ -139,7 +139,9 @@ def meta_model(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            return class_of(config).from_config(config, dtype=torch.bfloat16)
+            return class_of(config).from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attn_implementation
+            )
     except Exception as error:  # any, out of any library's constructor
         raise CheckpointError(
             f"config.json of this {config.model_type} describes no model that can be built: "

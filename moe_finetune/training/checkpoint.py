@@ -7,16 +7,15 @@ only when its manifest verifies, so what a killed, full or faulty disk left is p
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import sync
+from moe_finetune.io import sync, write_small
+from moe_finetune.io.hashes import sha256_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -57,7 +56,7 @@ def write_checkpoint(
             entries[name] = known[name] if name in known else entry_of(path)
         audit("manifest", target)
         manifest = {"format": FORMAT, "step": step_of(target), "files": entries}
-        write_json(staged / MANIFEST, manifest)
+        write_small(staged, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         sync(staged)
         audit("rename", target)
         remove_checkpoint(target)  # a damaged one of the same step
@@ -102,7 +101,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:
             raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, wanted {size}")
-        if hashes and number % share[1] == share[0] and file_hash(file) != digest:
+        if hashes and number % share[1] == share[0] and sha256_file(file) != digest:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the manifest's)")
 
 
@@ -182,28 +181,9 @@ def step_of(folder: Path) -> int | None:
     return int(number) if number != folder.name and number.isdecimal() else None
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write and sync ``value``. Floats come back bit for bit."""
-    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write and sync one file."""
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def entry_of(path: Path) -> Entry:
     """What the manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _has_its_size(folder: Path) -> bool:

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io import write_small
 from moe_finetune.training import ranks
-from moe_finetune.training.checkpoint import Entry, Writer, write_bytes
+from moe_finetune.training.checkpoint import Entry, Writer
 from moe_finetune.training.optimizer_state import optimizer_state, sharded_state, unshared
 from moe_finetune.training.ordinary import write_model
 from moe_finetune.training.plain_state import pack
-from moe_finetune.training.random_state import random_state
-from moe_finetune.training.rank_state import pack_rank, rank_file, written_by
+from moe_finetune.training.rank_state import pack_rank, random_state, rank_file, written_by
 from moe_finetune.training.save import write_adapter
 from moe_finetune.training.shards import adopt_shards, is_sharded, write_shards
 from moe_finetune.training.state import TRAINER_FILE
@@ -80,7 +80,7 @@ def checkpoint_parts(
 
     def write_ranks(folder: Path) -> None:
         for number, blob in enumerate(blobs):
-            write_bytes(folder / rank_file(number), blob)
+            write_small(folder, rank_file(number), blob)
 
     def write_trainer(folder: Path) -> None:
         _export_callbacks(trainer)

@@ -7,7 +7,7 @@ switched off. Shape legend: T tokens, L MoE layers, E experts, K selected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import in_mode
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.sample import observing
+from moe_finetune.training.snapshot import Example, first_rows
 
 log = logging.getLogger(__name__)
 TOKENS = 1024
-Example = Mapping[str, Any]
 
 
 class RoutingDrift(TrainerCallback):
@@ -36,7 +36,7 @@ class RoutingDrift(TrainerCallback):
 
     def __init__(self, callback: SpecializationCallback, examples: Iterable[Example]):
         self.callback = callback
-        self.rows = _first(examples)
+        self.rows = [list(row["input_ids"]) for row in first_rows(examples, TOKENS)]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         work = self.callback.specialization
@@ -105,14 +105,3 @@ def _routing(recorder: Recorder, rows: Sequence[Sequence[int]]) -> list[tuple[Te
             ids = torch.tensor([row], device=device)
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return found
-
-
-def _first(examples: Iterable[Example]) -> list[list[int]]:
-    rows: list[list[int]] = []
-    left = TOKENS
-    for example in examples:
-        if left <= 0:
-            break
-        rows.append(list(example["input_ids"][:left]))
-        left -= len(rows[-1])
-    return rows

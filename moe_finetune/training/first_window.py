@@ -1,4 +1,4 @@
-"""The losses' strength in a recipe's run: weights noted while it trains; measured without it."""
+"""The weights that a run found for shares, noted in its resolved recipe."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, lora_coverage
 from moe_finetune.models import family_of
-from moe_finetune.training.memory.meta import meta_model
+from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe

@@ -36,7 +36,7 @@ class LiveTable(TrainerCallback):
         shown = {key: numbers[key] for key in ordered(numbers)}
         for key, value in shown.items():
             self._values[key].append(value)
-        self._show()
+        terminal().show(self._rows())
         if not shown:
             return
         said = "  ".join(f"{name(key)} {number(value)}" for key, value in shown.items())
@@ -57,9 +57,6 @@ class LiveTable(TrainerCallback):
         if terminal().style == "live" and state.is_world_process_zero and self._values:
             for row in self._rows():
                 terminal().say(f"  {row[0]:<28} {row[1]:>9} -> {row[2]:>9}  {row[3]}")
-
-    def _show(self) -> None:
-        terminal().show(self._rows())
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         return [

@@ -34,10 +34,10 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     """
     from moe_finetune.models.loading import load_tokenizer, local_folder
 
-    if STAGES[recipe.stage].form != "tokens":
-        return preview_rows(recipe, rows)
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
+    if STAGES[recipe.stage].form != "tokens":
+        return preview_rows(recipe, tokenizer, rows)
     train = load_dataset_for(recipe.data, tokenizer, recipe.seed)[0]
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
@@ -58,12 +58,8 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     )
 
 
-def preview_rows(recipe: Recipe, rows: int) -> str:
+def preview_rows(recipe: Recipe, tokenizer: Any, rows: int) -> str:
     """The first rows of a stage whose trainer tokenizes them itself."""
-    from moe_finetune.models.loading import load_tokenizer, local_folder
-
-    base = local_folder(recipe.model.path, False, recipe.model.revision)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     train = load_for_stage(recipe, tokenizer).train
     shown = [
         f"row {number}\n" + "\n".join(f"  {name}: {value}" for name, value in row.items())

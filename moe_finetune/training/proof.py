@@ -25,7 +25,7 @@ import torch
 
 from moe_finetune.models.base import Family
 from moe_finetune.models.declared import using
-from moe_finetune.training.proof_check import Check
+from moe_finetune.training.proof_model import Check, random_model
 
 
 @dataclass
@@ -68,7 +68,6 @@ def prove(config: Any, family: Family, seed: int = 0) -> Proof:
     """
     from moe_finetune.models.shrink import shrunk_config
     from moe_finetune.training.proof_facts import fact_checks
-    from moe_finetune.training.proof_model import random_model
     from moe_finetune.training.proof_runs import run_checks
 
     with torch.random.fork_rng(devices=[]), using(family), tempfile.TemporaryDirectory() as folder:

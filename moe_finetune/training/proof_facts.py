@@ -12,8 +12,7 @@ from moe_finetune.models.base import Family
 from moe_finetune.models.layout import Site, sites
 from moe_finetune.models.routing_rule import declared_rule, nearest_groups, nearest_rule, selected
 from moe_finetune.models.structure import patterns_on_disk, shapes_on_disk
-from moe_finetune.training.proof_check import Check
-from moe_finetune.training.proof_model import PARTS, Seen, named_parts, watch
+from moe_finetune.training.proof_model import PARTS, Check, Seen, named_parts, watch
 
 EXACT = 1e-5
 """Relative difference of float32 weights that are computed in another order."""

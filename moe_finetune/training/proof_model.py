@@ -1,4 +1,4 @@
-"""The small model that a proof runs: random weights that hide nothing, and its tokens."""
+"""The small model that a proof runs, with random weights that hide nothing; and one check of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,32 @@ from moe_finetune.models.structure import class_of
 
 TOKENS = (3, 17)
 PARTS = ("logits", "weights", "index")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        difference: the largest, relative to the largest value; None for names and numbers.
+        bound: what the difference may be.
+        problem: the fact that is wrong, and what the model says; None where all is right.
+        note: what else a reader should know.
+    """
+
+    name: str
+    difference: float | None = None
+    bound: float | None = None
+    problem: str | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        if self.problem is not None:
+            return f"WRONG  {self.name}: {self.problem}"
+        within = (
+            "" if self.difference is None else f"{self.difference:.1e} (bound {self.bound:.0e})"
+        )
+        return f"ok     {self.name:<24} {within or 'as declared'}{self.note and '; ' + self.note}"
 
 
 def random_model(config: Any, seed: int) -> nn.Module:

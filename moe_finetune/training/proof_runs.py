@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from moe_finetune.models.base import Family
 from moe_finetune.models.structure import class_of
-from moe_finetune.training.proof_check import Check
-from moe_finetune.training.proof_model import batch, named_parts, watch
+from moe_finetune.training.proof_model import Check, batch, named_parts, watch
 
 LOGITS, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
 """Relative differences of float32 sums in another order; PEFT's merges round more."""

@@ -8,9 +8,11 @@ trains (dropout, jitter, completions) and the order in which sums are rounded.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -75,3 +77,35 @@ def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _read_state(file: Path) -> dict[str, Any]:
     metadata, tensors = read_tensors(file)
     return unpack(json.loads(metadata["state"]), tensors)
+
+
+def random_state() -> dict[str, Any]:
+    """The random numbers of this process, Python's, NumPy's and PyTorch's, as plain values."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on where :func:`random_state` was taken."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = state["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(state["torch"])
+    cuda: Tensor | None = state["cuda"]
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)

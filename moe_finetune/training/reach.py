@@ -16,7 +16,7 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.context import Given
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.layers import backbone_of, inside
+from moe_finetune.moe.layers import backbone_of, in_mode, inside
 from moe_finetune.training import ranks
 
 PROBE_TOKENS = (2, 24)
@@ -83,9 +83,7 @@ def _reach_of_sharded(
     """
     reached: dict[str, list[str]] = {}
     device = parameters[0][1].device
-    was_training = model.training
-    model.train()
-    try:
+    with in_mode(model, train=True):
         for term in copy.deepcopy(objective.terms):
             term.options = term.options.model_copy(update={"weight": 1.0, "share": None})
             ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
@@ -113,8 +111,6 @@ def _reach_of_sharded(
             elif not found:
                 raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
             reached[term.name] = found
-    finally:
-        model.train(was_training)
     return reached
 
 
@@ -167,15 +163,14 @@ def _term_values(
                     totals[term.name] = value if held is None else held + value
         below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
 
-    was_training = model.training
     layers = list(backbone_of(model).layers)  # type: ignore[arg-type]
     checkpointed = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
     ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
     try:
         for layer in layers:
             layer.gradient_checkpointing = False
-        model.train()
         with (
+            in_mode(model, train=True),
             Recorder(model, observers=[observer], needs=objective.needs, kernel=kernel),
             torch.enable_grad(),
         ):
@@ -185,7 +180,6 @@ def _term_values(
             mask = torch.ones_like(ids)
             whole(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     finally:
-        model.train(was_training)
         for layer, before in zip(layers, checkpointed, strict=True):
             layer.gradient_checkpointing = before
     return totals

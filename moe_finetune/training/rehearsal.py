@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError
+from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.meta import meta_model
 from moe_finetune.training.memory.plan import GIB, MemoryPlan, fixed_bytes, plan_memory
 from moe_finetune.training.memory.short_model import Device
 from moe_finetune.training.memory.verdict import memory_lines
@@ -128,7 +128,10 @@ def rehearse(
 
     attention = recipe.model.attn_implementation
     try:
-        model = meta_model(config, attention)
+        with torch.device("meta"):
+            model: nn.Module = class_of(config).from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attention
+            )
     except (ImportError, ValueError) as error:
         raise RecipeError(
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
@@ -183,14 +186,10 @@ def check_arguments(recipe: Recipe) -> None:
 def _check_memory(plan: Plan) -> None:
     if plan.fixed > plan.machine:
         raise RecipeError(
-            "\n".join(
-                [
-                    f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer "
-                    f"alone, and this machine has {plan.machine / GIB:.1f} GiB;",
-                    "lower lora.rank, choose fewer lora.targets, or take more devices; where "
-                    "weights are offloaded, --ignore-memory starts it all the same",
-                ]
-            )
+            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer "
+            f"alone, and this machine has {plan.machine / GIB:.1f} GiB;\n"
+            "lower lora.rank, choose fewer lora.targets, or take more devices; where "
+            "weights are offloaded, --ignore-memory starts it all the same"
         )
 
 

@@ -41,7 +41,7 @@ def sample_examples(
     for path, rows in sources:
         name = _name(path)
         cut = ({"input_ids": row["input_ids"][:max_length], "domain": name} for row in rows)
-        found += _first(cut, MAX_TOKENS // len(sources))
+        found += first_rows(cut, MAX_TOKENS // len(sources))
     return found
 
 
@@ -49,7 +49,8 @@ def _name(file: str) -> str:
     return Path(file).name.partition(".")[0] or file
 
 
-def _first(rows: Iterable[Example], tokens: int) -> list[Example]:
+def first_rows(rows: Iterable[Example], tokens: int) -> list[Example]:
+    """The first ``tokens`` tokens of ``rows``, the last row cut."""
     found: list[Example] = []
     for row in rows:
         found.append({**row, "input_ids": row["input_ids"][:tokens]})

@@ -10,7 +10,7 @@ import yaml
 
 from eval.effects.settings import load_miniature, with_table
 from eval.effects.shards import shards_of
-from eval.effects.study import effects_of, plan_miniature, run_miniature
+from eval.effects.study import effects_of, plan, run
 from moe_finetune.errors import OutputExistsError, RecipeError
 from moe_finetune.experiments.reproductions import REPRODUCTIONS, reproduction_of
 from tests.conftest import ROOT
@@ -47,7 +47,7 @@ def test_the_shipped_study_covers_every_comparison():
     from eval.effects.claims import DIRECTIONS, EFFECTS
 
     study = load_miniature(SHIPPED)
-    assert reproduction_of(SHIPPED) is REPRODUCTIONS["miniature"]
+    assert reproduction_of(SHIPPED).__name__ == REPRODUCTIONS["miniature"]
     assert len(study.seeds) >= 5
     arms = {(shard.part, shard.arm) for shard in shards_of(study)}
     for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
@@ -66,7 +66,7 @@ def test_a_study_shows_the_effects_of_its_parts():
 
 def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
     output = tmp_path / "out"
-    assert run_miniature(recipe(), output) == 0
+    assert run(recipe(), output) == 0
     assert "| 12 | Diverse experts" in capsys.readouterr().out
     files = sorted(output.glob("shards/**/*.json"))
     assert len(files) == 6
@@ -78,7 +78,7 @@ def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
     first = (output / "effects.json").read_text()
     held = {path: path.stat().st_mtime_ns for path in files}
     files[0].unlink()
-    assert run_miniature(recipe(), output, resume=True) == 0
+    assert run(recipe(), output, resume=True) == 0
     again = {path: path.stat().st_mtime_ns for path in files}
     assert [path for path in files if again[path] != held[path]] == files[:1]
     assert (output / "effects.json").read_text() == first
@@ -86,55 +86,55 @@ def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
 
 def test_two_processes_share_a_study(recipe, tmp_path):
     path, output = recipe(classification=None), tmp_path / "out"
-    run_miniature(path, output, part=(2, 2))
+    run(path, output, part=(2, 2))
     assert [file.stem for file in output.glob("shards/**/*.json")] == ["seed_2"]
-    run_miniature(path, output, resume=True, part=(1, 2))
+    run(path, output, resume=True, part=(1, 2))
     assert len(list(output.glob("shards/**/*.json"))) == 2
     with pytest.raises(RecipeError, match="--shard 3/2"):
-        run_miniature(path, output, resume=True, part=(3, 2))
+        run(path, output, resume=True, part=(3, 2))
 
 
 def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
     # Five features in four dimensions do not exist; the classification runs all the same.
     path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
-    assert run_miniature(path, output) == 2
+    assert run(path, output) == 2
     said = capsys.readouterr().out
     assert "failed: recovery/sweep/seed_1: " in said and "width is 4, wanted at least" in said
     reason = output / "logs" / "recovery" / "sweep" / "seed_1.failed.json"
     assert "width is 4, wanted at least count=7" in reason.read_text()
     assert len(list(output.glob("shards/classification/**/*.json"))) == 4
-    assert run_miniature(path, output, resume=True) == 2
+    assert run(path, output, resume=True) == 2
 
 
 def test_another_seed_joins_a_study_but_other_settings_do_not(recipe, tmp_path):
     output = tmp_path / "out"
-    run_miniature(recipe(classification=None), output)
-    run_miniature(recipe(classification=None, seeds=[1, 2, 3]), output, resume=True)
+    run(recipe(classification=None), output)
+    run(recipe(classification=None, seeds=[1, 2, 3]), output, resume=True)
     assert len(list(output.glob("shards/**/*.json"))) == 3
     with pytest.raises(RecipeError, match="other settings under recovery"):
-        run_miniature(recipe(recovery={**RECOVERY, "trials": 4}), output, resume=True)
+        run(recipe(recovery={**RECOVERY, "trials": 4}), output, resume=True)
 
 
 def test_what_is_there_is_not_overwritten(recipe, tmp_path):
     output = tmp_path / "out"
-    run_miniature(recipe(classification=None), output)
+    run(recipe(classification=None), output)
     with pytest.raises(OutputExistsError, match="--resume"):
-        run_miniature(recipe(classification=None), output)
+        run(recipe(classification=None), output)
     other = tmp_path / "other"
     other.mkdir()
     (other / "mine.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match="other files"):
-        run_miniature(recipe(), other)
+        run(recipe(), other)
     assert os.listdir(other) == ["mine.txt"]
 
 
 def test_a_damaged_result_is_named(recipe, tmp_path):
     output = tmp_path / "out"
-    run_miniature(recipe(classification=None), output)
+    run(recipe(classification=None), output)
     broken = output / "shards" / "recovery" / "sweep" / "seed_1.json"
     broken.write_text(broken.read_text()[:40])
     with pytest.raises(RecipeError, match=r"seed_1\.json:1: not JSON .*; delete it"):
-        run_miniature(recipe(classification=None), output, resume=True)
+        run(recipe(classification=None), output, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_a_damaged_result_is_named(recipe, tmp_path):
 def test_wrong_input_is_refused_before_anything_runs(recipe, tmp_path, changes, message):
     output = tmp_path / "out"
     with pytest.raises(RecipeError, match=message):
-        run_miniature(recipe(**changes), output)
+        run(recipe(**changes), output)
     assert not output.exists()
 
 
 def test_the_plan_counts_runs(recipe):
-    text = plan_miniature(recipe())
+    text = plan(recipe())
     assert "2  recovery" in text and "4  classification" in text and "6  runs in all" in text
-    assert plan_miniature(recipe(), ["seeds=[7]"]).splitlines()[-1].split()[0] == "3"
+    assert plan(recipe(), ["seeds=[7]"]).splitlines()[-1].split()[0] == "3"
 
 
 def test_only_supervised_routing_gets_a_table():
@@ -178,4 +178,4 @@ def test_other_files_are_no_miniature(tmp_path):
     path.write_text("seeds: [1]")
     assert reproduction_of(path) is None
     path.write_text(json.dumps({"kind": "miniature"}))
-    assert reproduction_of(path) is REPRODUCTIONS["miniature"]
+    assert reproduction_of(path).__name__ == REPRODUCTIONS["miniature"]

@@ -8,8 +8,8 @@ from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.catalog import Catalog
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program
+from moe_finetune.evaluation.collect import glue_mean
 from moe_finetune.evaluation.engine import evaluate
-from moe_finetune.evaluation.glue import glue_mean
 from moe_finetune.evaluation.offline import check_suite, render_checks
 from moe_finetune.evaluation.results import load_samples
 from moe_finetune.evaluation.sandbox import Sandbox

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from moe_finetune.experiments import expand, load_study
-from moe_finetune.experiments.cost import Estimator, flops_per_token, model_size, training_tokens
-from moe_finetune.experiments.plan import plan_text
+from moe_finetune.experiments.plan import (
+    Estimator,
+    flops_per_token,
+    model_size,
+    plan_text,
+    training_tokens,
+)
 from moe_finetune.experiments.recipe import PlanSection
 from moe_finetune.models.fresh import fresh_config, fresh_model
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree

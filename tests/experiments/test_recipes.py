@@ -103,7 +103,7 @@ def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, t
     """On the meta device, from the config of the checkpoint that the recipe names."""
     import shutil
 
-    from moe_finetune.experiments.cost import model_size
+    from moe_finetune.experiments.plan import model_size
 
     fixtures = Path(__file__).resolve().parents[1] / "fixtures"
     if config == "olmoe_1b_7b":  # transformers' defaults are its shape

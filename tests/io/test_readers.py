@@ -11,7 +11,7 @@ from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.rows import read_rows as read_task_rows
-from moe_finetune.io.text_file import short_lines
+from moe_finetune.io.rows import short_lines
 from moe_finetune.io.yaml_file import YamlError, parse_yaml
 from moe_finetune.recipe.tree import load_tree
 
@@ -115,7 +115,7 @@ def test_extends_that_multiplies_is_refused(tmp_path):
 
 @pytest.mark.parametrize("read", [lambda file: list(read_rows(str(file))), read_task_rows])
 def test_a_line_of_gigabytes_in_a_small_gzip(tmp_path, monkeypatch, read):
-    monkeypatch.setattr("moe_finetune.io.text_file.MAX_LINE", 1000)
+    monkeypatch.setattr("moe_finetune.io.rows.MAX_LINE", 1000)
     file = tmp_path / "rows.jsonl.gz"
     line = '{"prompt": "p", "completion": "c"}\n'
     with gzip.open(file, "wt") as stream:
@@ -128,7 +128,7 @@ def test_a_line_of_gigabytes_in_a_small_gzip(tmp_path, monkeypatch, read):
 
 
 def test_short_lines_hold_no_more_than_one_piece(monkeypatch):
-    monkeypatch.setattr("moe_finetune.io.text_file.MAX_LINE", 10)
+    monkeypatch.setattr("moe_finetune.io.rows.MAX_LINE", 10)
 
     class Endless:
         read = 0

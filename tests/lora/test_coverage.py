@@ -7,8 +7,8 @@ from peft import LoraConfig, get_peft_model
 from moe_finetune.lora.coverage import GROUPS, group_of, lora_coverage
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models import FAMILIES, family_of
+from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.memory.meta import meta_model
 from tests import tiny
 
 HIDDEN, WIDTH, EXPERTS, RANK = 192, 48, 12, 8

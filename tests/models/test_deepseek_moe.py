@@ -81,7 +81,8 @@ def test_logits_and_gradients_equal_the_slow_reference(tmp_path, changes, expert
 def test_layers_are_dense_or_sparse_as_the_config_says():
     model = tiny.model("deepseek_moe", moe_layer_freq=2, num_hidden_layers=5)
     kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
-    assert kinds == ["DeepseekMLP", "DeepseekMLP", "DeepseekMoE", "DeepseekMLP", "DeepseekMoE"]
+    dense = "DeepseekV2MLP"
+    assert kinds == [dense, dense, "DeepseekMoE", dense, "DeepseekMoE"]
     assert FAMILIES["deepseek_moe"].moe_layers(model.config) == [2, 4]
 
 

@@ -13,8 +13,7 @@ from moe_finetune.errors import CaptureError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe import determinantal
-from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice
-from moe_finetune.moe.greedy import greedy_choice
+from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice, greedy_choice
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection

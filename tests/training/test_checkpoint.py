@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.training import checkpoint as module
+from moe_finetune.io import write_small
+from moe_finetune.io.hashes import sha256_file
 from moe_finetune.training.checkpoint import (
     MANIFEST,
     checkpoints,
@@ -19,13 +20,12 @@ from moe_finetune.training.checkpoint import (
     newest_checkpoint,
     rotate,
     verify_checkpoint,
-    write_bytes,
     write_checkpoint,
 )
 
 PARTS = {
-    "one": lambda folder: write_bytes(folder / "one.bin", b"first" * 11),
-    "two": lambda folder: write_bytes(folder / "two.json", b'{"second": 2}'),
+    "one": lambda folder: write_small(folder, "one.bin", b"first" * 11),
+    "two": lambda folder: write_small(folder, "two.json", b'{"second": 2}'),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_manifest_cannot_name_files_outside(tmp_path):
     folder = made(tmp_path, 3)
     (tmp_path / "outside").write_bytes(b"x")
     manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"]["../outside"] = {"bytes": 1, "sha256": module.file_hash(tmp_path / "outside")}
+    manifest["files"]["../outside"] = {"bytes": 1, "sha256": sha256_file(tmp_path / "outside")}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="outside its folder"):
         verify_checkpoint(folder)

@@ -10,7 +10,7 @@ import torch
 from moe_finetune import measure_strength
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.training import replay
-from moe_finetune.training.memory.live import LiveBytes
+from moe_finetune.training.memory.borders import LiveBytes
 from moe_finetune.training.replay import Replay
 from moe_finetune.training.specialization import Specialization
 from tests import tiny

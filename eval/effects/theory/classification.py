@@ -32,7 +32,7 @@ class Setting:
         alpha: weight of the balance loss, in all arms.
         weight: of the arm's own loss (the paper's lambda).
         determinantal_eps: of theorem 6.3's choice at evaluation; ours, see
-            :mod:`moe_finetune.moe.greedy`.
+            :mod:`moe_finetune.moe.determinantal`.
     """
 
     samples: int = 4000

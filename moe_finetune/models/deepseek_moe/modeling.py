@@ -1,17 +1,19 @@
 """DeepSeek-MoE: Llama with fine-grained routed experts beside shared ones.
 
-Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11. Shape legend: T tokens, E routed
-experts, K selected per token, H hidden, D expert width.
+Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11. Attention is Llama's; dense MLPs and
+fused experts are the same as DeepSeek-V2's. Shape legend: T tokens, E routed experts, K selected
+per token, H hidden.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
-from transformers.integrations import use_experts_implementation
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -25,57 +27,8 @@ from transformers.models.llama.modeling_llama import (
 from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
 from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
-
-class DeepseekMLP(nn.Module):
-    """Gated MLP of a given width without biases: the dense layers' and the shared experts'."""
-
-    def __init__(self, config: DeepseekConfig, width: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``down(act(gate(x)) * up(x))``, shaped like ``hidden`` (..., H)."""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-@use_experts_implementation
-class DeepseekExperts(nn.Module):
-    """The routed experts, fused: ``gate_up_proj`` (E, 2D, H) with gate rows first, ``down_proj``.
-
-    ``forward`` is the plain loop over experts; ``config._experts_implementation`` picks a faster
-    one that computes the same.
-    """
-
-    def __init__(self, config: DeepseekConfig):
-        super().__init__()
-        self.num_experts = config.n_routed_experts
-        self.hidden_dim = config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
-        )
-        self.down_proj = nn.Parameter(
-            torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim)
-        )
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, H) of each token's K experts."""
-        output_TH = torch.zeros_like(hidden_TH)
-        for expert in index_TK.unique().tolist():
-            if expert >= self.num_experts:  # expert parallelism marks experts of other ranks so
-                continue
-            token, slot = torch.where(index_TK == expert)
-            gate, up = nn.functional.linear(hidden_TH[token], self.gate_up_proj[expert]).chunk(
-                2, -1
-            )
-            out = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            out = out * weights_TK[token, slot, None]
-            output_TH.index_add_(0, token, out.to(output_TH.dtype))
-        return output_TH
+# Declared for a config of its own, of which it reads what this one has too.
+_MLP: Any = DeepseekV2MLP
 
 
 class DeepseekRouter(nn.Module):
@@ -103,12 +56,9 @@ class DeepseekMoE(nn.Module):
     def __init__(self, config: DeepseekConfig):
         super().__init__()
         self.gate = DeepseekRouter(config)
-        self.experts = DeepseekExperts(config)
-        self.shared_experts = (
-            DeepseekMLP(config, config.n_shared_experts * config.moe_intermediate_size)
-            if config.n_shared_experts
-            else None
-        )
+        self.experts = DeepseekV2Experts(config)
+        width = (config.n_shared_experts or 0) * config.moe_intermediate_size
+        self.shared_experts = _MLP(config, intermediate_size=width) if width else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the block's output, shaped like ``hidden`` (batch, sequence, H)."""
@@ -127,8 +77,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
         sparse = layer_idx in moe_layers(config)
-        mlp = DeepseekMoE(config) if sparse else DeepseekMLP(config, config.intermediate_size)
-        self.mlp = mlp  # type: ignore[assignment]
+        self.mlp = DeepseekMoE(config) if sparse else _MLP(config)  # type: ignore[assignment]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -151,7 +100,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         std = self.config.initializer_range
-        if isinstance(module, DeepseekExperts):
+        if isinstance(module, DeepseekV2Experts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, DeepseekRouter):

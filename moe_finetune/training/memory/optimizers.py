@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -76,9 +77,7 @@ def state_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
     """Bytes of states for float32 parameters of these shapes."""
     total = 0
     for shape in shapes:
-        size = 1
-        for side in shape:
-            size *= side
+        size = math.prod(shape)
         if optimizer.factored:
             rows = size // shape[-1] if shape else 1
             total += 4 * (rows + size // rows if len(shape) > 1 else size)
@@ -91,10 +90,4 @@ def state_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
 
 def step_bytes(optimizer: Optimizer, shapes: Iterable[tuple[int, ...]]) -> int:
     """Bytes that a step needs for a moment."""
-    total = 0
-    for shape in shapes:
-        size = 4
-        for side in shape:
-            size *= side
-        total += size
-    return optimizer.copies * total
+    return optimizer.copies * sum(4 * math.prod(shape) for shape in shapes)

@@ -20,9 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
-from moe_finetune.training.memory.attention import fused_attention
 from moe_finetune.training.memory.borders import Borders, LayerBytes, watch
 from moe_finetune.training.memory.short_model import (
     Device,
@@ -35,6 +35,7 @@ from moe_finetune.training.memory.stage import cache_bytes, stage_loss, step_sha
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
+
 
 EXTRA_LAYERS = 3
 """Layers after the last kind is met: one whose neighbours are of its kind, and the last, which
@@ -186,3 +187,34 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(level)
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps queries, keys, values, output and a number a row: what flash and cuDNN's kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _Fused.apply(query, key, value)
+
+
+@contextmanager
+def fused_attention(device: str) -> Iterator[None]:
+    """On ``cuda`` let every scaled dot product be a fused one; a CPU's own choice stays."""
+    if device != "cuda":
+        yield
+        return
+    name = scaled_dot_product_attention.__name__
+    with patch.object(torch.nn.functional, name, _attend):
+        yield

@@ -75,23 +75,18 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
         )
     length = recipe.data.max_length // 2
     if length >= LEAST_LENGTH:
-        data = recipe.data.model_copy(update={"max_length": length})
-        yield "length", f"data.max_length: {length}", recipe.model_copy(update={"data": data})
+        yield "length", f"data.max_length: {length}", _with(recipe, "data", max_length=length)
     if lora is not None and model.offload == "none":
         for kind in {"none": ("int8", "nf4"), "int8": ("nf4",)}.get(model.quantization, ()):
             yield kind, f"model.quantization: {kind}", _with(recipe, "model", quantization=kind)
     if lora is not None and lora.rank is not None and lora.rank // 2 >= LEAST_RANK:
         rank = lora.rank // 2
-        smaller = lora.model_copy(update={"rank": rank, "alpha": float(lora.alpha or 0) / 2})
-        yield "rank", f"lora.rank: {rank}", recipe.model_copy(update={"lora": smaller})
+        smaller = _with(recipe, "lora", rank=rank, alpha=float(lora.alpha or 0) / 2)
+        yield "rank", f"lora.rank: {rank}", smaller
     if lora is not None and len(lora.targets) > 1:
         fewer = [group for group in lora.targets if group == "attention"] or lora.targets[:1]
-        names = ", ".join(fewer)
-        yield (
-            "targets",
-            f"lora.targets: [{names}]",
-            recipe.model_copy(update={"lora": lora.model_copy(update={"targets": fewer})}),
-        )
+        change = f"lora.targets: [{', '.join(fewer)}]"
+        yield "targets", change, _with(recipe, "lora", targets=fewer)
     if lora is not None and model.offload == "none" and device == "cuda":
         change = "model.offload: experts" + (
             "" if model.quantization == "none" else ", model.quantization: none"

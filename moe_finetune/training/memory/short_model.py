@@ -35,7 +35,7 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.memory.meta import meta_model
+    from moe_finetune.models.structure import meta_model
 
     attention = recipe.model.attn_implementation
     if attention is not None and attention.startswith("flash"):

@@ -137,11 +137,11 @@ def cache_bytes(model: Any) -> list[tuple[int, int]]:
 
 
 def _cached(model: Any, length: int) -> list[int]:
-    training = model.training
+    from moe_finetune.moe.layers import in_mode
+
     ids = torch.zeros(1, length, dtype=torch.int64)
-    with torch.no_grad():
-        cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
-    model.train(training)
+    with in_mode(model, train=False), torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
     return [
         sum(t.numel() * t.element_size() for t in vars(layer).values() if isinstance(t, Tensor))
         for layer in cache.layers

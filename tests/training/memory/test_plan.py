@@ -14,8 +14,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import meta_model
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.memory.borders import LayerBytes
-from moe_finetune.training.memory.live import LiveBytes
+from moe_finetune.training.memory.borders import LayerBytes, LiveBytes
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes
 from moe_finetune.training.memory.plan import put_together
 from moe_finetune.training.memory.profile import StepProfile
