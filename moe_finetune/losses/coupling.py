@@ -17,6 +17,7 @@ from moe_finetune.losses.tensors import (
     blank,
     check_shapes,
     count,
+    distributed_run,
     full_precision,
     reduce_tokens,
 )
@@ -183,7 +184,7 @@ class Coupling(Term):
 
     def reduce_over_ranks(self) -> None:
         """Average the tables over all ranks; call it on every rank, between steps."""
-        if not (distributed.is_available() and distributed.is_initialized() and self._tables):
+        if not (distributed_run() and self._tables):
             return
         layers = sorted(self._tables)
         stacked_LEE = torch.stack([self._tables[layer] for layer in layers])

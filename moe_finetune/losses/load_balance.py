@@ -16,6 +16,7 @@ from moe_finetune.losses.tensors import (
     blank,
     check_choice,
     check_shapes,
+    distributed_run,
     full_precision,
     on_host,
 )
@@ -156,11 +157,7 @@ def _sequence_of_token(sequence_lengths: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 def _num_ranks() -> int:
-    return distributed.get_world_size() if _distributed() else 1
-
-
-def _distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if distributed_run() else 1
 
 
 class LoadBalanceOptions(TermOptions):
@@ -213,7 +210,7 @@ class LoadBalance(Term):
         """Totals of all ranks; kept for a recomputation, which then needs no communication."""
         if self.name not in context.draws:
             totals = load_totals(*inputs, probabilities=self.options.probabilities)
-            if _distributed():
+            if distributed_run():
                 distributed.all_reduce(totals)
             context.draws[self.name] = totals
         return context.draws[self.name]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import is_fake
 
 Reduction = Literal["mean", "sum"]
@@ -80,6 +80,11 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
 def on_host(tensor: Tensor) -> bool:
     """Whether reading the tensor's values waits for nothing: on a CPU, and not a fake tensor."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
+
+
+def distributed_run() -> bool:
+    """Whether a process group is up."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:

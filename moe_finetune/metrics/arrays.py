@@ -31,6 +31,12 @@ def to_numpy(values: Array) -> np.ndarray:
     return np.asarray(values)
 
 
+def mean_known(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that exist; None where none does."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
 def check_shape(name: str, array: np.ndarray, wanted: Sequence[int | str]) -> None:
     """Raise ValueError unless ``array`` has the shape ``wanted`` (letters stand for any size)."""
     fits = array.ndim == len(wanted) and all(

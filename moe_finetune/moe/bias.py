@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.losses.tensors import distributed_run
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
 from moe_finetune.moe.layers import MoeLayer, moe_layers
 from moe_finetune.moe.lora_active import TrainedAdapter
@@ -88,7 +89,7 @@ class BiasBalancer(Perturbation):
     def step(self) -> None:
         """Move the biases by the loads since the last step; all ranks must call it."""
         loads_LE = torch.stack(list(self._load.values()))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if distributed_run():
             torch.distributed.all_reduce(loads_LE)
         for layer, load_E in zip(self._load, loads_LE, strict=True):
             bias = self.bias[layer].to(load_E.device)

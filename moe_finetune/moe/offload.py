@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from moe_finetune.errors import CaptureError, RecipeError
+from moe_finetune.losses.tensors import distributed_run
 from moe_finetune.moe.layers import moe_layers
 
 aten: Any = torch.ops.aten
@@ -248,7 +249,7 @@ def check_offload() -> None:
             "model.offload: 'experts' moves stacks between a GPU and its host, and there is no GPU "
             "here; set model.offload: none"
         )
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if distributed_run():
         raise RecipeError(
             "model.offload: 'experts' is for one process with one GPU; shard the model over "
             "several (recipes/hardware), with model.offload: none"

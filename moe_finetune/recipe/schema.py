@@ -19,7 +19,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.recipe.parallel import ParallelSection, unspreadable
 from moe_finetune.recipe.sections import (
     DataSection,
     EvaluationSection,
@@ -27,6 +26,7 @@ from moe_finetune.recipe.sections import (
     LoraSection,
     ModelSection,
     NumericsSection,
+    ParallelSection,
     Paths,
     RewardSection,
     RouterSection,
@@ -181,6 +181,30 @@ def _unoffloadable(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _unspreadable(recipe: Recipe) -> Iterator[str]:
+    """Why the experts of this run cannot be spread over ranks."""
+    key, lora, model = f"parallel.experts: {recipe.parallel.experts}", recipe.lora, recipe.model
+    if lora is None or not (lora.targets or recipe.router.train != "full"):
+        yield (
+            f"{key} needs an adapter: the experts stay frozen on their ranks; give a `lora:` "
+            "section with a rank and targets, or train all weights by FSDP2 "
+            "(recipes/hardware/fsdp2_8gpu.yaml)"
+        )
+    if model.quantization != "none":
+        yield (
+            f"{key} does not go with model.quantization '{model.quantization}', whose weights "
+            "cannot be divided; set one of them to its default"
+        )
+    if model.offload != "none":
+        yield (
+            f"{key} does not go with model.offload '{model.offload}'; spread experts take less of "
+            "each GPU already; set one of them to its default"
+        )
+    for name in ("torch_compile", "fsdp", "deepspeed", "use_vllm"):
+        if recipe.trainer.get(name):
+            yield f"trainer.{name}: does not go with {key}; leave one of them out"
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
@@ -196,7 +220,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if recipe.model.offload != "none":
         yield from _unoffloadable(recipe)
     if recipe.parallel.experts != 1:
-        yield from unspreadable(recipe)
+        yield from _unspreadable(recipe)
     if lora is None:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from moe_finetune.recipe.family import FamilySection
 from moe_finetune.recipe.section import Section
@@ -53,6 +53,22 @@ class ModelSection(Section):
     family: FamilySection | None = Field(
         default=None, description="facts of a model type that the toolkit does not know"
     )
+
+
+class ParallelSection(Section):
+    """What the processes that a launcher starts share; each has batches of its own all the same."""
+
+    experts: int | Literal["all"] = Field(
+        default=1,
+        description="ranks that hold the routed experts together, each its part; `all` of them",
+    )
+
+    @field_validator("experts")
+    @classmethod
+    def _some(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"must be 1 or more, or 'all', not {value}")
+        return value
 
 
 class RouterSection(Section):

@@ -18,6 +18,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
 from moe_finetune.io.run_folder import checkpoint_in
 from moe_finetune.metrics import top_choice
+from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.routing.summary import summarize_trace
 
@@ -179,10 +180,7 @@ def write_analysis(
     if measures is not None:
         measured = measures.per_layer()
         summary["per_layer"] |= measured
-        summary["mean"] |= {
-            name: float(np.mean([value for value in values if value is not None]))
-            for name, values in measured.items()
-        }
+        summary["mean"] |= {name: mean_known(values) for name, values in measured.items()}
     write_atomic(folder / "summary.json", json.dumps(summary))
     picture = snapshot(opened, summary, arrays, measures, tokenizer)
     write_atomic(folder / "routing" / "after.json", json.dumps(picture))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.domains import domain_information
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import pair_counts
@@ -78,7 +79,7 @@ def summarize_trace(
             "seed": seed,
         },
         "per_layer": per_layer,
-        "mean": {name: _mean(values) for name, values in per_layer.items()},
+        "mean": {name: mean_known(values) for name, values in per_layer.items()},
         "arrays": arrays,
     }
 
@@ -134,8 +135,3 @@ def _sampled_embeddings(
         labels.append(chunk["embedding_labels"][here])
         start = stop
     return np.concatenate(embeddings), np.concatenate(labels)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None

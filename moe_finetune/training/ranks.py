@@ -10,11 +10,7 @@ import torch
 from torch import distributed
 
 from moe_finetune.errors import MoeFinetuneError
-
-
-def distributed_run() -> bool:
-    """Whether a process group is up."""
-    return distributed.is_available() and distributed.is_initialized()
+from moe_finetune.losses.tensors import distributed_run
 
 
 def join_group() -> None:

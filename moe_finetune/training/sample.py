@@ -30,6 +30,7 @@ from moe_finetune.metrics import (
     routing_variance,
     score_variance,
 )
+from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
@@ -253,7 +254,7 @@ def evaluation_metrics(sample: Sample) -> dict[str, float]:
         found["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]
         found["below_barrier"] = [row["share_below"] for row in coherence["per_layer"]]
     return {
-        f"eval_routing/{name}": float(np.mean([v for v in values if v is not None]))
+        f"eval_routing/{name}": mean
         for name, values in found.items()
-        if any(value is not None for value in values)
+        if (mean := mean_known(values)) is not None
     }

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moe_finetune.io import write_atomic
+from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import in_mode, model_facts
@@ -99,7 +100,7 @@ def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, A
             sample.rows("probabilities", layer).mean(0).round(6).tolist() for layer in layers
         ],
         "metrics": {
-            name: {"per_layer": values, "mean": _mean(values)}
+            name: {"per_layer": values, "mean": mean_known(values)}
             for name, values in sample.metrics().items()
         },
         "coherence": sample.coherence(),
@@ -148,8 +149,3 @@ def _passages(
             }
         )
     return found
-
-
-def _mean(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None

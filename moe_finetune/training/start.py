@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import (
-    RecipeError,
-    UnsupportedModelError,
-)
+from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
