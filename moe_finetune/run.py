@@ -46,6 +46,7 @@ def run_recipe(
     resume: bool = False,
     ignore_memory: bool = False,
     worker: Worker | None = None,
+    scored: bool = True,
 ) -> Path:
     """Carry out ``recipe`` in the folder ``output`` and return it.
 
@@ -57,6 +58,7 @@ def run_recipe(
         resume: go on with the run in ``output`` where it stopped; finished stages are kept.
         ignore_memory: start although weights and optimizer are larger than the machine's memory.
         worker: a process that evaluates, when not this one.
+        scored: evaluate and draw the page, too; else ``resume`` does it later.
 
     Raises:
         OutputExistsError: ``output`` holds something already (without ``resume``).
@@ -69,11 +71,16 @@ def run_recipe(
     output = Path(output)
     ranks.join_group()
     with ranks.others_needed(), ranks.first_alone(lambda: output_lock(output)):
-        return carry_out(recipe, output, resume, ignore_memory, worker)
+        return carry_out(recipe, output, resume, ignore_memory, worker, scored)
 
 
 def carry_out(
-    recipe: Recipe, output: Path, resume: bool, ignore_memory: bool, worker: Worker | None
+    recipe: Recipe,
+    output: Path,
+    resume: bool,
+    ignore_memory: bool,
+    worker: Worker | None,
+    scored: bool,
 ) -> Path:
     """What :func:`run_recipe` does while no other process may write to ``output``."""
     from moe_finetune.training import ranks
@@ -94,7 +101,7 @@ def carry_out(
         begin(recipe, output)
     try:
         with terminal().log_to(output / LOG_FILE) if ranks.rank() == 0 else nullcontext():
-            stages(recipe, output, inputs, resume, worker)
+            stages(recipe, output, inputs, resume, worker, scored)
     except Exception:
         if inputs is not None and ranks.rank() == 0 and not resume:
             discard(output, made)
@@ -105,12 +112,21 @@ def carry_out(
 
 
 def stages(
-    recipe: Recipe, output: Path, inputs: Inputs | None, resume: bool, worker: Worker | None
+    recipe: Recipe,
+    output: Path,
+    inputs: Inputs | None,
+    resume: bool,
+    worker: Worker | None,
+    scored: bool,
 ) -> None:
-    """Train (unless ``inputs`` is None: it is done), merge, verify, evaluate, report."""
+    """Train (unless ``inputs`` is None: it is done), merge, verify; if ``scored`` evaluate, report.
+
+    ``seconds`` in the summary are those of all calls for this run.
+    """
     from moe_finetune.training import ranks
 
     started, phase = time.perf_counter(), terminal().phase
+    before = _summary(output).get("seconds", 0.0)
     if inputs is not None:
         with phase("train"):
             train(recipe, output, inputs, resume)
@@ -122,12 +138,13 @@ def stages(
     if recipe.export.verify and (output / "adapter").exists():
         with phase("verify"):
             verify(recipe, output)
-    if recipe.evaluation is not None:
+    if scored and recipe.evaluation is not None:
         with phase("evaluate"):
             evaluate(recipe, output, worker)
-    note(output, seconds=round(time.perf_counter() - started, 1))
-    with phase("report"):
-        report(output)
+    note(output, seconds=round(before + time.perf_counter() - started, 1))
+    if scored:
+        with phase("report"):
+            report(output)
 
 
 def plan_run(

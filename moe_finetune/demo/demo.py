@@ -6,6 +6,8 @@ Pretrain (cached) -> fine-tune twice -> merge -> evaluate all three checkpoints 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     """Run the demo in the folder ``output`` and return the report's page.
 
     What an earlier demo there has finished is kept where nothing that it follows from has changed.
-    One process evaluates the three checkpoints, the base while the first fine-tune trains.
+    The fine-tunes train side by side, each in a process of its own with its part of the cores; a
+    third process evaluates the three checkpoints, the base meanwhile.
 
     Args:
         output: new or empty folder, or that of an earlier demo.
@@ -48,7 +51,8 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     runs = [output / method for method in METHODS]
     if all(run.is_dir() for run in runs) and parts.kept("report", wanted):
         return page
-    with Worker(output / LOG_FILE, environment_alone()) as worker:
+    threads = _threads_each()
+    with Worker(output / LOG_FILE, {**environment_alone(), **threads}) as worker:
         _make(output, parts, worker, backend, steps, code)
     with terminal().phase("report"):
         parts.begin("report", wanted)
@@ -72,15 +76,7 @@ def _make(
     assert backend is not None
     recipes = {m: demo_recipe(m, checkpoint, data, backend, steps) for m in METHODS}
     base = _begin_base(output, parts, worker, checkpoint, recipes[METHODS[0]], code)
-    for method, recipe in recipes.items():
-        identity = sha256_json([code, recipe.hash])
-        if parts.kept(method, identity):
-            continue
-        parts.begin(method, identity)
-        run = output / method
-        terminal().say(method)
-        run_recipe(recipe, run, resume=(run / "recipe.yaml").exists(), worker=worker)
-        parts.finish(method)
+    _fine_tune(output, parts, worker, recipes, code)
     if base is not None:
         with terminal().phase("evaluate the base"):
             base.result()
@@ -89,6 +85,67 @@ def _make(
         before, copy = output / "base", output / method / "eval_base"
         shutil.copytree(before / "tasks", copy / "tasks", dirs_exist_ok=True)
         write_atomic(copy / "results.json", (before / "results.json").read_bytes())
+
+
+def _fine_tune(
+    output: Path, parts: Parts, worker: Worker, recipes: dict[str, Recipe], code: str
+) -> None:
+    """Make the runs that are not there yet.
+
+    Steps of so small a model gain little from a second core: each run gets a share of the threads,
+    the same whether another trains beside it or was kept, so that it ends with the same bytes.
+    """
+    identities = {method: sha256_json([code, recipe.hash]) for method, recipe in recipes.items()}
+    wanted = [method for method in recipes if not parts.kept(method, identities[method])]
+    for method in wanted:
+        parts.begin(method, identities[method])
+    if not wanted:
+        return
+    first, *others = wanted
+    threads = _threads_each()
+    with _own_threads(threads), Worker(output / LOG_FILE, threads) as second:
+        trained = {
+            method: second.begin(
+                run_recipe, recipes[method], output / method, _begun(output / method), scored=False
+            )
+            for method in others
+        }
+        terminal().say(" ".join([first, *(f"({method} trains beside it)" for method in others)]))
+        run_recipe(recipes[first], output / first, _begun(output / first), worker=worker)
+        parts.finish(first)
+        for method, pending in trained.items():
+            terminal().say(method)
+            with terminal().phase("train"):
+                pending.result()
+            run_recipe(recipes[method], output / method, resume=True, worker=worker)
+            parts.finish(method)
+
+
+def _begun(run: Path) -> bool:
+    return (run / "recipe.yaml").exists()
+
+
+def _threads_each() -> dict[str, str]:
+    """Environment of a process that shares the cores with one other.
+
+    Threads of several processes that wait for each other on the same core burn most of its time.
+    """
+    import torch
+
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // 2))}
+
+
+@contextmanager
+def _own_threads(environment: dict[str, str]) -> Iterator[None]:
+    """Let this process, which has begun, take no more threads than one with ``environment``."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _begin_base(

@@ -310,14 +310,17 @@ def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None
         tokens: of them; None where the stage's trainer tokenizes.
     """
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
+    said = f"{steps:,} step{'' if steps == 1 else 's'} of"
     if tokens is None:
         group = getattr(arguments, "num_generations", 0)
         each = f"completions, {group} of a prompt" if group else "rows"
-        return f"{steps:,} steps of {batch} {each}"
+        return f"{said} {batch} {each}"
     if recipe.data.packing:
         size = batch * recipe.data.max_length
-        return f"about {steps:,} steps of {batch} packed sequences, about {size:,} tokens a step"
-    return f"{steps:,} steps of {batch} sequences, about {batch * tokens / rows:,.0f} tokens a step"
+        return f"about {said} {batch} packed sequences, about {size:,} tokens a step"
+    batch = min(batch, rows)  # a step ends with the epoch
+    each = "sequence" if batch == 1 else "sequences"
+    return f"{said} {batch} {each}, about {batch * tokens / rows:,.0f} tokens a step"
 
 
 def _machine() -> int:

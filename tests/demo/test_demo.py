@@ -12,6 +12,8 @@ from moe_finetune.demo import demo as module
 from moe_finetune.demo.batches import Mixture
 from moe_finetune.demo.data import DataSizes, write_demo_data
 from moe_finetune.demo.pretrain import PretrainConfig, ensure_demo_checkpoint
+from moe_finetune.recipe.schema import load_recipe
+from moe_finetune.run import run_recipe
 
 CONFIG = PretrainConfig(
     vocab_size=320,
@@ -51,6 +53,11 @@ def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
     for method in module.METHODS:
         beside = (folder / method / "eval_base" / "results.json").read_bytes()
         assert beside == (folder / "base" / "results.json").read_bytes()
+    beside = folder / module.METHODS[1]
+    alone = run_recipe(load_recipe(beside / "recipe.yaml"), tmp_path / "alone", scored=False)
+    weights = "adapter/adapter_model.safetensors"
+    assert (alone / weights).read_bytes() == (beside / weights).read_bytes()
+    assert (alone / "merged").is_dir() and not (alone / "eval").exists()
 
     def files():
         return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}

@@ -118,18 +118,19 @@ def test_preview_shows_rows_lengths_and_steps(tiny_checkpoint, tmp_path, caplog)
 
 
 @pytest.mark.parametrize(
-    ("data", "extra", "tokens", "said"),
+    ("data", "extra", "rows", "tokens", "said"),
     [
-        ({}, {}, 700, "5 steps of 6 sequences, about 420 tokens a step"),
-        ({"packing": True, "max_length": 64}, {}, 700,
+        ({}, {}, 10, 700, "5 steps of 6 sequences, about 420 tokens a step"),
+        ({}, {}, 4, 700, "5 steps of 4 sequences, about 700 tokens a step"),
+        ({}, {"max_steps": 1}, 1, 70, "1 step of 1 sequence, about 70 tokens a step"),
+        ({"packing": True, "max_length": 64}, {}, 10, 700,
          "about 5 steps of 6 packed sequences, about 384 tokens a step"),
-        ({}, {}, None, "5 steps of 6 rows"),
-        ({}, {"num_generations": 3}, None, "5 steps of 6 completions, 3 of a prompt"),
+        ({}, {}, 10, None, "5 steps of 6 rows"),
+        ({}, {"num_generations": 3}, 10, None, "5 steps of 6 completions, 3 of a prompt"),
     ],
 )  # fmt: skip
-def test_what_a_step_takes(data, extra, tokens, said):
+def test_what_a_step_takes(data, extra, rows, tokens, said):
     tree = Tree({"model": {"path": "m"}, "data": {"train": "d.jsonl", **data}})
-    arguments = SimpleNamespace(
-        per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=5, **extra
-    )
-    assert describe_steps(recipe_from_tree(tree), arguments, 10, tokens) == said
+    given = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 5}
+    arguments = SimpleNamespace(**given | extra)
+    assert describe_steps(recipe_from_tree(tree), arguments, rows, tokens) == said
