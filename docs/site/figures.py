@@ -1,9 +1,9 @@
 """Figures of the examples in ``recipes/papers``, taken from saved results.
 
 ``<!-- demo: ARM -->`` begins a table of what an arm changed at the demo's length,
-``<!-- effects: NAME: 1 2 14/ARM -->`` one of effects of a study; ``<!-- end of figures -->`` ends
-it. ``python docs/site/figures.py`` (``make tables``) writes them; a test asks that they are
-current.
+``<!-- effects: NAME: 1 2 14/ARM -->`` one of effects of a study, ``<!-- cost: NAME -->`` one of a
+step's time and memory by arm; ``<!-- end of figures -->`` ends it.
+``python docs/site/figures.py`` (``make tables``) writes them; a test asks that they are current.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "bench" / "results"
 PAGES = sorted((ROOT / "recipes" / "papers").glob("*.md"))
-TABLE = re.compile(r"(<!-- (demo|effects): (.+?) -->\n).*?(<!-- end of figures -->)", re.S)
+TABLE = re.compile(r"(<!-- (demo|effects|cost): (.+?) -->\n).*?(<!-- end of figures -->)", re.S)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -62,9 +62,18 @@ def effect_rows(asked: str) -> Iterator[str]:
         )
 
 
+def cost_rows(name: str) -> Iterator[str]:
+    """A step's time and peak memory by arm, as multiples of the first."""
+    yield "| model | weights, million | time of a step | peak memory |"
+    yield "| --- | --- | --- | --- |"
+    for arm, row in result(name)["arms"].items():
+        weights = number(row["weights"] / 1e6)
+        yield f"| {arm} | {weights} | {number(row['time'])} | {number(row['memory'])} |"
+
+
 def written(text: str) -> str:
     """A page with its tables made anew."""
-    makers = {"demo": demo_rows, "effects": effect_rows}
+    makers = {"demo": demo_rows, "effects": effect_rows, "cost": cost_rows}
     return TABLE.sub(lambda m: m[1] + "\n".join(makers[m[2]](m[3])) + "\n" + m[4], text)
 
 

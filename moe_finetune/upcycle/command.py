@@ -130,7 +130,15 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
     if ledger.replace:
         command.insert(-1, "--replace")
     commands = {f"expert-{number}": [*command, str(number)] for number in numbers}
-    why = run_children(commands, output / "logs", processes)
+    try:
+        why = run_children(commands, output / "logs", processes)
+    except KeyboardInterrupt:
+        log.warning(
+            "%s: the experts at work have saved and ended. To go on: repeat the command with "
+            "--resume",
+            output,
+        )
+        raise
     if why is not None:
         raise StepFailedError(f"{why}; mend it and repeat the command with --resume")
 

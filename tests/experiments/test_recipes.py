@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -78,13 +79,21 @@ def test_paper1_pretrain_by_hand():
     """2 architectures x 3 sizes x 9 methods x 3 seeds."""
     runs = expand(load_study(STUDIES / "paper1_pretrain.yaml"))
     assert len(runs) == 2 * 3 * 9 * 3 == 162
-    by_name = {run.values["method"]: set(run.recipe.method.terms) for run in runs}
+    by_name: dict = {"vanilla": {}, "shared": {}}
+    for run in runs:
+        method = run.recipe.method
+        terms = set(method.terms)
+        assert by_name[run.values["architecture"]].setdefault(run.values["method"], terms) == terms
+        assert method.bias_update == (1e-3 if run.values["architecture"] == "shared" else None)
     lb, z, sp, cp = "load_balance", "z_loss", "specialization", "coupling"
-    assert by_name == {
+    wanted = {
         "lb": {lb}, "lb_z": {lb, z}, "lb_o_v": {lb, "orthogonality", "variance"},
         "lb_sp": {lb, sp}, "lb_cp": {lb, cp}, "lb_sp_cp": {lb, sp, cp},
         "lb_z_sp": {lb, z, sp}, "lb_z_cp": {lb, z, cp}, "lb_z_sp_cp": {lb, z, sp, cp},
     }  # fmt: skip
+    assert by_name["vanilla"] == wanted
+    # A bias on the selection balances the arm with a shared expert, in the loss's place.
+    assert by_name["shared"] == {name: terms - {lb} for name, terms in wanted.items()}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,7 @@ def test_paper1_pretrain_by_hand():
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-small-lb", 0.4, 0.08),
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-medium-lb", 1.1, 0.10),
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-large-lb", 7.0, 0.50),
+        ("paper1_pretrain", "glm4_moe", "shared-large-lb", 7.0, 0.60),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-autonomy", 3.0, None),
@@ -106,8 +116,19 @@ def test_pretrained_sizes_are_the_papers(study, config, arm, billions, active, t
     from moe_finetune.experiments.plan import model_size
 
     fixtures = Path(__file__).resolve().parents[1] / "fixtures"
-    if config == "olmoe_1b_7b":  # transformers' defaults are its shape
-        (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    own = {
+        "olmoe_1b_7b": {"model_type": "olmoe"},  # transformers' defaults are its shape
+        "glm4_moe": {
+            "model_type": "glm4_moe",
+            "eos_token_id": [5, 7],
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e6,
+            "num_nextn_predict_layers": 1,
+        },
+    }
+    if config in own:
+        (tmp_path / "config.json").write_text(json.dumps(own[config]))
     else:
         shutil.copy(fixtures / f"{config}.json", tmp_path / "config.json")
     runs = expand(load_study(STUDIES / f"{study}.yaml", [f"model.path={tmp_path}"]))

@@ -122,11 +122,13 @@ class AutonomyExperts(nn.Module):
         token_S = order_S.div(selected, rounding_mode="floor")
         low_Sr = low_TEr.flatten(0, 1).index_select(0, token_S * experts + flat_S)
         sizes = _rows_of_experts(flat_S, experts)
+        # Unbound once: the backward of selecting an expert would write the whole stack for each.
+        weights = (self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind())
+        rows = (x_SH.split(sizes), low_Sr.split(sizes))
         z, y = [], []
-        for expert, (x, low) in enumerate(zip(x_SH.split(sizes), low_Sr.split(sizes), strict=True)):
-            gate = linear(low, self.gate_proj[expert])
-            z.append(self.act_fn(gate) * linear(x, self.up_proj[expert]))
-            y.append(linear(z[-1], self.down_proj[expert]))
+        for x, low, gate_Dr, up_DH, down_HD in zip(*rows, *weights, strict=True):
+            z.append(self.act_fn(linear(low, gate_Dr)) * linear(x, up_DH))
+            y.append(linear(z[-1], down_HD))
         z_TKD = torch.cat(z).index_select(0, slots_S).view(tokens, selected, width)
         y_TKH = torch.cat(y).index_select(0, slots_S).view(tokens, selected, hidden)
         out_TH = (weights_TK.unsqueeze(-1).to(y_TKH.dtype) * y_TKH).sum(1)
