@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import RecipeError
+from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.io import output_lock
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.terminal import terminal
@@ -70,6 +70,27 @@ def _recipe(tree: Tree, index: int, entry: dict[str, Any], start: Path | None) -
     return recipe_from_tree(merged)
 
 
+def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False) -> None:
+    """Check the stages behind the first on what the first starts from, before it takes its time.
+
+    Not where the first makes new weights: there is no checkpoint yet.
+
+    Raises:
+        MoeFinetuneError: what would end a stage's start, with its folder's name.
+    """
+    from moe_finetune.training.start import check_inputs
+
+    start = runs[0][1].model
+    if start.init == "random":
+        return
+    for folder, recipe in runs[1:]:
+        model = recipe.model.model_copy(update={"path": start.path})
+        try:
+            check_inputs(recipe.model_copy(update={"model": model}), ignore_memory)
+        except MoeFinetuneError as error:
+            raise type(error)(f"{folder.name}: {error}") from error
+
+
 def run_chain(
     output: str | Path,
     runs: Sequence[tuple[Path, Recipe]],
@@ -96,6 +117,8 @@ def run_chain(
     ranks.join_group()
     with ranks.first_alone(lambda: output_lock(output)):
         enter_folder(output, f"{runs[0][0].name}/{RECIPE_FILE}", "a chain of stages", resume)
+        if not (runs[0][0] / "merged").is_dir():
+            check_later(runs, ignore_memory)
         for folder, recipe in runs:
             ranks.barrier()  # every rank looks at the folder before the first one writes there
             begun = (folder / RECIPE_FILE).exists()

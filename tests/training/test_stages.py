@@ -253,6 +253,13 @@ def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
         ],
     }
     output = tmp_path / "chain"
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text(json.dumps(PAIRS[0]) + "\n" + json.dumps({"prompt": "a"}) + "\n")
+    spoiled = {**shared["stages"][1], "data": {"train": str(wrong)}}
+    runs = chain_of(Tree({**shared, "stages": [shared["stages"][0], spoiled]}), output)
+    with pytest.raises(DataError, match=r"2-dpo: .*wrong.jsonl:2: no field 'chosen'"):
+        run_chain(output, runs)
+    assert not (output / "1-sft").exists()
     runs = chain_of(Tree(shared), output)
     assert [folder.name for folder, _ in runs] == ["1-sft", "2-dpo"]
     assert run_chain(output, runs) == output / "report" / "index.html"
