@@ -10,6 +10,7 @@ A document belongs to one split for good, by a hash of its name: ``pretrain``, `
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Iterator
@@ -56,15 +57,18 @@ def read_corpus(library: Path | None = None) -> list[Document]:
     Raises:
         DataError: the folder holds no source (a Python installed without it).
     """
-    root = library or library_folder()
+    return list(_corpus(library or library_folder()))
+
+
+@functools.cache  # a demo reads it for each of its parts
+def _corpus(root: Path) -> tuple[Document, ...]:
     documents = [document for path in source_files(root) for document in _module(root, path)]
     if not documents:
         raise DataError(
             f"{root}: no standard-library source found, which the demo learns from; "
             "use a Python installation that has it"
         )
-    documents.extend(_topics())
-    return documents
+    return (*documents, *_topics())
 
 
 def library_folder() -> Path:

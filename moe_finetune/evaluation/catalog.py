@@ -7,6 +7,8 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,8 +50,8 @@ class Catalog:
         self.manager = TaskManager(include_path=own, include_defaults=False)
         self._index = self.manager._index
         if not all(self._resolves(t.task) for t in suite.tasks if not (t.external or t.template)):
-            self.manager = TaskManager(include_path=own)
-            self._index = self.manager._index
+            self.manager = copy.copy(_every_task(own))
+            self._index = self.manager._index = dict(self.manager._index)  # `register` adds
 
     def _resolves(self, name: str) -> bool:
         try:
@@ -279,6 +281,13 @@ def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[st
     for entry in here:
         catalog.check(entry, leaves[entry.label])
     return catalog, leaves
+
+
+@functools.cache  # lm-eval reads 14,000 files for it
+def _every_task(own: str) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=own)
 
 
 def _shots(entry: SuiteTask, config: dict[str, Any]) -> int:

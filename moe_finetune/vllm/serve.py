@@ -238,7 +238,8 @@ def watch(
     try:
         if not _wait_ready(process, f"{options.url}/health", timeout):
             code = process.poll()
-            reader.join(5)
+            if code is not None:
+                reader.join(5)
             what = f"was not ready within {timeout:g} s" if code is None else f"ended with {code}"
             last = "\n".join(tail)
             print(f"error: the server {what}; its last lines:\n{last}", file=sys.stderr)

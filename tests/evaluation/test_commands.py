@@ -47,7 +47,7 @@ def study(results, tmp_path):
 @pytest.fixture
 def judge():
     with JudgeServer() as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
         running.shutdown()

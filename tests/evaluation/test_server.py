@@ -98,7 +98,7 @@ def server(checkpoint):
         running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         running.url = f"http://127.0.0.1:{running.server_address[1]}/v1"
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
         running.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,10 +22,14 @@ PAPER0_BENCHMARKS = {
 }  # fmt: skip
 
 
+@functools.cache
+def runs_of(name):
+    return expand(load_study(STUDIES / f"{name}.yaml"))
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_expands_to_valid_runs_that_all_differ(file, tmp_path):
-    study = load_study(file)
-    runs = expand(study)
+    study, runs = load_study(file), runs_of(file.stem)
     assert len({run.recipe.hash for run in runs}) == len(runs)
     assert study.title and "arXiv" in study.source and file.read_text().startswith("# P")
     for run in runs:
@@ -41,7 +46,7 @@ def test_expands_to_valid_runs_that_all_differ(file, tmp_path):
 
 def test_paper0_table1_by_hand():
     """3 models x 5 methods x 5 groups x 3 seeds; each model and method has all 11 benchmarks."""
-    runs = expand(load_study(STUDIES / "paper0_table1.yaml"))
+    runs = runs_of("paper0_table1")
     assert len(runs) == 3 * 5 * 5 * 3 == 225
     found: dict = {}
     for run in runs:
@@ -61,7 +66,7 @@ def test_paper0_table1_by_hand():
 
 def test_paper0_ablation_by_hand():
     """8 combinations x 3 models x 5 groups x 3 seeds, each with the terms of its name."""
-    runs = expand(load_study(STUDIES / "paper0_ablation.yaml"))
+    runs = runs_of("paper0_ablation")
     assert len(runs) == 8 * 3 * 5 * 3 == 360
     letters = {"aux": "load_balance", "o": "orthogonality", "v": "variance"}
     names = {run.values["method"] for run in runs}
@@ -77,7 +82,7 @@ def test_paper0_ablation_by_hand():
 
 def test_paper1_pretrain_by_hand():
     """2 architectures x 3 sizes x 9 methods x 3 seeds."""
-    runs = expand(load_study(STUDIES / "paper1_pretrain.yaml"))
+    runs = runs_of("paper1_pretrain")
     assert len(runs) == 2 * 3 * 9 * 3 == 162
     by_name: dict = {"vanilla": {}, "shared": {}}
     for run in runs:
