@@ -52,8 +52,9 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     if all(run.is_dir() for run in runs) and parts.kept("report", wanted):
         return page
     threads = _threads_each()
-    with Worker(output / LOG_FILE, {**environment_alone(), **threads}) as worker:
-        _make(output, parts, worker, backend, steps, code)
+    log = output / LOG_FILE
+    with Worker(log, {**environment_alone(), **threads}) as worker, Worker(log, threads) as second:
+        _make(output, parts, worker, second, backend, steps, code)
     with terminal().phase("report"):
         parts.begin("report", wanted)
         write_report(runs, page)
@@ -62,13 +63,23 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
 
 
 def _make(
-    output: Path, parts: Parts, worker: Worker, backend: str | None, steps: int | None, code: str
+    output: Path,
+    parts: Parts,
+    worker: Worker,
+    second: Worker,
+    backend: str | None,
+    steps: int | None,
+    code: str,
 ) -> None:
-    """The checkpoint, its data, the fine-tunes and all evaluations."""
+    """The checkpoint, its data, the fine-tunes and all evaluations.
+
+    ``worker`` evaluates, ``second`` trains beside this process.
+    """
     status = worker.begin(vllm_status) if backend is None else None  # it imports vLLM
     with terminal().log_to(output / LOG_FILE):
         with terminal().phase("pretrain"):
             checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
+        second.begin(_import_trainer)
         with terminal().phase("data"):
             data = write_stage_data(write_demo_data(output / "data"))
     if status is not None:
@@ -76,7 +87,7 @@ def _make(
     assert backend is not None
     recipes = {m: demo_recipe(m, checkpoint, data, backend, steps) for m in METHODS}
     base = _begin_base(output, parts, worker, checkpoint, recipes[METHODS[0]], code)
-    _fine_tune(output, parts, worker, recipes, code)
+    _fine_tune(output, parts, worker, second, recipes, code)
     if base is not None:
         with terminal().phase("evaluate the base"):
             base.result()
@@ -88,7 +99,12 @@ def _make(
 
 
 def _fine_tune(
-    output: Path, parts: Parts, worker: Worker, recipes: dict[str, Recipe], code: str
+    output: Path,
+    parts: Parts,
+    worker: Worker,
+    second: Worker,
+    recipes: dict[str, Recipe],
+    code: str,
 ) -> None:
     """Make the runs that are not there yet.
 
@@ -102,8 +118,7 @@ def _fine_tune(
     if not wanted:
         return
     first, *others = wanted
-    threads = _threads_each()
-    with _own_threads(threads), Worker(output / LOG_FILE, threads) as second:
+    with _own_threads(_threads_each()):
         trained = {
             method: second.begin(
                 run_recipe, recipes[method], output / method, _begun(output / method), scored=False
@@ -119,6 +134,11 @@ def _fine_tune(
                 pending.result()
             run_recipe(recipes[method], output / method, resume=True, worker=worker)
             parts.finish(method)
+
+
+def _import_trainer() -> None:
+    """What a fine-tune imports first; it takes as long as writing the data beside it."""
+    import trl.trainer.sft_trainer  # noqa: F401
 
 
 def _begun(run: Path) -> bool:
