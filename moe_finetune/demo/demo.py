@@ -129,8 +129,8 @@ def _fine_tune(
         run_recipe(recipes[first], output / first, _begun(output / first), worker=worker)
         parts.finish(first)
         for method, pending in trained.items():
-            terminal().say(method)
-            with terminal().phase("train"):
+            terminal().say(f"{method}, trained beside it")
+            with terminal().phase("wait"):
                 pending.result()
             run_recipe(recipes[method], output / method, resume=True, worker=worker)
             parts.finish(method)
