@@ -28,7 +28,7 @@ def study_file(ingredients, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("study") / "small.yaml"
     values = {
         "base": ingredients,
-        "axes": {"method": ["none", "aux_loss", "erc"]},
+        "axes": {"method": ["none", "aux_loss"]},
         "seeds": [1],
         "baseline": "none",
         "metrics": {"routing/max_violation": "lower"},
@@ -60,7 +60,7 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path, request):
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     states = [run.state for run in load_results(killed).runs]
-    assert states == ["finished", "started", "missing"]
+    assert states == ["finished", "started"]
 
     again = subprocess.run(
         [*STUDY, study_file, "--output", killed, "--resume"], capture_output=True, text=True
@@ -74,18 +74,17 @@ def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path, request):
 
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_at_work_with_a_checkpoint(warm, study_file, tmp_path, number):
+def test_an_interrupt_stops_the_run_at_work_with_a_checkpoint(warm, study_file, tmp_path):
     output = tmp_path / "out"
     options = ["trainer.max_steps=100000", "evaluation=null"]
     study = subprocess.Popen([*STUDY, study_file, *options, "--output", output])
     wait_for((output / "runs" / "none" / "seed_1" / "metrics.jsonl").exists)
-    study.send_signal(number)
+    study.send_signal(signal.SIGINT)
     assert study.wait(timeout=120) == 130
     checkpoints = list((output / "runs" / "none" / "seed_1" / "checkpoints").glob("checkpoint-*"))
     assert checkpoints
     states = [run.state for run in load_results(output).runs]
-    assert states == ["started", "missing", "missing"]
+    assert states == ["started", "missing"]
 
 
 @pytest.mark.slow
@@ -194,7 +193,7 @@ def test_jobs_of_submitit(warm, study_file, tmp_path):
     """Its local executor: the same pickled jobs as under Slurm, side by side on this machine."""
     pytest.importorskip("submitit")
     options = [
-        "launch.kind=slurm", "launch.cluster=local", "launch.jobs=2", "only.method=[none, erc]",
+        "launch.kind=slurm", "launch.cluster=local", "launch.jobs=2",
         "evaluation=null", "export.merge=false",
     ]  # fmt: skip
     output = tmp_path / "out"
