@@ -53,6 +53,8 @@ SCRIPTS = ("moe_finetune/vllm/supervisor.py", "eval/bench/gpu_check.py", "eval/b
 """Files that are run warm."""
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_",
              "CUDA_", "HOME", "XDG_")  # fmt: skip
+LATER = ("CUDA_VISIBLE_DEVICES",)
+"""Of these, what is read when a device is looked for: submitit sets it for its jobs."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
 _NAMES = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
@@ -316,4 +318,4 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith(AT_IMPORT)}
+    return {k: v for k, v in environment.items() if k.startswith(AT_IMPORT) and k not in LATER}
