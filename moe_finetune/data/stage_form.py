@@ -88,10 +88,10 @@ def _check_read(place: str, row: Row, field: str, reward: str) -> None:
     value = row[field]
     if field == "tests":
         texts = [value] if isinstance(value, str) else value
-        good = isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)
+        good = isinstance(texts, list) and bool(texts) and all(isinstance(t, str) for t in texts)
         wanted = "text, or a list of texts"
     else:
-        good = isinstance(value, str | int | float) and str(value).strip()
+        good = isinstance(value, str | int | float) and bool(str(value).strip())
         wanted = "text or a number"
     if not good:
         raise DataError(
