@@ -28,15 +28,16 @@ def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
         RecipeError: it divides neither the experts nor the run's ranks.
         UnsupportedModelError: transformers has no plan for the model.
     """
-    if world == 1 or world % ranks:
-        raise RecipeError(
-            f"{KEY}: {ranks} ranks hold all experts together, and this run has {world}; start it "
-            f"by accelerate launch --num_processes {ranks}, or a multiple, or set {KEY}: all"
-        )
-    if experts % ranks:
+    if experts % ranks:  # first: no number of processes would help
         fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
         raise RecipeError(
             f"{KEY}: {experts} experts cannot be divided by {ranks} ranks; choose one of {fit}"
+        )
+    if world == 1 or world % ranks:
+        raise RecipeError(
+            f"{KEY}: {ranks} ranks hold all experts together, and this run has {world}; start it "
+            f"by accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
+            f"{KEY}: all"
         )
     if DISPATCH not in model.ep_plan.values():
         raise UnsupportedModelError(

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_finetune.errors import CaptureError, UnsupportedModelError
+from moe_finetune.errors import CaptureError, RecipeError, UnsupportedModelError
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.spread import spread_experts
+from moe_finetune.moe.spread_loading import check_spread
 from tests import tiny
 
 
@@ -38,6 +39,22 @@ def test_a_rank_holds_its_part_and_gets_transformers_way_back(two_ranks):
 def test_the_numbers_of_ranks_and_experts_have_to_fit(two_ranks, ranks):
     with pytest.raises(ValueError, match=f"divide 12 experts and 2 ranks, got {ranks}"):
         spread_experts(tiny.model("olmoe"), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "remedy"),
+    [
+        (5, 2, "12 experts cannot be divided by 5 ranks; choose one of 2, 3, 4, 6, 12"),
+        (5, 1, "12 experts cannot be divided by 5 ranks; choose one of 2, 3, 4, 6, 12"),
+        (4, 6, "this run has 6; start it by accelerate launch --multi_gpu --num_processes 4"),
+        (2, 1, "this run has 1; start it by accelerate launch --multi_gpu --num_processes 2"),
+    ],
+)
+def test_a_refused_key_names_what_would_work(ranks, world, remedy):
+    with torch.device("meta"):
+        model = tiny.model("olmoe")
+    with pytest.raises(RecipeError, match=rf"parallel.experts: .*{remedy}"):
+        check_spread(model, 12, ranks, world)
 
 
 def test_a_model_without_the_plan_is_refused(two_ranks):
