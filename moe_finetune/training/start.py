@@ -100,6 +100,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
 
     check_launcher()
     check_parallel(expert_ranks(recipe))
+    if recipe.parallel.experts == "all" and expert_ranks(recipe) == 1:
+        log.warning("parallel.experts: all, and one process was started: nothing is spread")
     check_quantization(recipe.model.quantization)
     if recipe.model.offload == "experts":
         check_offload()

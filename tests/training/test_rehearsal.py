@@ -149,3 +149,10 @@ def test_what_is_prepared_is_not_changed_by_the_rehearsal(recipe, tmp_path):
     inputs = check_inputs(load_recipe(recipe, ["data.packing=true"]))
     assert inputs.train.column_names == ["input_ids", "labels"] and len(inputs.train) == 7
     assert inputs.plan.packed and inputs.plan.tokens == sum(map(len, inputs.train["input_ids"]))
+
+
+def test_experts_that_are_to_be_spread_over_one_process_are_warned_of(recipe, caplog):
+    check_inputs(load_recipe(recipe))
+    assert "nothing is spread" not in caplog.text
+    check_inputs(load_recipe(recipe, ["parallel.experts=all"]))
+    assert "parallel.experts: all, and one process was started: nothing is spread" in caplog.text
