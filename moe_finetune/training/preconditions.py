@@ -42,8 +42,8 @@ def check_parallel(expert_ranks: int) -> None:
     if expert_ranks > 1 and _launched_by("FSDP"):
         raise RecipeError(
             "parallel.experts: does not go with FSDP, which would shard the experts once more; "
-            f"start it without that config (accelerate launch --num_processes {expert_ranks}), or "
-            "leave the key out"
+            "start it without that config (accelerate launch --multi_gpu --num_processes "
+            f"{expert_ranks}), or leave the key out"
         )
 
 
