@@ -225,7 +225,9 @@ def upcycle(
 
     Example: moe-finetune upcycle recipes/upcycle/miniature.yaml --output runs/svmoe
     """
-    from moe_finetune.upcycle.command import upcycle_files
+    from moe_finetune.upcycle.command import run_upcycle
+    from moe_finetune.upcycle.recipe import load_upcycle_recipe
 
-    files, overrides = split_items(items)
-    print(f"upcycle: {upcycle_files(files, overrides, output, stage, expert, resume, replace)}")
+    recipe = load_upcycle_recipe(*split_items(items))
+    done = run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume, replace=replace)
+    print(f"upcycle: {done}")

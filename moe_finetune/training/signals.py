@@ -33,10 +33,15 @@ class StopOnSignal(TrainerCallback):
 
     Args:
         output: the run's folder, for the message.
+        go_on: how to go on, where that is not ``train --resume``.
     """
 
-    def __init__(self, output: Path):
+    def __init__(self, output: Path, go_on: str | None = None):
         self.output = output
+        self.go_on = go_on or (
+            "repeat the command with --resume "
+            f"(moe-finetune train {output / 'recipe.yaml'} --output {output} --resume)"
+        )
         self._asked: signal.Signals | None = None
         self._in_steps = False
         self._stopping = False
@@ -74,10 +79,7 @@ class StopOnSignal(TrainerCallback):
         name = self._asked.name if self._asked else "a signal on another rank"
         last, _ = newest_checkpoint(self.output / "checkpoints")
         held = f"last checkpoint: {last}" if last else "no checkpoint was saved"
-        return (
-            f"interrupted by {name}; {held}. To go on: repeat the command with --resume "
-            f"(moe-finetune train {self.output / 'recipe.yaml'} --output {self.output} --resume)"
-        )
+        return f"interrupted by {name}; {held}. To go on: {self.go_on}"
 
     # -- the trainer's events -----------------------------------------------------------------
 

@@ -9,17 +9,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.checkpoint.opened import check_folder as check_weights
+from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io import clear_leftovers, output_lock, write_atomic
 from moe_finetune.io.children import run_children
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger, StepFailedError
-from moe_finetune.io.lock import OutputLock, helpers_only
-from moe_finetune.upcycle.checks import check
+from moe_finetune.io.lock import helpers_only
+from moe_finetune.models.loading import local_folder
+from moe_finetune.upcycle.clustering import sizes_of
+from moe_finetune.upcycle.dense import dense_facts, load_dense_config
+from moe_finetune.upcycle.experts import check_alike, open_expert
 from moe_finetune.upcycle.files import CLUSTERS_FILE, RECIPE_FILE, REMEDY, RESULTS_FILE, TABLES_FILE
-from moe_finetune.upcycle.recipe import UpcycleRecipe, load_upcycle_recipe
+from moe_finetune.upcycle.frequencies import tokenizer_hash
+from moe_finetune.upcycle.judgement import check_file
+from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.stages import STAGES, Plan
 from moe_finetune.upcycle.texts import remark_on_repetitions
 from moe_finetune.upcycle.workspace import Upcycle
@@ -66,55 +72,37 @@ def run_upcycle(
     if wait:
         log.warning("%s: experts of an earlier command are at work; waiting for them", output)
     with output_lock(output, shared=expert is not None, wait=wait) as lock:
-        return carry_out(recipe, output, stage, expert, resume, replace, lock)
-
-
-def carry_out(
-    recipe: UpcycleRecipe,
-    output: Path,
-    stage: str | None,
-    expert: int | None,
-    resume: bool,
-    replace: bool,
-    lock: OutputLock,
-) -> Path:
-    """What :func:`run_upcycle` does while it holds the folder's lock."""
-    check_folder(output, resume)
-    if expert is None:
-        clear_leftovers(output)
-    upcycle = Upcycle(recipe, output)
-    check(upcycle)
-    digest = KnownDigests(output / "steps" / "digests.json")
-    ledger = Ledger(output, Plan(upcycle, digest).steps(), replace=replace)
-    wanted_steps = [n for each in STAGES if stage in (None, each) for n in ledger.of_stage(each)]
-    ledger.check_nothing_lost(wanted_steps)
-    if expert is None:  # else another process may be writing the same
-        if remark := remark_on_repetitions(upcycle.read):
-            log.warning("%s", remark)
-        digest.save()
-        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
-    started = time.perf_counter()
-    for wanted in STAGES if stage is None else (stage,):
-        names = ledger.of_stage(wanted)
-        if expert is not None:
-            names = [name for name in names if name.endswith(f"/experts/{expert}")]
-        if wanted == "experts" and expert is None and recipe.experts.processes > 1:
-            with lock.open_to_helpers():
-                run_apart(ledger, names, output, recipe.experts.processes)
-        if stage is not None and stage != "dense" and not ledger.done("texts"):
-            ledger.run("texts")
-        for name in names:
-            ledger.run(name)
-    if stage in (None, "evaluate"):
-        log.info("%s: %.0f s in all", output, time.perf_counter() - started)
-        return report(recipe, upcycle, ledger)
-    return output
-
-
-def check_folder(output: Path, resume: bool) -> None:
-    """Refuse a folder that holds something else, or an upcycle that is not to be resumed."""
-    if not enter_folder(output, RECIPE_FILE, "an upcycle", resume) and resume:
-        raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
+        if not enter_folder(output, RECIPE_FILE, "an upcycle", resume) and resume:
+            raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
+        if expert is None:
+            clear_leftovers(output)
+        upcycle = Upcycle(recipe, output)
+        check(upcycle)
+        digest = KnownDigests(output / "steps" / "digests.json")
+        ledger = Ledger(output, Plan(upcycle, digest).steps(), replace=replace)
+        chosen = STAGES if stage is None else (stage,)
+        ledger.check_nothing_lost([name for each in chosen for name in ledger.of_stage(each)])
+        if expert is None:  # else another process may be writing the same
+            if remark := remark_on_repetitions(upcycle.read):
+                log.warning("%s", remark)
+            digest.save()
+            write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+        started = time.perf_counter()
+        for wanted in chosen:
+            names = ledger.of_stage(wanted)
+            if expert is not None:
+                names = [name for name in names if name.endswith(f"/experts/{expert}")]
+            if wanted == "experts" and expert is None and recipe.experts.processes > 1:
+                with lock.open_to_helpers():
+                    run_apart(ledger, names, output, recipe.experts.processes)
+            if stage is not None and stage != "dense" and not ledger.done("texts"):
+                ledger.run("texts")
+            for name in names:
+                ledger.run(name)
+        if stage in (None, "evaluate"):
+            log.info("%s: %.0f s in all", output, time.perf_counter() - started)
+            return report(recipe, upcycle, ledger)
+        return output
 
 
 def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
@@ -146,8 +134,7 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
     from moe_finetune.io.environment import describe_environment
-    from moe_finetune.upcycle.curves import read_curves, shown_curves
-    from moe_finetune.upcycle.page import render
+    from moe_finetune.upcycle.page import read_curves, render, shown_curves
     from moe_finetune.upcycle.results import read_arms, summarize
     from moe_finetune.upcycle.tables import tables
 
@@ -170,15 +157,55 @@ def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     return page
 
 
-def upcycle_files(
-    files: Sequence[str],
-    overrides: Sequence[str],
-    output: Path,
-    stage: str | None,
-    expert: int | None,
-    resume: bool,
-    replace: bool = False,
-) -> Path:
-    """What the command line calls: read the recipe, then :func:`run_upcycle`."""
-    recipe = load_upcycle_recipe(files, overrides)
-    return run_upcycle(recipe, output, stage=stage, expert=expert, resume=resume, replace=replace)
+def check(upcycle: Upcycle) -> None:
+    """Find what is wrong with texts, pins, models, table or questions before anything is written.
+
+    Raises:
+        RecipeError, DataError, CheckpointError, UnsupportedModelError: see the functions called.
+    """
+    dense = upcycle.given_dense
+    if dense is not None:
+        # The whole way: config, options that a MoE has no place for, tensors and their values.
+        open_expert(dense)
+        check_weights(dense, load_dense_config(dense))
+    _check_pins(upcycle)
+    given = upcycle.recipe.experts.checkpoints
+    if given is not None:
+        _check_experts([local_folder(path) for path in given], dense)
+    table = upcycle.recipe.clusters.table
+    if table is not None and dense is not None:
+        upcycle.load_table(Path(table), dense)
+    judged = upcycle.recipe.evaluation.judgement
+    if judged is not None and judged.file is not None:
+        check_file(judged)
+
+
+def _check_pins(upcycle: Upcycle) -> None:
+    section, names = upcycle.recipe.clusters, list(upcycle.categories)
+    if not upcycle.recipe.counts_clusters:
+        return
+    for name in section.pinned:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise RecipeError(f"clusters.pinned.{name}: no such category{hint}")
+    pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
+    sizes_of(len(names), section.count, pinned, bounds=section.bounds, exclusive=section.exclusive)
+
+
+def _check_experts(folders: list[Path], dense: Path | None) -> None:
+    experts = [open_expert(folder) for folder in folders]
+    for folder in folders:
+        check_weights(folder, load_dense_config(folder))
+    check_alike(experts)
+    if dense is None:
+        return
+    if tokenizer_hash(folders[0]) != tokenizer_hash(dense):
+        raise CheckpointError(
+            f"experts.checkpoints: {folders[0]} has another tokenizer than the dense model "
+            f"{dense}; give experts trained from it"
+        )
+    if dense_facts(folders[0]).values != dense_facts(dense).values:
+        raise CheckpointError(
+            f"experts.checkpoints: {folders[0]} has other sizes than the dense model {dense}; "
+            "give experts trained from it"
+        )

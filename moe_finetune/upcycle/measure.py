@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.metrics import conditional_mean_rank
+from moe_finetune.metrics import conditional_mean_rank, top_choice
 from moe_finetune.metrics.arrays import entropy
 from moe_finetune.upcycle.texts import SPLITS, Split
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from moe_finetune.upcycle.frequencies import FrequencyTable
     from moe_finetune.upcycle.recipe import UpcycleRecipe
     from moe_finetune.upcycle.texts import Texts
+
+PASSAGE = 120
+"""Tokens of a text that is shown."""
 
 
 @dataclass
@@ -105,7 +108,6 @@ def measure(
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.judgement import judge
-    from moe_finetune.upcycle.passages import passages
 
     section = recipe.evaluation
     model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
@@ -211,3 +213,48 @@ def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
     )
     learned_BS = mask_BS[:, 1:]
     return ((losses_BS * learned_BS).sum(1) / learned_BS.sum(1)).tolist()
+
+
+def passages(
+    model: Any, tokenizer: Any, texts: Texts, counts_VN: np.ndarray, count: int
+) -> list[dict[str, Any]]:
+    """The beginning of ``count`` test texts of different categories, as the report colours them (P3
+    Fig. 1): by the expert that weighs most in the middle MoE layer.
+
+    Each has ``category``, ``layer``, ``tokens`` (their text), ``experts`` and ``frequent``: the
+    expert of the token's largest count, -1 where the training texts have none.
+    """
+    import torch
+
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import model_facts
+
+    layers = model_facts(model).moe_layers
+    middle = len(layers) // 2
+    records: list[Any] = []
+    chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
+    found = []
+    with (
+        torch.no_grad(),
+        Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
+    ):
+        for category in dict.fromkeys(chosen.tolist()):
+            ids_T = texts.windows("test", category, PASSAGE)[0]
+            records.clear()
+            ids_1T = torch.from_numpy(ids_T.astype(np.int64))[None].to(model.device)
+            model(input_ids=ids_1T, use_cache=False)
+            counts_TN = counts_VN[ids_T]
+            frequent_T = np.where(counts_TN.any(1), counts_TN.argmax(1), -1)
+            found.append(
+                {
+                    "category": texts.categories[category],
+                    "layer": layers[middle],
+                    "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
+                    "experts": top_choice(
+                        records[middle].index_TK.cpu().numpy(),
+                        records[middle].scores_TK.cpu().numpy(),
+                    ).tolist(),
+                    "frequent": frequent_T.tolist(),
+                }
+            )
+    return found

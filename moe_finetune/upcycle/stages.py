@@ -8,23 +8,14 @@ and table) · ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from moe_finetune.io.hashes import KnownDigests, checkpoint_hash, sha256_json
 from moe_finetune.io.ledger import Step
 from moe_finetune.models.loading import local_folder
-from moe_finetune.upcycle.actions import (
-    MakeClusters,
-    MakeTexts,
-    Measure,
-    Merge,
-    Pretrain,
-    TrainArm,
-    TrainExpert,
-    TrainRouter,
-)
+from moe_finetune.upcycle import actions
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.workspace import Upcycle
 
@@ -72,20 +63,20 @@ class Plan:
             if pretrain
             else tokenizer_hash(upcycle.given_dense or Path()),
         }
-        yield Step("texts", MakeTexts(upcycle), of_texts, stage="dense")
+        yield Step("texts", partial(actions.make_texts, upcycle), of_texts, stage="dense")
         if pretrain is not None:
             of_dense = {
                 "pretrain": pretrain.model_dump(),
                 "max_length": recipe.texts.max_length,
                 "dtype": recipe.dense.dtype,
             }
-            make = Pretrain(upcycle)
+            make = partial(actions.pretrain, upcycle)
             yield Step("dense", make, of_dense, ("texts",), stage="dense", costly=True)
         clusters = recipe.clusters.model_dump()
         if recipe.clusters.table is not None:
             clusters["table"] = self._file(recipe.clusters.table)
         vocabulary = ("dense",) if pretrain else ()
-        cluster = MakeClusters(upcycle)
+        cluster = partial(actions.make_clusters, upcycle)
         yield Step("clusters", cluster, clusters, ("texts", *vocabulary), stage="cluster")
 
     def _of_seed(self, seed: int) -> Iterator[Step]:
@@ -96,7 +87,7 @@ class Plan:
         if any(arm.start == "router" for arm in self.recipe.arms.values()):
             yield Step(
                 f"{at}/router",
-                TrainRouter(self.upcycle, seed),
+                partial(actions.train_router, self.upcycle, seed),
                 {**self._dense, **self.recipe.router.model_dump(), "seed": seed},
                 (f"{at}/merged", "clusters"),
                 stage="router",
@@ -112,7 +103,7 @@ class Plan:
         shared = section.model_dump(exclude={"processes", "checkpoints"})
         inputs = {**self._dense, **shared, "seed": seed}
         for n in range(self.upcycle.experts):
-            make = TrainExpert(self.upcycle, seed, n)
+            make = partial(actions.train_expert, self.upcycle, seed, n)
             name = f"seed-{seed}/experts/{n}"
             yield Step(name, make, inputs, self._root, stage="experts", costly=True)
 
@@ -122,7 +113,7 @@ class Plan:
         if given is not None:
             folders = map(local_folder, given)
             merge["experts"] = [checkpoint_hash(folder, self.digest) for folder in folders]
-        make = Merge(self.upcycle, seed)
+        make = partial(actions.merge, self.upcycle, seed)
         return Step(f"seed-{seed}/merged", make, merge, after, stage="merge")
 
     def _arm(self, seed: int, name: str) -> Iterator[Step]:
@@ -136,7 +127,7 @@ class Plan:
             "seed": seed,
         }
         place = f"{at}/arms/{name}"
-        make = TrainArm(self.upcycle, seed, name)
+        make = partial(actions.train_arm, self.upcycle, seed, name)
         yield Step(place, make, inputs, starts[arm.start], stage="finetune", costly=True)
         measured = recipe.evaluation.model_dump()
         judged = recipe.evaluation.judgement
@@ -147,7 +138,7 @@ class Plan:
             "length": recipe.texts.max_length,
             "dense": arm.start == "dense",
         }
-        make_measured = Measure(self.upcycle, place, arm)
+        make_measured = partial(actions.measure_arm, self.upcycle, place, arm.start != "dense")
         after = (place, "clusters")
         yield Step(f"{at}/measured/{name}", make_measured, measured, after, stage="evaluate")
 

@@ -78,9 +78,9 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
+    from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.training.trainer import METRICS_FILE
     from moe_finetune.upcycle.dense import load_dense
-    from moe_finetune.upcycle.signals import StopUpcycle
 
     recipe = job.recipe
     tokenizer = load_tokenizer(job.start)
@@ -100,7 +100,7 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     begun = (work / "checkpoints").is_dir()
     trainer, close = build(job, recipe, model, tokenizer, work)
     checkpoint = find_checkpoint(work / "checkpoints") if begun else None
-    with StopUpcycle(work) as stop:
+    with StopOnSignal(work, "repeat the command with --resume") as stop:
         trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
