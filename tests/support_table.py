@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_finetune.models import FAMILIES, Family
 from tests.conftest import ROOT
-from tests.vllm.test_parity import OTHERS, TESTED
+from tests.vllm.families import OTHERS, TESTED
 
 README = ROOT / "README.md"
 START, END = "<!-- families: make families -->\n", "<!-- end of families -->\n"

@@ -5,7 +5,11 @@ import-linter looks for circles among a package's children and leaves out its ``
 
 from __future__ import annotations
 
+import re
+
 import grimp
+
+from tests.conftest import ROOT
 
 GRAPH = grimp.build_graph("moe_finetune", cache_dir=None)
 
@@ -18,3 +22,14 @@ def test_no_file_and_its_package_import_each_other():
         if name.startswith(f"{package}.") and GRAPH.chain_exists(package, name)
     ]
     assert not circles, "\n".join(circles)
+
+
+def test_no_test_imports_another():
+    """What two of them share is a module of its own."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\s*(from|import) tests[.\w]*[. ](import )?test_", line)
+    ]
+    assert not found, "\n".join(found)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from moe_finetune.checkpoint import open_checkpoint, write_metadata
 from moe_finetune.models import FAMILIES
 from tests import tiny
 
@@ -82,3 +85,29 @@ def with_adapter(base: Path, folder: Path):
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load(base), folder).eval()
+
+
+def select(adapter, base, chosen, output):
+    """The parts of a full adapter that belong to ``chosen``, packed as moe_finetune.json says."""
+    opened = open_checkpoint(base)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    small = {}
+    for key, tensor in tensors.items():
+        if ".experts." not in key:
+            small[key] = tensor
+            continue
+        layer = int(key.split(".layers.")[1].split(".")[0])
+        if layer not in chosen:
+            continue
+        total, ids = opened.experts[layer], chosen[layer]
+        if "lora_A" in key:
+            packed = torch.cat([tensor.chunk(total)[expert] for expert in ids])
+        else:
+            by_rank = [tensor[:, r * total : (r + 1) * total][:, ids] for r in range(4)]
+            packed = torch.cat(by_rank, 1)
+        small[key] = packed.contiguous()
+    output.mkdir()
+    save_file(small, output / "adapter_model.safetensors")
+    shutil.copy(adapter / "adapter_config.json", output)
+    write_metadata(output, experts=chosen, experts_dropout=0.1)
+    return output

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_finetune.checkpoint import merge_adapter, open_checkpoint, write_metadata
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import (
@@ -22,7 +22,7 @@ from moe_finetune.errors import (
 )
 from tests import tiny
 from tests.checkpoint import helpers
-from tests.checkpoint.helpers import EXPERTS, logits
+from tests.checkpoint.helpers import EXPERTS, logits, select
 
 MOONLIGHT_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -230,32 +230,6 @@ def test_delta_norms_by_expert(bases, adapters, tmp_path):
 
 
 # Expert-selective LoRA
-
-
-def select(adapter, base, chosen, output):
-    """The parts of a full adapter that belong to ``chosen``, packed as moe_finetune.json says."""
-    opened = open_checkpoint(base)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    small = {}
-    for key, tensor in tensors.items():
-        if ".experts." not in key:
-            small[key] = tensor
-            continue
-        layer = int(key.split(".layers.")[1].split(".")[0])
-        if layer not in chosen:
-            continue
-        total, ids = opened.experts[layer], chosen[layer]
-        if "lora_A" in key:
-            packed = torch.cat([tensor.chunk(total)[expert] for expert in ids])
-        else:
-            by_rank = [tensor[:, r * total : (r + 1) * total][:, ids] for r in range(4)]
-            packed = torch.cat(by_rank, 1)
-        small[key] = packed.contiguous()
-    output.mkdir()
-    save_file(small, output / "adapter_model.safetensors")
-    shutil.copy(adapter / "adapter_config.json", output)
-    write_metadata(output, experts=chosen, experts_dropout=0.1)
-    return output
 
 
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)

@@ -16,7 +16,7 @@ from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.errors import CheckpointError, NumericsError
 from tests import tiny
 from tests.checkpoint import helpers
-from tests.checkpoint.test_merge import select
+from tests.checkpoint.helpers import select
 
 
 def damage(folder, name, amount=0.05):

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.evaluation.completions_server import Handler
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +19,21 @@ def data_folder() -> Path:
     if not (folder / "gsm8k_test.jsonl").is_file():
         pytest.skip(f"no shared data at {folder}; set MOE_FINETUNE_DATA")
     return folder
+
+
+@pytest.fixture
+def server(checkpoint) -> Iterator[ThreadingHTTPServer]:
+    """The tiny checkpoint behind a stdlib server; a test may change what it answers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.change, running.drip = (lambda choice: None), False
+        running.folder, running.left, running.lock = checkpoint, 10**9, threading.Lock()
+        running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        running.url = f"http://127.0.0.1:{running.server_address[1]}/v1"
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()

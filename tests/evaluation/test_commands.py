@@ -13,9 +13,8 @@ import yaml
 
 from moe_finetune import cli
 from moe_finetune.evaluation.results import load_results
+from tests.evaluation.judge_server import Server as JudgeServer
 from tests.evaluation.local import write_suite
-from tests.evaluation.test_judge import Server as JudgeServer
-from tests.evaluation.test_server import server  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +171,7 @@ def test_check_does_not_fail_for_what_runs_elsewhere(run, checkpoint, tmp_path):
     assert code == 0 and "elsewhere   run it with its own package" in out
 
 
-def test_parity(run, server, checkpoint, suite, tmp_path):  # noqa: F811
+def test_parity(run, server, checkpoint, suite, tmp_path):
     arguments = [checkpoint, "-s", suite, "--base-url", server.url, "--limit", "6"]
     arguments += ["--parity", "hf", "--parity", "server"]
     code, out, err = run(*arguments, "-o", tmp_path / "equal")

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -20,70 +19,7 @@ from moe_finetune.evaluation.agreement import (
 from moe_finetune.evaluation.human import export_sheets, import_annotations
 from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
 from moe_finetune.evaluation.validations import generation_tasks, judge_tasks, write_sheets
-
-
-class Server(ThreadingHTTPServer):
-    """Speaks the chat-completions protocol; judges by comparing the texts it is sent."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies: list[dict] = []
-        self.failures: list[int] = []
-        self.fixed: object = None
-        self.usage: object = {"prompt_tokens": 1000, "completion_tokens": 10}
-        self.raw = b""
-        self.retry_after, self.elsewhere = "0", ""
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append({**body, "auth": self.headers.get("Authorization")})
-        if self.path != "/v1/chat/completions":
-            return self._send(404, {"error": "no such path"})
-        if self.server.failures:
-            return self._send(self.server.failures.pop(0), {"error": "not now"})
-        if self.server.raw:
-            return self._drip(self.server.raw)
-        content = self.server.fixed
-        if content is None:
-            text = body["messages"][1]["content"]
-            reference = text.split("Reference:\n")[1].split("\n\nAnswer:\n")[0]
-            same = text.split("Answer:\n")[1].strip() == reference
-            content = json.dumps({"verdict": "correct" if same else "incorrect", "reason": "r"})
-        self._send(
-            200,
-            {
-                "choices": [{"message": {"role": "assistant", "content": content}}],
-                "usage": self.server.usage,
-            },
-        )
-
-    def _drip(self, raw):
-        try:
-            for byte in raw + b"x" * 600:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.1)
-        except OSError:
-            pass  # the client has gone
-
-    def _send(self, status, value):
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        if status == 429:
-            self.send_header("Retry-After", self.server.retry_after)
-        if 300 <= status < 400:
-            self.send_header("Location", self.server.elsewhere)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
+from tests.evaluation.judge_server import Server
 
 
 @pytest.fixture

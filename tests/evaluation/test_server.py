@@ -5,14 +5,10 @@ A real one is in ``tests/vllm/test_serve.py``.
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import open_backend
@@ -22,87 +18,6 @@ from moe_finetune.evaluation.results import load_results
 from moe_finetune.evaluation.server import BadReply, only_choice, score, server_models
 from tests import tiny
 from tests.evaluation.local import write_suite
-
-
-class Handler(BaseHTTPRequestHandler):
-    """/v1/models and /v1/completions over a transformers model, as vLLM answers."""
-
-    def do_GET(self):
-        if self.server.drip:
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(600):
-                try:
-                    self.wfile.write(b" ")
-                except OSError:
-                    return None
-                time.sleep(0.1)
-        models = [{"id": "tiny", "root": str(self.server.folder)}]
-        self._send(200, {"object": "list", "data": models} if self.path == "/v1/models" else {})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.left -= 1
-        if self.server.left < 0:
-            return self._send(503, {"error": "gone"})
-        with self.server.lock, torch.no_grad():
-            prompts = body["prompt"]
-            choices = [self._choice(body, ids, i) for i, ids in enumerate(prompts)]
-        for choice in choices:
-            self.server.change(choice)
-        self._send(200, {"choices": choices})
-
-    def _choice(self, body, ids, index):
-        model, tokenizer = self.server.model, self.server.tokenizer
-        if body.get("logprobs"):
-            table = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-            own = [table[i - 1, t].item() for i, t in enumerate(ids) if i]
-            best = [{f"t{table[i - 1].argmax()}": table[i - 1].max().item()}
-                    | {f"t{t}": own[i - 1]} for i, t in enumerate(ids) if i]  # fmt: skip
-            return {
-                "index": index,
-                "text": "",
-                "logprobs": {
-                    "token_logprobs": [None, *own, 0.0],
-                    "tokens": [f"t{t}" for t in ids] + ["t0"],
-                    "top_logprobs": [None, *best, {"t0": 0.0}],
-                },
-            }
-        out = model.generate(
-            torch.tensor([ids]), max_new_tokens=body["max_tokens"], do_sample=False, pad_token_id=3
-        )
-        text = tokenizer.decode(out[0, len(ids) :])
-        for stop in body.get("stop") or []:
-            text = text.split(stop)[0]
-        return {"index": index, "text": text}
-
-    def _send(self, status, value):
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(checkpoint):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.change, running.drip = (lambda choice: None), False
-        running.folder, running.left, running.lock = checkpoint, 10**9, threading.Lock()
-        running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        running.url = f"http://127.0.0.1:{running.server_address[1]}/v1"
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
 
 
 def test_a_server_gives_the_answers_of_the_checkpoint(server, checkpoint, tmp_path):

@@ -15,9 +15,7 @@ from moe_finetune.metrics import (
     placement_metrics,
     top_choice,
 )
-from tests.metrics.test_routing import choices, distribution
-
-T, E = 41, 7
+from tests.metrics.drawn import E, T, choices, distribution
 
 
 def test_conditional_activation_against_loop():

@@ -17,17 +17,7 @@ from moe_finetune.metrics import (
     score_variance,
 )
 from moe_finetune.metrics.arrays import NotFiniteError
-
-T, E, K = 41, 7, 3
-
-
-def distribution(seed: int = 0, tokens: int = T, experts: int = E) -> np.ndarray:
-    return np.random.default_rng(seed).dirichlet(np.full(experts, 0.4), size=tokens)
-
-
-def choices(seed: int = 0, tokens: int = T, experts: int = E, width: int = K) -> np.ndarray:
-    order = np.argsort(np.random.default_rng(seed).random((tokens, experts)), axis=-1)
-    return order[:, :width]
+from tests.metrics.drawn import E, K, T, choices, distribution
 
 
 def test_max_violation_by_hand():

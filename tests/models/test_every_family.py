@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -16,7 +15,6 @@ from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.permute import check_permutation, permute_experts
 from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, UnsupportedModelError
 from moe_finetune.lora.coverage import lora_coverage
-from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES, family_of, table
@@ -26,9 +24,9 @@ from moe_finetune.moe.biased_choice import Rule, select_with_bias
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts, moe_layers
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from tests import tiny_families as tiny
+from tests.models.cases import adapted, batch, run
 
 COMPOSITES = [family.name for family in table.COMPOSITES]
 NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
@@ -39,37 +37,11 @@ OWN_GATE = {
 }
 NEEDS_A_FILE = {"supervised_routing"}
 STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
-LORA = LoraSection(rank=4, alpha=12.0)
-
-
-def adapted(family, router="lora", seed=3):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = add_lora(tiny.model(family), LORA, router)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.05)
-    return model
 
 
 def loaded(folder):
     """The checkpoint by transformers' own class, without the toolkit."""
     return class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder).eval()
-
-
-def batch():
-    ids = torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def run(model):
-    model.zero_grad()
-    output = model(**batch())
-    output.loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return output.logits.detach(), grads
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -8,7 +8,7 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
-from tests.moe.test_hooks import TERMS, adapted, assert_close, gradients
+from tests.moe.cases import TERMS, adapted, assert_close, gradients
 
 
 @pytest.mark.slow

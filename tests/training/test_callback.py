@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
@@ -21,6 +20,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.trainer import RunLog
 from tests import tiny
+from tests.training.cases import adapted, arguments, collate, rows
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -29,24 +29,6 @@ TERMS = {
     "z_loss": {"weight": 0.02},
 }
 METHOD = {"terms": TERMS}
-
-
-def adapted(name="qwen3_moe", router="full"):
-    torch.manual_seed(1)
-    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), router)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(0, 0.1)
-    return model
-
-
-def rows(count=11, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(9, 27, (count,), generator=generator).tolist()
-    ids = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
-    labels = [[-100] * 3 + row[3:] for row in ids]
-    return Dataset.from_dict({"input_ids": ids, "labels": labels})
 
 
 class GradientTrainer(SFTTrainer):
@@ -150,23 +132,6 @@ def test_gradients_under_trl(tmp_path, accumulation, checkpointing, packing, att
         for name, value in wanted.items():
             error = (got[name] - value).abs().max() / value.abs().max().clamp_min(1e-6)
             assert error < 2e-5, (name, error)
-
-
-def arguments(tmp_path, **changes):
-    return TrainingArguments(
-        output_dir=str(tmp_path),
-        report_to=[],
-        use_cpu=True,
-        max_steps=2,
-        save_strategy="no",
-        **changes,
-    )
-
-
-def collate(rows):
-    width = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [3] * (width - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids != 3).long(), "labels": ids}
 
 
 def test_a_plain_trainer_logs_losses_and_routing(tmp_path):

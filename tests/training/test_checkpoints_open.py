@@ -23,7 +23,7 @@ from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.whole import live_weights
 from moe_finetune.vllm.serve import merged_folder
 from tests import tiny
-from tests.training.test_callback import collate, rows
+from tests.training.cases import collate, rows
 
 
 class Plain(ResumableTrainer, Trainer):

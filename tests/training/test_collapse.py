@@ -17,7 +17,7 @@ from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.trainer import GuardedTrainer
 from tests import tiny
-from tests.training.test_callback import collate, rows
+from tests.training.cases import collate, rows
 
 EXPERTS, TOP_K, LAYERS = 12, 3, 2
 

@@ -21,8 +21,7 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
-from tests.training.test_callback import adapted, arguments, collate, rows
-from tests.training.test_reference import JUDGED, PAIRS
+from tests.training.cases import JUDGED, PAIRS, adapted, arguments, collate, rows
 
 METHOD = {"terms": {"load_balance": {"weight": 0.3}}}
 PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]

@@ -19,6 +19,7 @@ from moe_finetune.moe.layers import model_facts
 from moe_finetune.moe.lora_active import TrainedAdapter
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
+from tests.training.cases import JUDGED, PAIRS
 
 FAMILY = "olmoe"
 BIAS = 0.5
@@ -125,12 +126,6 @@ COMMON = {
     "router_aux_loss_coef": 0.0,
     "loss_type": "sigmoid",
 }
-TEXTS = [(f"Say {i}.", f" It is {i}.", f" No, {i + 7}!") for i in range(4)]
-PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS]
-JUDGED = [
-    {"prompt": row[0], "completion": row[1 + i % 2], "label": i % 2 == 0}
-    for i, row in enumerate(TEXTS)
-]
 
 
 def preference(kind, folder, model, peft_config=None, biased=True):

@@ -19,7 +19,7 @@ from moe_finetune.training.checkpoint import checkpoints
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.whole import live_weights
 from tests import tiny
-from tests.training.test_callback import collate, rows
+from tests.training.cases import collate, rows
 
 
 class Plain(ResumableTrainer, Trainer):

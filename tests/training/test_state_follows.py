@@ -18,7 +18,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.bias_export import BIAS_FILE
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
-from tests.training.test_callback import collate, rows
+from tests.training.cases import collate, rows
 
 BIASED = {"terms": {}, "bias_update": 0.05, "export_bias": "drop"}
 WRITTEN = {"terms": {}, "bias_update": 0.05}

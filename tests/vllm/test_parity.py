@@ -4,8 +4,6 @@ point. One process serves all checkpoints in turn."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,37 +13,9 @@ from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny, tiny_families, vllm_server
+from tests.vllm.families import SERVED, TESTED
 
 MAX_TOKENS = 64
-
-# vLLM's kernels on a CPU have heads of 32 and more, and latent attention of 512 + 64.
-_HEADS: dict[str, Any] = {"hidden_size": 192}
-_LATENT: dict[str, Any] = _HEADS | {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": 96,
-    "v_head_dim": 32,
-    "head_dim": 64,
-}
-SERVED: dict[str, dict[str, Any]] = {
-    "cohere2_moe": _HEADS | {"tie_word_embeddings": True},  # vLLM's class has no other head
-    "exaone_moe": _HEADS,
-    "glm4_moe": _HEADS,
-    "glm4_moe_lite": _LATENT,
-    "granitemoe": _HEADS | {"seed": 5},  # seed 0 has two experts 5e-6 apart at one token
-    "granitemoe_swa": _HEADS,
-    "granitemoeshared": _HEADS,
-    "qwen2_moe": _HEADS | {"initializer_range": 0.11, "seed": 5},
-}
-"""Families of the table with what their tiny configs need for vLLM."""
-
-OTHERS = {
-    "ernie4_5_moe": "its CPU router leaves the bias out",
-}
-"""Families of which vLLM has the class, and whose tiny checkpoints it serves otherwise."""
-
-TESTED = (*tiny.FAMILY_NAMES, *SERVED)
 
 
 def _prompts() -> list[list[int]]:

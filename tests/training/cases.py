@@ -1,0 +1,53 @@
+"""A tiny model with an adapter, rows of unequal length and what a Trainer needs for them."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.recipe.sections import LoraSection
+from tests import tiny
+
+TEXTS = [(f"Say {i}.", f" It is {i}.", f" No, {i + 7}!") for i in range(4)]
+PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS]
+JUDGED = [
+    {"prompt": row[0], "completion": row[1 + i % 2], "label": i % 2 == 0}
+    for i, row in enumerate(TEXTS)
+]
+
+
+def adapted(name="qwen3_moe", router="full"):
+    torch.manual_seed(1)
+    model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), router)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def rows(count=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 27, (count,), generator=generator).tolist()
+    ids = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in lengths]
+    labels = [[-100] * 3 + row[3:] for row in ids]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+def arguments(tmp_path, **changes):
+    return TrainingArguments(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        max_steps=2,
+        save_strategy="no",
+        **changes,
+    )
+
+
+def collate(rows):
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [3] * (width - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 3).long(), "labels": ids}
