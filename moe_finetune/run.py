@@ -2,8 +2,8 @@
 
 A run's folder holds: ``recipe.yaml`` (resolved), ``environment.json``, ``adapter/``,
 ``checkpoints/``, ``metrics.jsonl``, ``routing/``, ``merged/``, ``eval/results.json``,
-``summary.json`` and ``report/index.html``; started from the command line also ``run.log``, with
-what the libraries wrote.
+``steps/N/eval/results.json`` with ``evaluation.every``, ``summary.json`` and ``report/index.html``;
+started from the command line also ``run.log``, with what the libraries wrote.
 
 The stages are not steps of :mod:`moe_finetune.io.ledger`: all of them follow from one recipe, whose
 hash is the run's identity, their products have the places that users know, and each tells by its
@@ -141,6 +141,7 @@ def stages(
     if scored and recipe.evaluation is not None:
         with phase("evaluate"):
             evaluate(recipe, output, worker)
+            evaluate_steps(recipe, output, worker)
     note(output, seconds=round(before + time.perf_counter() - started, 1))
     if scored:
         with phase("report"):
@@ -196,7 +197,7 @@ def discard(output: Path, whole: bool) -> None:
     """
     from moe_finetune.training.checkpoint import checkpoints
 
-    kept = ("metrics.jsonl", "bad_batches.jsonl", "adapter", "merged")
+    kept = ("metrics.jsonl", "bad_batches.jsonl", "steps", "adapter", "merged")
     if any((output / name).exists() for name in kept) or checkpoints(output / "checkpoints"):
         return
     for name in ("routing", "checkpoints"):
@@ -217,6 +218,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training import ranks
     from moe_finetune.training.drift import watch_drift
+    from moe_finetune.training.keep_steps import KeepSteps
     from moe_finetune.training.numerics import make_deterministic
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import name_base, run_metadata, save_trained
@@ -264,6 +266,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         take(before)  # of all ranks, since experts may be spread over them
     if STAGES[recipe.stage].form != "tokens":
         watch_drift(trainer, callback, sample)
+    trainer.add_callback(KeepSteps(recipe, output, model, inputs.tokenizer, callback))
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
         try:
@@ -359,6 +362,21 @@ def evaluate(recipe: Recipe, output: Path, worker: Worker | None = None) -> None
         data_dir=section.data_dir,
         only=section.only,
     )
+
+
+def evaluate_steps(recipe: Recipe, output: Path, worker: Worker | None = None) -> None:
+    """Evaluate the states that training kept on its way, each once, and delete their weights."""
+    from moe_finetune.evaluation.steps import WEIGHTS, step_folders, step_results
+
+    scored = step_results(output)
+    for step, folder in step_folders(output).items():
+        held = [folder / name for name in WEIGHTS if (folder / name).exists()]
+        if held and step not in scored:
+            terminal().say(f"step {step}")
+            merge(recipe, folder)
+            evaluate(recipe, folder, worker)
+        for name in WEIGHTS:
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def report(output: Path) -> Path:

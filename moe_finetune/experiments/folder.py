@@ -142,6 +142,7 @@ def _tabulated(folder: Path) -> Iterable[Path]:
     names = ("recipe.yaml", "metrics.jsonl", "routing/after.json", "eval/results.json")
     yield from (folder / name for name in names if (folder / name).is_file())
     yield from sorted((folder / "eval").glob("tasks/*/samples.jsonl"))
+    yield from sorted(folder.glob("steps/*/eval/results.json"))
 
 
 def state_of(output: Path, name: str) -> State:

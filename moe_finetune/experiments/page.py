@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.experiments import render
-from moe_finetune.experiments.results import RunResult, StudyResults
+from moe_finetune.experiments.results import StudyResults
 from moe_finetune.experiments.table import Cell, Column, Group, Table, place_of
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
@@ -178,24 +178,28 @@ def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
 def _curve(
     g: Group, column: Column, results: StudyResults, colors: dict[str, str]
 ) -> Markup | None:
-    """A metric over training, an arm a line: the mean of its runs where all of them logged it."""
+    """A column over training, an arm a line: the mean of its runs where all of them have it."""
     series = []
     for row in g.rows:
         runs = [r for r in results.finished if place_of(results, r.values) == (g.name, row.label)]
-        curve = mean_curve(runs, column.name)
+        curves = [r.scores(column.name) if column.benchmark else r.curve(column.name) for r in runs]
+        if column.benchmark:  # of the runs that share a row, one has it
+            curves = [curve for curve in curves if curve]
+        curve = mean_curve(curves)
         if len(curve) >= POINTS:
             kind = "baseline" if row.baseline else ""
             steps = [float(step) for step in curve]
-            series.append(Series(row.label, colors[row.label], steps, [*curve.values()], kind))
-    if not series or column.benchmark:
+            values = [value * (100 if column.percent else 1) for value in curve.values()]
+            series.append(Series(row.label, colors[row.label], steps, values, kind))
+    if not series:
         return None
-    name = f"{word(column.name).name} over training steps"
+    shown = column.name if column.benchmark else word(column.name).name
+    name = f"{shown}{', %,' if column.percent else ''} over training steps"
     chart = line_chart(name, "The mean of each arm's runs.", series)
     return figure(name, chart)
 
 
-def mean_curve(runs: list[RunResult], metric: str) -> dict[int, float]:
-    """Mean over ``runs`` of what they logged of ``metric``, at the steps that all of them have."""
-    curves = [run.curve(metric) for run in runs]
+def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:
+    """Mean of curves, by step, at the steps that all of them have."""
     shared = set.intersection(*map(set, curves)) if curves else set()
     return {step: float(np.mean([curve[step] for curve in curves])) for step in sorted(shared)}

@@ -12,6 +12,7 @@ import numpy as np
 from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.results import Results
 from moe_finetune.evaluation.results import load_results as load_evaluation
+from moe_finetune.evaluation.steps import step_results
 from moe_finetune.experiments import folder as disk
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import read_log
@@ -79,6 +80,22 @@ class RunResult:
             for row in self.rows
             if name in row
         }
+
+    def scores(self, benchmark: str) -> dict[int, float]:
+        """The run's score after every step that was scored, and after its last one."""
+        found = {step: held["tasks"].get(benchmark) for step, held in self._scored.items()}
+        return {
+            step: float(task["value"])
+            for step, task in found.items()
+            if task is not None and task["value"] is not None
+        }
+
+    @cached_property
+    def _scored(self) -> dict[int, Results]:
+        found = step_results(self.folder)
+        if self.evaluation is not None and self.rows:
+            found[max(int(row["step"]) for row in self.rows)] = self.evaluation
+        return found
 
     def has(self, metric: str) -> bool:
         """Whether the run measured ``metric``, be its reference finished or not."""

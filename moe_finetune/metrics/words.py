@@ -119,5 +119,7 @@ def word(key: str) -> Word:
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":
         return Word(f"{plain} term", "unweighted, summed over layers", 0)
+    if head == "scores":
+        return Word(name, "score of the model as it was after the step", 1)
     found = known or Word(plain)
     return replace(found, name=f"{found.name}, validation") if head == "eval_routing" else found

@@ -36,6 +36,8 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
 from moe_finetune.recipe.validation import from_tree
 
+BEST = "load_best_model_at_end"
+
 
 class Recipe(Section):
     """A run, completely described. A ``model.family`` is known to the process from then on.
@@ -242,13 +244,18 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"data.format 'text'; wanted 'bfd' for '{data.format}'"
         )
     if data.validation is None:
-        for key in ("eval_strategy", "load_best_model_at_end"):
+        for key in ("eval_strategy", BEST):
             if recipe.trainer.get(key) not in (None, False, "no"):
                 yield f"trainer.{key}: {recipe.trainer[key]!r} needs data.validation"
     if recipe.export.verify and not recipe.export.merge:
         yield "export.verify: true needs export.merge: true; there is nothing else to verify"
     if recipe.evaluation and not recipe.export.merge:
         yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
+    if recipe.evaluation and recipe.evaluation.every and recipe.trainer.get(BEST):
+        yield (
+            f"evaluation.every: its curve ends with the last step, and trainer.{BEST} goes back to "
+            "another; leave one of them out"
+        )
 
 
 def _routing_contradictions(recipe: Recipe) -> Iterator[str]:

@@ -215,7 +215,11 @@ class ExportSection(Section):
 
 
 class EvaluationSection(Section):
-    """What the merged checkpoint is tested on."""
+    """What the merged checkpoint is tested on, and, with ``every``, the model on its way there.
+
+    The states on the way are kept beside the training checkpoints, whatever becomes of those, and
+    scored after training; then their weights are deleted.
+    """
 
     suite: str = Field(min_length=1, description="name or file of a suite")
     backend: Literal["vllm", "hf"] = Field(default="vllm", description="what answers")
@@ -223,6 +227,9 @@ class EvaluationSection(Section):
         default=None, min_length=1, description="labels of the suite's tasks"
     )
     limit: int | None = Field(default=None, ge=1, description="items of each task")
+    every: int | None = Field(
+        default=None, ge=1, description="steps between scores; default: at the end alone"
+    )
     data_dir: str | None = Field(default=None, description="folder of local task data")
     vllm: dict[str, Any] = Field(default={}, description="engine arguments")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.evaluation.steps import step_results
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.report.compare import Score
@@ -128,6 +129,7 @@ def read_run(folder: Path, label: str, writing: bool = False) -> Run:
     curves, last_values = _read_metrics(folder / "metrics.jsonl", writing)
     results = _read_json(folder / "eval" / "results.json")
     base = _read_json(folder / "eval_base" / "results.json")
+    curves |= _score_curves(folder, results, curves)
     return Run(
         path=folder,
         label=label,
@@ -212,6 +214,22 @@ def _read_metrics(path: Path, writing: bool) -> tuple[dict[str, Curve], dict[str
         steps = sorted(by_step)
         curves[name] = Curve(steps, [by_step[step] for step in steps])
     return curves, others
+
+
+def _score_curves(
+    folder: Path, results: dict[str, Any], logged: dict[str, Curve]
+) -> dict[str, Curve]:
+    """``scores/TASK`` over the steps that were scored; the last of them is the run's end."""
+    scored: dict[float, dict[str, Any]] = {**step_results(folder)}
+    if scored and logged:
+        scored[max(curve.steps[-1] for curve in logged.values())] = results
+    curves: dict[str, Curve] = {}
+    for step in sorted(scored):
+        for task, found in (scored[step].get("tasks") or {}).items():
+            curve = curves.setdefault(f"scores/{task}", Curve())
+            curve.steps.append(float(step))
+            curve.values.append(math.nan if found["value"] is None else float(found["value"]))
+    return curves
 
 
 def _record(line: str, where: str) -> tuple[dict[str, Any], float]:

@@ -285,7 +285,7 @@ def _plan(
         batch=batch,
         steps=steps,
         packed=recipe.data.packing,
-        remarks=list(_remarks(arguments, steps, validation is not None)),
+        remarks=list(_remarks(recipe, arguments, steps, validation is not None)),
         opening=describe_steps(recipe, arguments, len(train), tokens),
     )
 
@@ -333,7 +333,7 @@ def _machine() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
 
 
-def _remarks(arguments: Any, steps: int, validated: bool) -> Iterator[str]:
+def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Iterator[str]:
     """Intervals that are longer than the run; below 1 they are shares of it."""
     from moe_finetune.training.trainer import logged_every
 
@@ -347,4 +347,10 @@ def _remarks(arguments: Any, steps: int, validated: bool) -> Iterator[str]:
         yield (
             f"trainer.eval_steps {arguments.eval_steps:g} is more than the run's {steps} steps; "
             "data.validation is never evaluated"
+        )
+    section = recipe.evaluation
+    if section is not None and section.every is not None and section.every >= steps:
+        yield (
+            f"evaluation.every {section.every} is not less than the run's {steps} steps; it is "
+            "scored at its end alone"
         )

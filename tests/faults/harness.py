@@ -93,6 +93,7 @@ def train(
     run: Path,
     *,
     die_at_event: int | None = None,
+    die_at_file: str | None = None,
     signal_after: float | None = None,
     signal_at_step: int | None = None,
     number: int = signal.SIGKILL,
@@ -103,6 +104,7 @@ def train(
         recipe: the recipe's file.
         run: the run's folder.
         die_at_event: SIGKILL at that part of a save, counted over the run.
+        die_at_file: SIGKILL before a file whose path ends in this gets its name.
         signal_after: send ``number`` after so many seconds.
         signal_at_step: send ``number`` to itself at the end of that step.
         number: the signal.
@@ -111,6 +113,7 @@ def train(
     if (run / "recipe.yaml").exists():
         argv.append("--resume")
     order = {"argv": argv, "event": die_at_event, "step": signal_at_step, "signal": int(number)}
+    order["file"] = die_at_file
     command = [sys.executable, "-m", "tests.faults.harness", json.dumps(order)]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -127,6 +130,8 @@ def main(order: dict) -> int:
     """What the process does."""
     if order["event"] is not None:
         _die_at(order["event"])
+    if order["file"] is not None:
+        _die_at_file(order["file"])
     if order["step"] is not None:
         _signal_at(order["step"], order["signal"])
     return cli.main(order["argv"])
@@ -141,6 +146,14 @@ def _die_at(count: int) -> None:
             seen += 1
             if seen == count:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def _die_at_file(name: str) -> None:
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "os.rename" and str(arguments[1]).endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 

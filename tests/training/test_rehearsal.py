@@ -45,6 +45,15 @@ def train(capsys, *arguments) -> tuple[int, str, str]:
 REFUSED = [
     (["trainer.eval_strategy=steps"], "trainer.eval_strategy: 'steps' needs data.validation"),
     (["trainer.load_best_model_at_end=true"], "load_best_model_at_end: True needs data.validation"),
+    (["export.merge=true", "evaluation={suite: demo, every: 0}"], "must be 1 or more, not 0"),
+    (
+        [
+            "export.merge=true",
+            "evaluation={suite: demo, every: 2}",
+            "trainer.load_best_model_at_end=true",
+        ],
+        "evaluation.every: its curve ends with the last step",
+    ),
     (["trainer.report_to=nolog"], "trainer.report_to: 'nolog' cannot be used here"),
     (["model.attn_implementation=flash_attention_2"], "model.attn_implementation: 'flash"),
     (["model.attn_implementation=org/kernel"], "model.attn_implementation: must be 'eager'"),

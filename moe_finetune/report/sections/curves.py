@@ -14,7 +14,10 @@ from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
 
-GROUPS = ("Loss", "Loss terms", "Routing during training", "Optimisation", "Other logged values")
+GROUPS = (
+    *("Loss", "Loss terms", "Routing during training", "Optimisation", "Other logged values"),
+    "Scores",
+)
 OPTIMISATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
 POINTS = 3  # fewer are no curve: they stand in the table
 DIFFERENT = 0.05
@@ -36,6 +39,8 @@ def _group(name: str) -> str:
         return GROUPS[1]
     if name.startswith(("routing/", "eval_routing/")):
         return GROUPS[2]
+    if name.startswith("scores/"):
+        return GROUPS[5]
     return GROUPS[3 if name in OPTIMISATION else 4]
 
 

@@ -1,0 +1,63 @@
+"""Keeps the model every so many steps, to be scored once training has ended."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from moe_finetune.errors import DiskSpaceError
+from moe_finetune.evaluation.steps import WEIGHTS, step_folder
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training import ranks
+from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.save import save_trained
+
+log = logging.getLogger(__name__)
+
+
+class KeepSteps(TrainerCallback):
+    """Writes what the run would leave if it ended here, every ``evaluation.every`` steps.
+
+    The last step is left out: the run itself leaves that one. A checkpoint of training is no
+    substitute: sharded ones cannot be opened, and old ones are deleted.
+
+    Args:
+        model: as :func:`~moe_finetune.training.save.save_trained` takes it.
+        method: knows the routing bias that is written with it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        output: Path,
+        model: Any,
+        tokenizer: Any,
+        method: SpecializationCallback,
+    ):
+        self.recipe, self.output, self.model = recipe, output, model
+        self.tokenizer, self.method = tokenizer, method
+
+    def on_step_end(self, args, state, control, **kwargs):
+        section = self.recipe.evaluation
+        step = state.global_step
+        if section is None or section.every is None or step % section.every:
+            return
+        folder = step_folder(self.output, step)
+        # A resumed run comes past steps that it has kept already; rank 0 alone writes.
+        kept = ranks.rank() == 0 and any((folder / name).exists() for name in WEIGHTS)
+        if step >= state.max_steps or ranks.any_rank(kept):
+            return
+        assert self.method.specialization is not None
+        balancer = self.method.specialization.balancer
+        try:
+            save_trained(self.model, self.tokenizer, self.recipe, folder, balancer)
+        except (DiskSpaceError, OSError) as problem:  # of rank 0, for whom the others wait
+            ranks.barrier()
+            log.warning(
+                "WARNING: the model after step %d could not be kept, and will have no scores (%s)",
+                step,
+                problem,
+            )
