@@ -1,12 +1,14 @@
 """What training reaches: parameters and tensors of attention, router, shared and routed experts.
 
-Works on a plain or PEFT model, on the meta device too, where nothing takes memory.
+Works on a plain or PEFT model, on the meta device too, where nothing takes memory; what there is
+to reach is also counted from names and shapes.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +114,26 @@ def lora_coverage(model: nn.Module) -> Coverage:
             group.reached_tensors += 1
             share = 1.0 if parameter.requires_grad else adapted[id(parameter)]
             group.reached_parameters += round(share * parameter.numel())
+    return coverage
+
+
+def counted(parameters: Mapping[str, tuple[int, ...]], config: Any) -> Coverage:
+    """Tensors and parameters by group, of which nothing is reached.
+
+    Args:
+        parameters: name and shape of each, as the loaded model has them.
+        config: transformers' config, or a plain one.
+
+    Raises:
+        UnsupportedModelError: the config belongs to no family.
+    """
+    family = family_of(config)
+    moe_layers = set(family.moe_layers(config))
+    coverage = Coverage()
+    for name, shape in parameters.items():
+        group = coverage.groups[group_of(name, family, moe_layers)]
+        group.tensors += 1
+        group.parameters += math.prod(shape)
     return coverage
 
 

@@ -1,6 +1,7 @@
 """What a checkpoint is, what a recipe would train in it, and the memory that takes.
 
-Everything is computed on the meta device and from file headers; no weight is read.
+Everything is computed from file headers and, where a recipe or the family asks for it, on the meta
+device; no weight is read.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.lora.coverage import Coverage, lora_coverage
+from moe_finetune.lora.coverage import Coverage, counted, lora_coverage
 from moe_finetune.models import family_of
+from moe_finetune.models.plain_tensors import parameters
 from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.contents import Checkpoint
+    from moe_finetune.models.plain_config import PlainConfig
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.memory.plan import MemoryPlan
     from moe_finetune.training.memory.verdict import Verdict
@@ -101,21 +105,24 @@ def inspect_checkpoint(
         UnsupportedModelError: no family has its ``model_type``.
         RecipeError: the recipe's LoRA targets match nothing.
     """
-    import torch
+    found = _plain(path) if recipe is None else None
+    memory, verdict, unknown = None, None, None
+    config: Any
+    if found is not None:
+        opened, config = found
+        stored = _in_files(opened)
+        coverage = whole = counted(parameters(config, opened.family), config)
+    else:
+        from moe_finetune.models.loading import load_config
 
-    from moe_finetune.models.loading import load_config
-
-    stored = _stored(path)
-    config = load_config(path)
-    family, text = family_of(config), config.get_text_config()
-    model = meta_model(config)
-    plain = lora_coverage(model)
-    parameters = plain.total.parameters
-    moe_layers = family.moe_layers(config)
-    experts, top_k = family.num_experts(config), family.top_k(config)
-    routed = plain.groups["routed experts"].parameters
-    coverage, memory, verdict, unknown = plain, None, None, None
+        stored = _stored(path)
+        config = load_config(path)
+        model = meta_model(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        coverage = whole = counted(shapes, config)
     if recipe is not None:
+        import torch
+
         # PEFT takes longer to import than headers take to read.
         from moe_finetune.lora.targets import add_lora
         from moe_finetune.training.memory.plan import plan_memory
@@ -132,10 +139,9 @@ def inspect_checkpoint(
                 memory = plan_memory(adapted, recipe)
             except UnsupportedModelError as error:
                 unknown = str(error)
-    else:
-        for group in coverage.groups.values():
-            group.reached_tensors = group.reached_parameters = 0
-            group.trained_tensors = group.trained_parameters = 0
+    family, text = family_of(config), config.get_text_config()
+    experts, top_k = family.num_experts(config), family.top_k(config)
+    routed = whole.groups["routed experts"].parameters
     return Inspection(
         path=path,
         family=family.name,
@@ -145,21 +151,28 @@ def inspect_checkpoint(
         renormalized=family.renormalize(config),
         scaling=family.scaling(config),
         layers=text.num_hidden_layers,
-        moe_layers=moe_layers,
+        moe_layers=family.moe_layers(config),
         experts=experts,
         top_k=top_k,
         shared_experts=(getattr(text, "n_shared_experts", 0) or 0) if family.shared_targets else 0,
         hidden=text.hidden_size,
         expert_width=family.expert_width(config),
         vocabulary=text.vocab_size,
-        parameters=parameters,
-        active_parameters=parameters - routed + routed * top_k // experts,
+        parameters=whole.total.parameters,
+        active_parameters=whole.total.parameters - routed + routed * top_k // experts,
         coverage=coverage,
         memory=memory,
         verdict=verdict,
         memory_unknown=unknown,
         **stored,
     )
+
+
+def _plain(path: str) -> tuple[Checkpoint, PlainConfig] | None:
+    """A folder with a plain checkpoint: the facts of its family tell all that is asked."""
+    from moe_finetune.checkpoint.opened import open_plain
+
+    return open_plain(path) if Path(path).is_dir() else None
 
 
 def _stored(path: str) -> dict[str, Any]:
@@ -170,7 +183,10 @@ def _stored(path: str) -> dict[str, Any]:
         if path.startswith((".", "/", "~")):
             raise CheckpointError(f"there is no checkpoint folder {path}")
         return {"stored_bytes": None, "stored_tensors": None, "stored_dtypes": []}
-    checkpoint = open_checkpoint(path, stored=True)
+    return _in_files(open_checkpoint(path, stored=True))
+
+
+def _in_files(checkpoint: Checkpoint) -> dict[str, Any]:
     in_files = [info for header in checkpoint.files.values() for info in header.tensors.values()]
     return {
         "stored_bytes": checkpoint.size,
