@@ -88,6 +88,10 @@ class Catalog:
 
         if entry.code:
             return {"pass@1,sandbox"}
+        if entry.aggregate == "mean_acc" and not all(
+            "acc,none" in leaf.reports() for leaf in leaves
+        ):
+            return set()
         if entry.aggregate:
             return {f"{entry.aggregate},none"}
         found = self._index[entry.template or entry.task]

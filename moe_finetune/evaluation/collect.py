@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from moe_finetune.evaluation.leaf import Leaf
@@ -45,6 +46,8 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
     headline = f"{entry.metric},{entry.filter}"
     if entry.aggregate == "glue":
         metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
+    if entry.aggregate == "mean_acc":
+        metrics = {headline: mean_accuracy([_metrics(rows[name]) for name in names])}
     notes = []
     if any(leaf.examples and leaf.examples == leaf.tested for leaf in leaves):
         notes.append("examples are other rows of the tested split; the task has no split for them")
@@ -109,3 +112,18 @@ def glue_mean(subtasks: dict[str, dict[str, Metric]]) -> Metric:
         values = [subtasks[name][f"{metric},none"]["value"] for name, metric in parts]
         tasks.append(sum(v for v in values if v is not None) / len(values))
     return {"value": sum(tasks) / len(tasks), "stderr": None}
+
+
+def mean_accuracy(subtasks: list[dict[str, Metric]]) -> Metric:
+    """Return the mean of the tasks' accuracies, each counting once however many items it has.
+
+    Args:
+        subtasks: ``"metric,filter"`` -> value, of every task.
+    """
+    found = [task["acc,none"] for task in subtasks]
+    values = [metric["value"] for metric in found]
+    errors = [metric["stderr"] for metric in found]
+    stderr = None
+    if None not in errors:
+        stderr = math.hypot(*(error or 0.0 for error in errors)) / len(found)
+    return {"value": sum(v for v in values if v is not None) / len(found), "stderr": stderr}
