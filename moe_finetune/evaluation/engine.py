@@ -6,8 +6,10 @@ import datetime
 import importlib.metadata
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -134,6 +136,25 @@ def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
         )
 
 
+@contextmanager
+def _without_what_nobody_reads() -> Iterator[None]:
+    """Spare lm-eval what it does for a record of its own, at each task, and compiling twice.
+
+    It asks git for the commit of the folder it is started in (outside of a repository git says
+    "fatal") and pip for all packages, which takes as long as some tasks; and it compiles a task's
+    template once more for each row.
+    """
+    import lm_eval.evaluator
+    from lm_eval.utils import env
+
+    with (
+        mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", str),
+        mock.patch.object(lm_eval.evaluator, "add_env_info", lambda results: None),
+        mock.patch.object(env, "from_string", lru_cache(maxsize=64)(env.from_string)),
+    ):
+        yield
+
+
 @dataclass
 class _Run:
     """One call of :func:`evaluate` after everything was checked and opened."""
@@ -222,7 +243,6 @@ class _Run:
 
     def _ask(self, entry: SuiteTask, limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         import lm_eval
-        import lm_eval.evaluator
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
@@ -231,9 +251,7 @@ class _Run:
             self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
         )
         try:
-            # It asks git for the commit of the folder it is started in, which nothing here reads,
-            # and outside of a repository git says "fatal".
-            with mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", str):
+            with _without_what_nobody_reads():
                 raw = lm_eval.simple_evaluate(
                     model=lm,
                     tasks=[entry.task],

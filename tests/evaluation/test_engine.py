@@ -69,12 +69,27 @@ def test_results_hold_everything_that_a_reader_needs(finished, checkpoint):
     assert set(colours["metrics"]) == {"acc,none", "acc_norm,none"}
 
 
-def test_nothing_is_asked_of_git(backend, checkpoint, suite, tmp_path, monkeypatch, capfd):
-    """It would say "fatal" outside of a repository."""
+def test_nothing_is_asked_of_git_or_pip(backend, checkpoint, suite, tmp_path, monkeypatch, capfd):
+    """Git would say "fatal" outside of a repository, and pip takes a second."""
+    asked = []
+    monkeypatch.setattr(
+        "torch.utils.collect_env.get_pretty_env_info", lambda: asked.append("pip") or ""
+    )
     monkeypatch.chdir(tmp_path)
     options = {"opened": backend, "limit": 2, "progress": False, "only": ["sums"]}
     evaluate(checkpoint, suite, "hf", tmp_path / "out", **options)
     assert "fatal" not in capfd.readouterr().err
+    assert not asked
+
+
+def test_a_template_is_compiled_once(backend, checkpoint, suite, tmp_path, monkeypatch):
+    from lm_eval.utils import env
+
+    sources, compiled = [], env.compile
+    monkeypatch.setattr(env, "compile", lambda s, *rest: sources.append(s) or compiled(s, *rest))
+    options = {"opened": backend, "limit": 5, "progress": False}
+    evaluate(checkpoint, suite, "hf", tmp_path / "out", **options)
+    assert sources and max(map(sources.count, sources)) <= 2  # once a task
 
 
 def test_scores_are_the_mean_of_the_samples(finished):

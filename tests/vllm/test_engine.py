@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import weakref
+
 import pytest
 
 from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
-from moe_finetune.vllm.engine import engine_arguments
+from moe_finetune.io.worker import Worker
+from moe_finetune.vllm.engine import engine_arguments, environment_alone, open_vllm, shutdown
+from moe_finetune.vllm.install import vllm_status
 from tests.evaluation.local import write_suite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -63,3 +69,27 @@ def test_engine_arguments_that_cannot_work_are_refused():
     with pytest.raises(EvaluationError, match="serve the checkpoint"):
         engine_arguments({"data_parallel_size": 2, "enable_expert_parallel": True})
     assert engine_arguments({"tensor_parallel_size": 4})["tensor_parallel_size"] == 4
+
+
+def _two_engines(checkpoint):
+    """Of each engine, closed: whether it is gone; what is frozen; whether gc is as it was."""
+    gone = []
+    for _ in range(2):
+        lm, _ = open_vllm(checkpoint, {"max_num_seqs": 4})
+        engine = weakref.ref(lm.model.llm_engine)
+        shutdown(lm)
+        del lm
+        gone.append(engine() is None)
+    own = [gc.freeze, gc.unfreeze]
+    return gone, gc.get_freeze_count(), all(map(inspect.isbuiltin, own))
+
+
+def test_engines_in_one_process_leave_nothing_but_imports(checkpoint, tmp_path):
+    status = vllm_status(try_import=False)
+    if not status.usable:
+        pytest.skip(str(status))
+    with Worker(tmp_path / "log", environment_alone()) as worker:
+        gone, frozen, as_before = worker.call(_two_engines, checkpoint)
+    assert gone == [True, True]
+    assert frozen > 100_000  # vLLM's own clean-up would thaw them
+    assert as_before
