@@ -24,7 +24,6 @@ class Registry(Mapping[str, Value]):
         self._values: dict[str, Value] = {}
 
     def register(self, name: str, value: Value) -> Value:
-        """Add ``value`` under ``name`` and return it; raise ValueError if the name is taken."""
         if name in self._values:
             raise ValueError(f"{self.kind} '{name}' is registered already")
         self._values[name] = value

@@ -152,7 +152,6 @@ def check_tensors(
 
 
 def _stacks(family: Family) -> Callable[[str], bool]:
-    """Whether a tensor of the files is a stack of experts."""
     ends = tuple(f".{part}" for part in (family.disk.gate_up, family.disk.down))
     return lambda name: name.startswith(family.disk.stack) and name.endswith(ends)
 

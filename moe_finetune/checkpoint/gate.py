@@ -54,7 +54,6 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
 
 
 def _check_base(adapter: Adapter, base: Checkpoint) -> None:
-    """Refuse an adapter of another base; say so where that cannot be known."""
     wanted = adapter.metadata.extra.get(BASE_KEY)
     if wanted is None:
         folder = adapter.folder.absolute()  # the same name may be another folder elsewhere

@@ -91,7 +91,6 @@ def load_quantized(
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """The device that ``device_map`` names; by default this process's GPU, or the CPU."""
     if isinstance(device_map, dict) and len(set(device_map.values())) == 1:
         device_map = next(iter(device_map.values()))
     if device_map in (None, "auto"):

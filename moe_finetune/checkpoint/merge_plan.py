@@ -58,7 +58,6 @@ class TensorPlan:
 
     @property
     def copied(self) -> bool:
-        """Whether the stored bytes are the base's."""
         return (
             self.source is not None
             and not self.updates
@@ -95,7 +94,6 @@ class MergePlan:
 
     @property
     def changed(self) -> list[TensorPlan]:
-        """Tensors that an adapter or a bias changes."""
         return [t for t in self.tensors.values() if t.updates or t.value is not None]
 
     def kinds(self) -> list[str]:
@@ -110,7 +108,6 @@ class MergePlan:
         return [f"  {name}: {how}, {count}" for (name, how), count in sorted(found.items())]
 
     def table(self, limit: int | None = None) -> str:
-        """A line for each changed tensor and a summary; at most ``limit`` lines of tensors."""
         changed = self.changed
         rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "from", "to", "change")]
         rows += [_row(plan) for plan in changed[:limit]]

@@ -76,7 +76,6 @@ class _Resolver:
     # Names
 
     def _experts_layer(self, path: str) -> int | None:
-        """The layer whose experts module ``path`` is, or None."""
         match = self.experts.fullmatch(path)
         return int(match[1]) if match else None
 

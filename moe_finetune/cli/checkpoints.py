@@ -109,7 +109,6 @@ def inspect(
 
 
 def _prove(checkpoint: str, recipe: Recipe | None) -> Proof:
-    """Prove the family of a checkpoint, which ``recipe`` may have declared."""
     from moe_finetune.errors import RecipeError
     from moe_finetune.models import family_of
     from moe_finetune.models.loading import load_config

@@ -60,7 +60,6 @@ class Parts:
         self._write()
 
     def finish(self, name: str) -> None:
-        """Note that a part is finished."""
         self._finished[name] = self._begun[name]
         self._write()
 

@@ -37,7 +37,6 @@ class Usage:
     policy: str = "error"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and tokens per second."""
         speed = self.tokens / self.seconds if self.seconds else None
         return asdict(self) | {"tokens_per_second": speed}
 
@@ -175,7 +174,6 @@ class CachedLM(LM):
         return int(getattr(self._inner, "max_gen_toks", 256))
 
     def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
-        """Render messages with the checkpoint's template."""
         return self._inner.apply_chat_template(chat_history, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

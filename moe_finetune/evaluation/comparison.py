@@ -81,7 +81,6 @@ class Comparison:
         return "\n".join([aligned(self._table(), "left"), "", *self._summary()]) + "\n"
 
     def to_html(self) -> str:
-        """Return one page that needs nothing else."""
         header, *lines = self._table()
         head = "".join(f"<th>{html.escape(c)}</th>" for c in header)
         body = "".join(

@@ -114,7 +114,6 @@ class Judge:
 
     @property
     def cost(self) -> float:
-        """Dollars spent by this object so far, by the prices given."""
         tokens = (self.prompt_tokens, self.completion_tokens)
         return sum(t * p for t, p in zip(tokens, self._prices, strict=True)) / 1e6
 

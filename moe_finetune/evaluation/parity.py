@@ -40,7 +40,6 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """Whether all prompts and answers are equal."""
         return self.equal_prompts == self.equal_answers == self.n
 
 

@@ -35,7 +35,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder of the run below the study's ``runs/``."""
         return f"{self.arm}/seed_{self.seed}"
 
 

@@ -134,7 +134,6 @@ def _colors(found: Table) -> dict[str, str]:
 
 
 def _benchmarks(g: Group, found: Table, colors: dict[str, str]) -> list[Markup] | None:
-    """All benchmarks in one picture, a row each."""
     columns = [c for c in found.columns if c.benchmark and any(c.name in r.cells for r in g.rows)]
     if not columns:
         return None
@@ -158,7 +157,6 @@ def _benchmarks(g: Group, found: Table, colors: dict[str, str]) -> list[Markup] 
 
 
 def _metric(g: Group, column: Column, colors: dict[str, str]) -> Markup | None:
-    """One metric, an arm a row."""
     held = [(row.label, row.cells[column.name]) for row in g.rows if column.name in row.cells]
     if not held:
         return None

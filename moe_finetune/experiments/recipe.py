@@ -123,22 +123,18 @@ class StudyRecipe(Section):
 
     @property
     def tree(self) -> Tree:
-        """The merged values with the place where each was written."""
         return self._tree
 
     @property
     def overrides(self) -> list[str]:
-        """Recipe keys of the command line, laid over every run."""
         return [item for item in self._given if _first_key(item) in Recipe.model_fields]
 
     @property
     def given(self) -> list[str]:
-        """Everything that the command line gave."""
         return self._given
 
     @property
     def file(self) -> Path | None:
-        """The study's file, where it was read from one."""
         return self._source
 
 

@@ -60,7 +60,6 @@ class RunResult:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of ``metrics.jsonl``; StudyError where it is damaged."""
         try:
             return read_log(self.metrics_file)
         except (OSError, ValueError) as error:
@@ -164,12 +163,10 @@ class StudyResults:
         return [run for run in self.runs if run.finished]
 
     def of(self, arm: str) -> list[RunResult]:
-        """The finished runs of an arm, by seed."""
         return [run for run in self.finished if run.arm == arm]
 
     @property
     def arms(self) -> dict[str, dict[str, str]]:
-        """Values of each arm, in order."""
         return {run.arm: run.values for run in self.runs}
 
 

@@ -52,14 +52,12 @@ class Children:
         return before
 
     def ended(self) -> Iterator[tuple[str, int]]:
-        """Names and exit codes of those that have ended since; they are forgotten."""
         for name, process in list(self.running.items()):
             if (code := process.poll()) is not None:
                 del self.running[name]
                 yield name, code
 
     def send(self, number: int) -> None:
-        """Send a signal to all that are running."""
         for process in self.running.values():
             if process.poll() is None:
                 process.send_signal(number)

@@ -72,7 +72,6 @@ class KnownDigests:
         self._known: dict[str, list[Any]] = held if isinstance(held, dict) else {}
 
     def __call__(self, path: Path) -> str:
-        """SHA-256 of the file's bytes."""
         stat, place = path.stat(), str(path.resolve())
         match self._known.get(place):
             case [size, time, str(digest)] if (size, time) == (stat.st_size, stat.st_mtime_ns):

@@ -112,11 +112,9 @@ class Ledger:
         return (self.folder / name).is_dir() and self._noted(name).get("inputs") == self._keys[name]
 
     def of_stage(self, stage: str) -> list[str]:
-        """Names of a stage's steps."""
         return [name for name, step in self.steps.items() if step.stage == stage]
 
     def seconds(self) -> dict[str, float]:
-        """How long each finished step took, where it was noted."""
         noted = {name: self._noted(name).get("seconds") for name in self.steps}
         return {name: float(took) for name, took in noted.items() if took is not None}
 

@@ -46,7 +46,6 @@ class Terminal:
 
     @property
     def stream(self) -> TextIO:
-        """Where lines go."""
         return self._stream if self._stream is not None else sys.stderr
 
     @property
@@ -139,7 +138,6 @@ class Terminal:
                 self._live = None
 
     def progress(self, done: float, total: float, note: str = "") -> None:
-        """How far the present phase has come; ``note`` stands behind it."""
         phase = self._phase
         if phase is None:
             return
@@ -157,7 +155,6 @@ class Terminal:
         )
 
     def show(self, rows: list[tuple[str, str, str, str]]) -> None:
-        """Values of the present phase: name, first, last and a curve, on a live terminal."""
         if self._phase is not None:
             self._phase.rows = rows
 
@@ -254,7 +251,6 @@ class Records(logging.Handler):
         self._warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record; a warning in the same words is written once."""
         text, shown = self.format(record), terminal()
         warning = record.levelno >= logging.WARNING
         if record.name.partition(".")[0] != OWN:

@@ -90,7 +90,6 @@ class Worker:
         return pending
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """:meth:`begin` a call and wait for its result."""
         return self.begin(function, *args, **kwargs).result()
 
     def take_next(self) -> None:

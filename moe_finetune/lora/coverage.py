@@ -40,7 +40,6 @@ class Group:
     trained_parameters: int = 0
 
     def add(self, other: Group) -> None:
-        """Add another group's totals to these."""
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -53,14 +52,12 @@ class Coverage:
 
     @property
     def total(self) -> Group:
-        """All groups together."""
         total = Group()
         for group in self.groups.values():
             total.add(group)
         return total
 
     def to_mapping(self) -> dict[str, dict[str, int]]:
-        """Plain numbers, with a ``total``, for JSON."""
         rows = {**self.groups, "total": self.total}
         return {name: asdict(group) for name, group in rows.items()}
 
@@ -157,7 +154,6 @@ def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:
-    """The base parameters that an adapter changes, and the share of each that it changes."""
     if not hasattr(model, "get_base_model"):
         return  # PEFT takes seconds to import
 

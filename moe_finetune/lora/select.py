@@ -100,7 +100,6 @@ class ExpertSelection:
     top_p: float | None = None
 
     def write(self, path: str | Path) -> None:
-        """Write the selection as JSON to a new file; OutputExistsError where there is one."""
         document = {
             "model_type": self.model_type,
             "num_experts": self.num_experts,

@@ -249,7 +249,6 @@ class Term(ABC):
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors to save with a training checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have none)

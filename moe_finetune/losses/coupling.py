@@ -193,7 +193,6 @@ class Coupling(Term):
         self._tables = dict(zip(layers, stacked_LEE.unbind(0), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The running tables, by the upper layer of their pair."""
         return {f"transitions.{layer}": table for layer, table in sorted(self._tables.items())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

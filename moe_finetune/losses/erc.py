@@ -122,8 +122,6 @@ def _table(
     factors: Callable[[Projection], ProjectionFactors],
     activation: Activation,
 ) -> Tensor:
-    """Length of what each expert makes of each proxy, ``(P, E)``."""
-
     def project(inputs: Tensor, name: Projection) -> Tensor:
         return _project(inputs, factors(name))
 

@@ -97,7 +97,6 @@ class Objective:
         return frozenset().union(*(term.needs for term in self.terms if term.applies(layer)))
 
     def set_progress(self, step: int, total_steps: int) -> None:
-        """Move every weight to optimizer step ``step`` of ``total_steps``."""
         self._progress = (step, total_steps)
         self.weights = {
             term.name: (self.full_weights[term.name] or 0.0)
@@ -119,7 +118,6 @@ class Objective:
         return chosen
 
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
-        """Evaluate the terms of this layer on ``record``."""
         result = LayerLoss()
         for term in self.terms:
             if not term.applies(record.layer):

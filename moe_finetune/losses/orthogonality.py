@@ -91,7 +91,6 @@ def orthogonality_from_gram(
 def _overlap(
     inner_TKK: Tensor, squared_j_TK: Tensor, squared_k_TK: Tensor, form: Form, eps: float
 ) -> Tensor:
-    """Overlap of y_j (rows) with y_k (columns)."""
     check_choice("form", form, ("projection", "cosine"))
     if form == "projection":
         squared_k_TK = squared_k_TK.unsqueeze(-2)

@@ -148,12 +148,10 @@ class Family:
 
     @property
     def experts_path(self) -> str:
-        """The experts' module in a decoder layer."""
         return f"{self.block_path}.{self.experts_name}".lstrip(".")
 
     @property
     def router_path(self) -> str:
-        """The router's module in a decoder layer."""
         return f"{self.block_path}.{self.router_name}".lstrip(".")
 
     @property

@@ -47,11 +47,6 @@ class BiasBalancer(Perturbation):
         self.expert_dropout = self._inner.expert_dropout
 
     def install(self, model: nn.Module) -> None:
-        """Note which adapter the bias belongs to: the one that is active now.
-
-        Raises:
-            CaptureError: the family's selection cannot be made again.
-        """
         if self._adapter is None:
             self._adapter = TrainedAdapter(model)
         self._rules = {
@@ -97,7 +92,6 @@ class BiasBalancer(Perturbation):
             self._load[layer] = torch.zeros_like(load_E)
 
     def forget_loads(self) -> None:
-        """Leave the loads since the last step out of the coming move."""
         self._load = {layer: torch.zeros_like(load_E) for layer, load_E in self._load.items()}
 
     def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ class OwnGate:
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, rows_SU: Tensor) -> Tensor:
-        """``z_SD``."""
         return self.function(rows_SU)
 
 

@@ -44,7 +44,6 @@ class Part:
     offsets_E: Tensor
 
     def split(self, rows_PX: Tensor) -> tuple[Tensor, ...]:
-        """The part's rows, expert by expert."""
         return rows_PX.split(self.sizes)
 
 
@@ -67,7 +66,6 @@ class Groups:
 
     @classmethod
     def of(cls, index_TK: Tensor, num_experts: int, on_device: bool) -> Groups:
-        """Sort the selected experts ``index_TK`` into groups."""
         flat_S = index_TK.reshape(-1)
         slots_S = torch.argsort(flat_S, stable=True)
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)

@@ -124,7 +124,6 @@ class Recorder:
             raise
 
     def restore(self) -> None:
-        """Remove everything that :meth:`install` added."""
         while self._undo:
             self._undo.pop()()
         for layer in self.layers:
@@ -275,7 +274,6 @@ class Recorder:
 
 
 def _rows(args: tuple, kwargs: dict) -> int:
-    """Rows of a call of the backbone."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return len(kwargs["inputs_embeds"] if ids is None else ids)
 

@@ -33,7 +33,6 @@ class TrainingNoise(Perturbation):
         return bool(self.jitter or self.expert_dropout or self.random_second_choice)
 
     def router_input(self, layer: MoeLayer, hidden: Tensor) -> Tensor:
-        """Multiply the router's input by U(1 - jitter, 1 + jitter)."""
         if not self.jitter:
             return hidden
         return hidden * torch.empty_like(hidden).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
@@ -41,7 +40,6 @@ class TrainingNoise(Perturbation):
     def routing(
         self, layer: MoeLayer, logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Drop the second-best expert of some tokens."""
         training = layer.context is not None and layer.context.train
         if not (self.random_second_choice and training) or index_TK.shape[1] < 2:
             return weights_TK, index_TK

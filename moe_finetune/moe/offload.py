@@ -62,7 +62,6 @@ class CudaTransfers:
         return stack.cpu().pin_memory()
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
-        """Start copying on the side stream."""
         with torch.cuda.stream(self.stream):
             copies = {n: s.to(self.device, non_blocking=True) for n, s in stacks.items()}
             done = torch.cuda.Event()

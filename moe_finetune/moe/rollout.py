@@ -41,7 +41,6 @@ class RolloutChoice:
         self._places: int | None = None
 
     def begin(self, rows: int) -> Given:
-        """For the coming forward, of ``rows`` rows."""
         noted: dict[int, Tensor] = {}
         self._forwards.append(noted)
 
@@ -109,7 +108,6 @@ class AgainstRollout:
         self._next = 0
 
     def begin(self, rows: int) -> Given:
-        """For the coming forward, of the next ``rows`` rows."""
         part = slice(self._next, self._next + rows)
         self._next += rows
         experts_BSLK, counted_T = self.experts_BSLK[part], self.counted_BS[part].reshape(-1)

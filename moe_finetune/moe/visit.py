@@ -302,7 +302,6 @@ class LayerVisits:
         self.layer.router_logits = output
 
     def finish(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """The layer has ended, perhaps by an error: nothing of it stays."""
         self.layer.clear()
 
 
@@ -337,7 +336,6 @@ def _projection(
 
 
 def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
-    """The rows of the stacked gate and up projections that are one of them."""
     if not experts.has_gate:
         if name == "gate":
             raise CaptureError(f"{type(experts).__name__} has no gate projection")

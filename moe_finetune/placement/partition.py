@@ -144,7 +144,6 @@ class _Search:
         return shaken.reshape(plan.shape)
 
     def value(self, plan: np.ndarray) -> float:
-        """Objective, penalties included."""
         total = sum(self.own_value(layer, slots) for layer, slots in enumerate(plan))
         for layer in range(self.layers - 1):
             total += np.trace(self.shared(layer, plan[layer], plan[layer + 1]))

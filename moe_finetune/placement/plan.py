@@ -45,7 +45,6 @@ class PlacementPlan:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts E of a layer."""
         return self.ranks_LE.shape[1]
 
     def permutation_LE(self) -> np.ndarray:

@@ -115,7 +115,6 @@ class Recipe(Section):
         return recipe_from_tree(Tree(merge_mappings(values, sections)))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values of every key, defaults included."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:

@@ -39,7 +39,6 @@ class Tree:
         return ""
 
     def merge(self, other: Tree) -> None:
-        """Lay ``other`` over this tree."""
         above = {
             key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
             for key, value in other.values.items()

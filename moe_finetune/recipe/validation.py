@@ -125,7 +125,6 @@ def _is_union_tag(part: str | int) -> bool:
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
-    """Known keys of the (nested) section at ``loc``."""
     for part in loc:
         field = model.model_fields.get(str(part))
         nested = list(_models(field.annotation)) if field else []
@@ -135,7 +134,6 @@ def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that an annotation names, at any depth."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):

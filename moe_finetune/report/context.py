@@ -74,7 +74,6 @@ class Report:
 
     @property
     def baseline(self) -> Run | None:
-        """The run that the others are compared with: the first of two or more."""
         return self.runs[0] if len(self.runs) > 1 else None
 
     def color(self, run: Run) -> str:

@@ -56,7 +56,6 @@ class Run:
 
     @property
     def method(self) -> str | None:
-        """The preset's name, or the names of the terms."""
         method = self.recipe.get("method")
         if not isinstance(method, dict):
             return method

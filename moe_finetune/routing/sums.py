@@ -43,13 +43,11 @@ class RoutingSums:
     prob_entropy_L: np.ndarray | None = None
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> RoutingSums:
-        """The same sums after ``change`` of every array that is there."""
         return RoutingSums(
             *(None if value is None else change(value) for value in self._values())  # type: ignore[arg-type]
         )
 
     def total(self) -> RoutingSums:
-        """All groups added together."""
         return self.map(lambda array: array.sum(0))
 
     def weighted(self, weights_BG: np.ndarray) -> RoutingSums:

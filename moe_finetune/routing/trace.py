@@ -111,7 +111,6 @@ class RoutingTrace:
 
     @property
     def num_embeddings(self) -> int:
-        """Sampled tokens N whose embeddings the trace holds."""
         return sum(chunk.embeddings for chunk in self.info.chunks)
 
     def has(self, field: str) -> bool:

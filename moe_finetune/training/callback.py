@@ -186,7 +186,6 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder that is on the model; from the beginning of training on."""
         return self._at_work().recorder
 
     def close(self) -> None:

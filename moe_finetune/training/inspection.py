@@ -176,7 +176,6 @@ def _plain(path: str) -> tuple[Checkpoint, PlainConfig] | None:
 
 
 def _stored(path: str) -> dict[str, Any]:
-    """What the headers of a local folder say; nothing for a hub id."""
     from moe_finetune.checkpoint.opened import open_checkpoint
 
     if not Path(path).exists():

@@ -80,7 +80,6 @@ class Replay:
     # -- noting -------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Begin to note training forwards; earlier ones are forgotten."""
         self.forget()
         backbone = self.recorder.backbone
         self._handles = [
@@ -93,7 +92,6 @@ class Replay:
             self._window = WindowGradients(own)
 
     def forget(self) -> None:
-        """Take the hooks off and forget what was noted."""
         while self._handles:
             self._handles.pop().remove()
         if self._window is not None:

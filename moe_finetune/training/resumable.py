@@ -193,7 +193,6 @@ class ResumableTrainer(_Trainer):
             callback.load_rank_state(own)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:
-        """What this rank goes on from."""
         args = self.args
         return read_rank(Path(checkpoint), args.process_index, args.world_size, self._ours())
 

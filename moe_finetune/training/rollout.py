@@ -181,7 +181,6 @@ class _Rollout:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the model's forwards."""
         model = causal_lm(self.recorder.model)
         hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),

@@ -69,7 +69,6 @@ class Sample:
         self._pictures, self._gated = pictures, facts.has_gate
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
-        """Keep one layer of one forward."""
         layer = record.layer
         first = self._seen[layer]
         at_T = record.mask_T.nonzero().squeeze(1)[: len(self._priority_T) - first]
@@ -116,7 +115,6 @@ class Sample:
         return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
 
     def top_T(self, layer: int) -> np.ndarray:
-        """The selected expert of largest weight, of each token."""
         return top_choice(self.rows("index", layer), self.rows("weights", layer))
 
     def embeddings(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +154,6 @@ class Sample:
         return found
 
     def coupling(self) -> list[float]:
-        """Coupling mass of each pair of adjacent MoE layers."""
         return [
             coupling_mass(
                 self.rows("probabilities", below),
@@ -192,7 +189,6 @@ class Sample:
         return found
 
     def coherence(self) -> dict[str, Any] | None:
-        """Mutual coherence of the selected experts' outputs per layer; None for one expert."""
         if self.top_k == 1:
             return None
         barrier = coherence_barrier(self.top_k)

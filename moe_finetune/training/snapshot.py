@@ -119,7 +119,6 @@ def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, A
 
 
 def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
-    """Dispatches per layer and expert of some tokens."""
     return [
         np.bincount(
             sample.rows("index", layer)[here_T].ravel(), minlength=sample.num_experts

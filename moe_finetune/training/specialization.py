@@ -211,7 +211,6 @@ class Specialization:
             )
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Set schedules to optimizer step ``step``."""
         self.steps, self.total_steps = step, total_steps
         self.objective.set_progress(step, max(total_steps, 1))
         self.strength.begin(step)
@@ -289,7 +288,6 @@ class Specialization:
         self._set(state)
 
     def carry_over(self, before: Specialization) -> None:
-        """Go on with the tables and the bias of an earlier training of the same model."""
         self._set({**self.state_dict(), **before.state_dict()})
 
     def _set(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -326,7 +324,6 @@ class Specialization:
 
 
 def _check_frozen(model: nn.Module) -> None:
-    """Refuse quantised weights that are to train."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and quantized(parameter):
             raise QuantizationError(

@@ -88,7 +88,6 @@ class TrainingStatistics:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """:meth:`state_dict` as a copy that later forwards do not change."""
         return {**self.state_dict(), "sums": None if self._sums is None else self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

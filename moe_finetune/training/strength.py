@@ -139,7 +139,6 @@ class StrengthMeter:
         return again or self.objective.full_weights[term.name] is None
 
     def close(self) -> None:
-        """Take the hooks off and forget the window under way."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

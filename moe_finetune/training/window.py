@@ -51,7 +51,6 @@ class AccumulationWindow:
             )
 
     def step(self, state: Any) -> None:
-        """Work out the window of the step that begins."""
         if self.trainer is not None or self._steps == 1 or self._batches is None:
             return
         per_epoch = math.ceil(self._batches / self._steps)

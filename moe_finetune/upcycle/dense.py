@@ -41,7 +41,6 @@ class DenseFacts:
 
     @property
     def target(self) -> str:
-        """``model_type`` of the MoE."""
         return TARGETS[self.model_type]
 
 

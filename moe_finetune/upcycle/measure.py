@@ -35,13 +35,11 @@ class Pool:
     squares: float = 0.0
 
     def add(self, count: int, mean: float, std: float = 0.0) -> None:
-        """Add ``count`` values, known by mean and standard deviation."""
         self.count += count
         self.total += count * mean
         self.squares += count * (std * std + mean * mean)
 
     def summary(self) -> dict[str, float]:
-        """``mean``, ``std`` and ``count``."""
         mean = self.total / self.count if self.count else math.nan
         variance = self.squares / self.count - mean * mean if self.count else math.nan
         return {"mean": mean, "std": math.sqrt(max(variance, 0.0)), "count": self.count}

@@ -92,7 +92,6 @@ class ArmsReport(Report):
     shots: list[Snapshot] = field(default_factory=list)
 
     def snapshots(self) -> list[Snapshot]:
-        """One picture an arm with experts, of the first seed."""
         return self.shots
 
 
@@ -225,7 +224,6 @@ def _clusters(clusters: dict[str, int]) -> Markup:
 
 
 def _shot(arm: Arm, color: str, categories: list[str]) -> Snapshot:
-    """The arm's routing of the test texts as the report's pictures read it."""
     first: dict[str, Any] = arm.measured[0]
     selected_CLN = np.array(first["splits"]["test"]["routing"]["selected"])
     layers, experts = selected_CLN.shape[1:]

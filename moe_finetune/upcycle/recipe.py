@@ -76,7 +76,6 @@ class ClusterSection(Section):
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """``sizes`` as a pair."""
         return (self.sizes[0], self.sizes[1]) if self.sizes is not None else None
 
 
@@ -230,7 +229,6 @@ class UpcycleRecipe(Section):
         return {**own, EPOCHS: own.get(EPOCHS, 3) + share}
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values of every key, defaults included."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:

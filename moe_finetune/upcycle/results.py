@@ -34,7 +34,6 @@ class Estimate:
         return cls(tuple(map(float, values)), found.mean, *ends)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values; None for an unknown end."""
         ends = [None if math.isnan(end) else end for end in (self.low, self.high)]
         return {"mean": self.mean, "interval": ends, "seeds": list(self.values)}
 
@@ -59,11 +58,9 @@ class Arm:
 
     @property
     def routed(self) -> bool:
-        """Whether it has experts."""
         return "routing" in self.measured[0]["splits"]["test"]
 
     def estimate(self, metric: str, split: str = "test") -> Estimate:
-        """Estimate of one of :data:`METRICS`."""
         return Estimate.of([METRICS[metric](each, split) for each in self.measured])
 
 

@@ -37,7 +37,6 @@ class Plan:
         self.upcycle, self.recipe, self.digest = upcycle, upcycle.recipe, digest
 
     def steps(self) -> list[Step]:
-        """All steps in an order in which they can be done."""
         return [*self._shared(), *(s for seed in self.recipe.seeds for s in self._of_seed(seed))]
 
     @cached_property

@@ -23,7 +23,6 @@ class Table:
     rows: list[list[str]]
 
     def to_markdown(self) -> str:
-        """A heading, the note, and a pipe table."""
         return f"## {self.title}\n{self.note}\n\n{markdown([self.columns, *self.rows])}"
 
 

@@ -40,7 +40,6 @@ class Read:
 
     @property
     def repeated(self) -> int:
-        """Rows that repeat an earlier one of the category."""
         return self.rows - len(self.texts)
 
 
@@ -125,7 +124,6 @@ class Texts:
 
     @classmethod
     def tokenize(cls, categories: Mapping[str, Sequence[str]], tokenizer: Any, seed: int) -> Texts:
-        """Split and tokenize raw texts."""
         arrays: dict[str, np.ndarray] = {}
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         for number, texts in enumerate(categories.values()):
@@ -188,7 +186,6 @@ class Texts:
         )
 
     def save(self, folder: Path) -> None:
-        """Write two files into an existing folder."""
         from safetensors.numpy import save_file
 
         save_file(dict(self.arrays), folder / TOKENS_FILE)

@@ -27,12 +27,10 @@ class Upcycle:
 
     @cached_property
     def read(self) -> dict[str, Read]:
-        """Raw texts by category, and how many repetitions were left out."""
         return read_categories(self.recipe.texts)
 
     @property
     def categories(self) -> dict[str, list[str]]:
-        """Raw texts by category."""
         return {name: found.texts for name, found in self.read.items()}
 
     @cached_property
@@ -57,13 +55,11 @@ class Upcycle:
 
     @cached_property
     def clusters_C(self) -> np.ndarray:
-        """Cluster of each category; the step ``clusters`` is done."""
         held = read_object(self.output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
         return np.array([held["cluster"][name] for name in self.texts.categories], np.int64)
 
     @cached_property
     def table(self) -> FrequencyTable:
-        """Token frequencies; the step ``clusters`` is done."""
         return self.load_table(self.output / "clusters" / TABLE_FILE, self.output / "texts")
 
     def load_table(self, path: Path, tokenizer: Path) -> FrequencyTable:

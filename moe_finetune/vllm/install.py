@@ -43,7 +43,6 @@ class VllmStatus:
 
     @property
     def usable(self) -> bool:
-        """Whether an engine can be started."""
         return not self.problems
 
     def __str__(self) -> str:

@@ -49,7 +49,6 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """Where the server answers."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"http://{host}:{self.port}"
 

@@ -41,7 +41,6 @@ class Scale:
 
     @classmethod
     def exact(cls, low: float, high: float, count: int = 4) -> Scale:
-        """Return a scale of exactly these ends, with whole ticks inside: steps, layers, ranks."""
         if high <= low:
             high = low + 1.0
         step = _round_step(max(1.0, (high - low) / count), (1, 2, 5, 10))

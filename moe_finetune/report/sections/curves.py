@@ -179,7 +179,6 @@ def _details(report: Report, names: list[str]) -> Markup | None:
 
 
 def _not_numbers(report: Report) -> Markup | None:
-    """List logged text by its last value."""
     rows: list[list[object]] = []
     for run in report.runs:
         for name, value in run.last_values.items():

@@ -133,7 +133,6 @@ def _per_layer(shots: list[Snapshot]) -> Markup | None:
 
 
 def _paths(report: Report) -> Markup | None:
-    """Which expert of the next layer follows which of this one, over the training."""
     timelines = report.timelines()
     cells = max(line.shot.routing.num_experts for line in timelines) ** 2
     places, frames = over_time(timelines, cells, lambda r: r.conditional() is not None)

@@ -141,7 +141,6 @@ def _tasks(report: Report) -> list[str]:
 
 
 def _before(report: Report, task: str) -> Score | None:
-    """Return the base checkpoint's score: the first run's that has one."""
     return next((r.base_scores[task] for r in report.runs if task in r.base_scores), None)
 
 
@@ -150,7 +149,6 @@ def _any_score(report: Report, task: str) -> Score:
 
 
 def _pictures(report: Report) -> Markup | None:
-    """Shares on one axis; every other metric in a picture of its own scale."""
     shares = [t for t in _tasks(report) if _any_score(report, t).is_share]
     others = [t for t in _tasks(report) if t not in shares]
     figures = [_picture(report, shares, "score, %", 100.0)] if shares else []
@@ -193,7 +191,6 @@ def _dot(label: str, score: Score, color: str, hollow: bool = False) -> Dot:
 
 
 def _every_metric(report: Report) -> Markup | None:
-    """List what the tasks measured besides their headline metric."""
     rows: list[list[object]] = []
     for task in _tasks(report):
         names = dict.fromkeys(

@@ -49,7 +49,6 @@ def text(report: Report, shots: list[Snapshot]) -> Markup | None:
 
 
 def _tokens(texts: Texts) -> Iterator[tuple[str, int, list[int]]]:
-    """Each token with its first expert and all that took it."""
     for passage in texts:
         experts = passage["experts"]
         selected = passage.get("selected") or [[e] for e in experts]

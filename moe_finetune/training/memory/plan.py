@@ -79,7 +79,6 @@ class MemoryPlan:
 
     @property
     def activations(self) -> int:
-        """The rest."""
         return self.total - self.fixed
 
     def to_mapping(self) -> dict[str, Any]:
@@ -114,11 +113,6 @@ def plan_memory(
 def _step(
     weights: Weights, profile: StepProfile, recipe: Recipe, held: int, full: bool
 ) -> Iterator[Moment]:
-    """The moments of a forward and backward.
-
-    ``held``: bytes of gradients at its beginning; ``full``: they are those that the backward adds
-    to, so it makes no more.
-    """
     opened, kept = weights.dequantized, profile.before
     for index, layer in enumerate(profile.layers):
         yield held, kept, layer.forward + opened, f"forward of layer {index}"

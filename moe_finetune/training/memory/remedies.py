@@ -96,7 +96,6 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    """The recipe with keys of one section changed."""
     held = getattr(recipe, section)
     changed = {**held, **values} if isinstance(held, dict) else held.model_copy(update=values)
     return recipe.model_copy(update={section: changed})

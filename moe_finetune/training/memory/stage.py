@@ -36,7 +36,6 @@ class StepShape:
 
     @property
     def text(self) -> str:
-        """For a reader."""
         parts = [f"{self.rows} rows of {self.length:,} tokens"]
         if self.generated:
             parts.append(f"{self.generated} generated at once")
