@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -186,8 +185,11 @@ def compare(
     Example: moe-finetune compare runs/aux_loss/eval runs/erc/eval --output compare.html
     """
     from moe_finetune.errors import DataError
+    from moe_finetune.evaluation.comparison import compare as compare_results
     from moe_finetune.io.atomic import refuse_existing
-    from moe_finetune.report.analysis import find_trace
+    from moe_finetune.report.analysis import comparison_text, find_trace
+    from moe_finetune.routing.comparison import compare_traces
+    from moe_finetune.routing.trace import RoutingTrace
 
     if output is not None and output.suffix not in (".html", ".json"):
         raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
@@ -195,7 +197,11 @@ def compare(
         refuse_existing(output)
     traces = [found for found in map(find_trace, results) if found is not None]
     if not traces:
-        compare_evaluations(results, output)
+        comparison = compare_results([results_in(path) for path in results])
+        print(comparison.to_text())
+        if output is not None:
+            page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
+            write_new(output, page)
     elif len(traces) != 2 or len(results) != 2:
         raise DataError(
             f"{len(traces)} of {len(results)} paths are traces; give two traces, or evaluations"
@@ -203,27 +209,8 @@ def compare(
     elif output is not None and output.suffix == ".html":
         raise typer.BadParameter(f"{output}: traces are compared as text or .json")
     else:
-        compare_two_traces(traces[0], traces[1], output)
-
-
-def compare_evaluations(results: Sequence[Path], output: Path | None) -> None:
-    """Print, and write where asked, the comparison of evaluations."""
-    from moe_finetune.evaluation.comparison import compare as compare_results
-
-    comparison = compare_results([results_in(path) for path in results])
-    print(comparison.to_text())
-    if output is not None:
-        page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
-        write_new(output, page)
-
-
-def compare_two_traces(first: Path, second: Path, output: Path | None) -> None:
-    """Print, and write where asked, the comparison of two traces."""
-    from moe_finetune.report.analysis import comparison_text
-    from moe_finetune.routing.comparison import compare_traces
-    from moe_finetune.routing.trace import RoutingTrace
-
-    found = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
-    print(comparison_text(first, second, found))
-    if output is not None:
-        write_json({"a": str(first), "b": str(second), **found}, output)
+        first, second = traces
+        found = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
+        print(comparison_text(first, second, found))
+        if output is not None:
+            write_json({"a": str(first), "b": str(second), **found}, output)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.results import TaskResult, samples_file
-from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox
+from moe_finetune.evaluation.sandbox import Program, Sandbox
 from moe_finetune.evaluation.sandbox.names import free_names, wanted
 from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.metrics.statistics import mean_and_deviation
@@ -74,8 +74,6 @@ def score_code(
     form: str = "humaneval",
     sandbox: Sandbox | None = None,
     allow_unsafe_local: bool = False,
-    workers: int | None = None,
-    limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Run the programs of a samples file against their tests.
 
@@ -83,7 +81,6 @@ def score_code(
         samples: ``samples.jsonl`` as :func:`moe_finetune.evaluation.engine.evaluate` wrote it.
         form: ``"humaneval"`` or ``"mbpp"``.
         sandbox: one to use; otherwise one is opened and closed.
-        workers: programs side by side; the number of processors by default.
 
     Returns:
         ``{"pass@1", "stderr", "n", "passed", "sandbox", "samples"}``; with several replies an item
@@ -116,9 +113,9 @@ def score_code(
             except (TypeError, AttributeError, DataError) as error:
                 raise DataError(f"{where}: not an item of form '{form}': {error}") from None
             owners.append(number)
-    active = sandbox or Sandbox(limits, allow_unsafe_local)
+    active = sandbox or Sandbox(allow_unsafe_local=allow_unsafe_local)
     try:
-        verdicts = active.run_all(programs, workers)
+        verdicts = active.run_all(programs)
     finally:
         if sandbox is None:
             active.close()

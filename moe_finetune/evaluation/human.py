@@ -38,8 +38,6 @@ def export_sheets(
     samples: Mapping[str, str | Path],
     folder: str | Path,
     n: int = 100,
-    seed: int = 0,
-    fields: Mapping[str, str] | None = None,
 ) -> Sheets:
     """Write a blinded sheet over the answers of one or more methods.
 
@@ -49,7 +47,6 @@ def export_sheets(
     Args:
         samples: method -> samples.jsonl of the same task.
         folder: where ``annotate.csv``, ``annotate.html`` and ``key.json`` go.
-        fields: see :func:`moe_finetune.evaluation.judge.judge_samples`.
 
     Raises:
         EvaluationError: no item that all methods answered.
@@ -63,14 +60,14 @@ def export_sheets(
     common = sorted(set.intersection(*(set(rows) for rows in by_method.values())))
     if not common:
         raise EvaluationError("the methods answered no item in common")
-    draw = random.Random(seed)
+    draw = random.Random(0)
     chosen = draw.sample(common, min(n, len(common)))
     rows = []
     key: dict[str, Any] = {}
     for method, item in itertools.product(sorted(by_method), chosen):
         # Keyed by a secret of the key file: the code cannot be recomputed from what it hides.
         code = sha256_text(f"{draw.random()}-{method}-{item}")[:10]
-        question, reference, answer = item_texts(by_method[method][item], fields or {})
+        question, reference, answer = item_texts(by_method[method][item])
         rows.append({"id": code, "question": question, "reference": reference, "answer": answer})
         key[code] = {"method": method, "task": item[0], "doc_id": item[1], "item": item[2]}
     draw.shuffle(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(last.values())
 
 
-def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str, str]:
+def item_texts(row: dict[str, Any]) -> tuple[str, str, str]:
     """Return question, reference and answer of a sample."""
     doc, replies = row["doc"], row["replies"]
     try:
@@ -51,14 +50,7 @@ def item_texts(row: dict[str, Any], fields: Mapping[str, str]) -> tuple[str, str
             f"item {row.get('doc_id')} of task {row.get('task')}: doc is not an object, or replies "
             "hold no text"
         )
-    names = [fields.get("question"), "question", "problem", "prompt"]
-    question = next((str(doc[n]) for n in names if n and n in doc), None)
+    question = next((str(doc[n]) for n in ("question", "problem", "prompt") if n in doc), None)
     if question is None:
-        raise EvaluationError(
-            f"the item has no field '{fields.get('question') or 'question'}'; it has "
-            f"{', '.join(sorted(doc))}"
-        )
-    named = fields.get("reference")
-    if named and named not in doc:
-        raise EvaluationError(f"the item has no field '{named}'; it has {', '.join(sorted(doc))}")
-    return question, str(doc[named] if named else row["target"]), answer
+        raise EvaluationError(f"the item has no field 'question'; it has {', '.join(sorted(doc))}")
+    return question, str(row["target"]), answer

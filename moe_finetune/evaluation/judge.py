@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ DEFAULT_MODEL = "gpt-4o"
 DEFAULT_URL = "https://api.openai.com/v1"
 # US dollars per million prompt and completion tokens, OpenAI's list price of GPT-4o.
 DEFAULT_PRICES = (2.5, 10.0)
+CONCURRENCY, MAX_TOKENS = 8, 200  # requests under way at a time; length of a verdict
 
 INSTRUCTION = (
     "You judge whether an answer to a question is correct. Compare its final result with the "
@@ -74,13 +75,10 @@ class Judge:
         api_key: bearer token; ``OPENAI_API_KEY`` unless given.
         cache: file for verdicts; nothing is stored without it.
         requests_per_minute: pace of new requests, over all threads.
-        concurrency: requests under way at a time.
         retries: further tries after overload, time-outs and replies without a verdict.
         timeout: seconds for one request, from the connection to the last byte.
         patience: seconds for one verdict: all its requests and the waits that the judge asks for.
         prices: dollars per million prompt and completion tokens.
-        structured: ask the server for JSON of the verdict's schema.
-        max_tokens: length of a verdict.
     """
 
     def __init__(
@@ -90,13 +88,10 @@ class Judge:
         api_key: str | None = None,
         cache: str | Path | None = None,
         requests_per_minute: float = 120,
-        concurrency: int = 8,
         retries: int = 5,
         timeout: float = 60,
         patience: float = 300,
         prices: tuple[float, float] = DEFAULT_PRICES,
-        structured: bool = True,
-        max_tokens: int = 200,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise EvaluationError(f"judge: base_url '{base_url}' is not an http address")
@@ -104,9 +99,8 @@ class Judge:
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._interval = 60 / requests_per_minute
         self._name = f"judge {model} at {self.base_url}"
-        self._concurrency, self._retries = concurrency, retries
-        self._timeout, self._patience = timeout, patience
-        self._prices, self._structured, self._max_tokens = prices, structured, max_tokens
+        self._retries, self._timeout, self._patience = retries, timeout, patience
+        self._prices = prices
         self._lock, self._next = threading.Lock(), 0.0
         self.prompt_tokens = self.completion_tokens = self.requests = 0
         identity = {"judge": model, "url": self.base_url, "instruction": INSTRUCTION}
@@ -137,7 +131,7 @@ class Judge:
 
     def judge_all(self, items: Sequence[tuple[str, str, str]]) -> list[JudgeVerdict]:
         """Judge (question, reference, answer) triples side by side; verdicts in their order."""
-        with ThreadPoolExecutor(self._concurrency) as pool:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
             futures = [pool.submit(self.judge, *item) for item in items]
             try:
                 return [future.result() for future in futures]
@@ -178,10 +172,9 @@ class Judge:
             "model": self.model,
             "messages": messages,
             "temperature": 0,
-            "max_tokens": self._max_tokens,
+            "max_tokens": MAX_TOKENS,
+            "response_format": _SCHEMA,
         }
-        if self._structured:
-            body["response_format"] = _SCHEMA
         tries = Tries(self._retries + 1, deadline)
         try:
             while True:
@@ -240,15 +233,12 @@ def parse_verdict(content: str) -> tuple[bool, str] | None:
 def judge_samples(
     samples: str | Path,
     judge: Judge,
-    fields: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
     """Judge a samples file and write ``<samples>.judged.jsonl`` beside it.
 
     Args:
         samples: ``samples.jsonl`` of a generation task.
-        fields: where the item's ``question`` and ``reference`` are, default the fields
-            ``question`` and the sample's ``target``.
         limit: first items only.
 
     Returns:
@@ -257,10 +247,9 @@ def judge_samples(
     Raises:
         EvaluationError: the judge failed; verdicts so far are stored in its cache.
     """
-    fields = fields or {}
     path = Path(samples)
     rows = read_items(path)[:limit]
-    verdicts = judge.judge_all([item_texts(row, fields) for row in rows])
+    verdicts = judge.judge_all([item_texts(row) for row in rows])
     judged = [
         {**row, "judge": {"model": judge.model, "correct": v.correct, "reason": v.reason}}
         for row, v in zip(rows, verdicts, strict=True)

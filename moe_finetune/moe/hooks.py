@@ -38,8 +38,7 @@ from moe_finetune.moe.layers import (
     moe_layers,
     stacks,
 )
-from moe_finetune.moe.lora_factors import parameter_wrappers
-from moe_finetune.moe.lora_linear import run_linear, wrapped_linears
+from moe_finetune.moe.lora_factors import parameter_wrappers, run_linear, wrapped_linears
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.tokens import read_tokens
 from moe_finetune.moe.visit import LayerVisits, Observer

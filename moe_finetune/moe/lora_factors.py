@@ -12,7 +12,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import linear, pad
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.moe.experts import LoraFactors
@@ -112,3 +113,29 @@ def router_weight(router: Any, path: str = "weight") -> Tensor:
     linear, weight = router_linear(router, path), stored_router_weight(router, path)
     name = active_adapter(linear) if isinstance(linear, ParamWrapper) else None
     return weight if name is None else weight + linear.get_delta_weight(name)
+
+
+def wrapped_linears(model: nn.Module) -> list[ParamWrapper]:
+    """PEFT parameter wrappers around the weight of a linear layer."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ParamWrapper)
+        and type(module.base_layer) is nn.Linear
+        and module.parameter_name == "weight"
+    ]
+
+
+def run_linear(wrapper: ParamWrapper, dropout: float, x: Tensor) -> Tensor:
+    """Output of the wrapped layer, ``x W^T + s (drop(x) A^T) B^T``; ``x`` (..., in) -> (..., out).
+
+    PEFT's parameter wrapper adds ``s B A`` into the weight on every forward and has no dropout.
+    """
+    base = wrapper.base_layer(x)
+    name = active_adapter(wrapper)
+    if name is None:
+        return base
+    a: Tensor = wrapper.lora_A[name].weight  # type: ignore[assignment]
+    b: Tensor = wrapper.lora_B[name].weight  # type: ignore[assignment]
+    low = linear(drop(x, dropout, wrapper.training).to(a.dtype), a)
+    return base + (linear(low, b) * wrapper.scaling[name]).to(base.dtype)

@@ -7,19 +7,24 @@ a whole model where the family keeps one.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
-from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.checkpoint.adapter import BIAS_FILE
+from moe_finetune.checkpoint.adapter_metadata import read_metadata, write_metadata
+from moe_finetune.checkpoint.bias import bias_config, bias_name
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import MoeLayer, moe_layers
-from moe_finetune.training.bias_export import add_bias, name_bias, save_beside
+from moe_finetune.training.state import save_state
 
 log = logging.getLogger(__name__)
 
@@ -95,3 +100,42 @@ class KeptBias:
         if writes:
             name_bias(layers, folder)
         return found
+
+
+def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
+    """Write the bias into an adapter's folder; the merge puts it where the family keeps one.
+
+    The metadata note it, so that an adapter that lost the file is refused.
+    """
+    save_state(adapter / BIAS_FILE, balancer.effective(layers))
+    held = read_metadata(adapter)
+    extra = {**held.extra, "router_bias": True}
+    write_metadata(adapter, held.experts, held.experts_dropout, **extra)
+
+
+def add_bias(
+    balancer: BiasBalancer, layers: Sequence[MoeLayer], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A whole model's ``state`` with the bias where its family keeps one.
+
+    Raises:
+        UnsupportedModelError: the family has no place for it.
+    """
+    family = layers[0].family
+    bias_config(family, layers[0].experts.config.to_dict())
+    values = balancer.effective(layers)
+    biases = {bias_name(family, at.index): values[f"bias.{at.index}"] for at in layers}
+    return {**state, **biases}
+
+
+def name_bias(layers: Sequence[MoeLayer], folder: Path) -> None:
+    """Let the ``config.json`` of a checkpoint with :func:`add_bias` say that it has a bias."""
+    change_config(folder, lambda config: bias_config(layers[0].family, config))
+
+
+def change_config(folder: Path, changes: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Lay ``changes``, made from the ``config.json`` in ``folder``, over it."""
+    file = folder / "config.json"
+    config = read_object(file, CheckpointError, "train again")
+    if changed := changes(config):
+        file.write_text(json.dumps({**config, **changed}, indent=2) + "\n", encoding="utf-8")

@@ -37,35 +37,23 @@ def _wrong(name: str, declared: Any, real: str) -> Check:
     return Check(name, problem=f"{name} is declared {declared!r}, and {real}")
 
 
+def _same(name: str, declared: Any, real: Any, said: str) -> Check:
+    return Check(name) if declared == real else _wrong(name, declared, said)
+
+
 def _layers(family: Family, text: Any, found: Sequence[Site]) -> Check:
-    declared, real = family.moe_layers(text), [site.index for site in found]
-    if list(declared) != real:
-        return _wrong("moe_layers", list(declared), f"the model has experts in layers {real}")
-    return Check("moe_layers")
+    declared, real = list(family.moe_layers(text)), [site.index for site in found]
+    return _same("moe_layers", declared, real, f"the model has experts in layers {real}")
 
 
 def _places(family: Family, site: Site) -> Iterator[Check]:
-    for name, declared, real in (
-        ("block_path", family.block_path, site.block_path),
-        ("experts_name", family.experts_name, site.experts_name),
-    ):
-        if declared != real:
-            yield _wrong(name, declared, f"the model has its experts at '{_path(site)}'")
-        else:
-            yield Check(name)
-    routers = [name for name, _ in site.routers]
-    if family.router_name not in routers:
-        yield _wrong(
-            "router_name",
-            family.router_name,
-            f"the weight with a row an expert is in {routers} of '{site.block_path}'",
-        )
-    else:
-        yield Check("router_name")
-
-
-def _path(site: Site) -> str:
-    return f"{site.block_path}.{site.experts_name}".lstrip(".")
+    place = f"{site.block_path}.{site.experts_name}".lstrip(".")
+    said = f"the model has its experts at '{place}'"
+    yield _same("block_path", family.block_path, site.block_path, said)
+    yield _same("experts_name", family.experts_name, site.experts_name, said)
+    routers, own = [name for name, _ in site.routers], family.router_name
+    said = f"the weight with a row an expert is in {routers} of '{site.block_path}'"
+    yield Check("router_name") if own in routers else _wrong("router_name", own, said)
 
 
 def _sizes(family: Family, text: Any, site: Site) -> Iterator[Check]:
@@ -73,10 +61,7 @@ def _sizes(family: Family, text: Any, site: Site) -> Iterator[Check]:
         ("num_experts", family.num_experts(text), site.num_experts),
         ("expert_width", family.expert_width(text), site.width),
     ):
-        if declared != real:
-            yield _wrong(name, declared, f"the model's experts have {real}")
-        else:
-            yield Check(name)
+        yield _same(name, declared, real, f"the model's experts have {real}")
 
 
 def _router_weight(family: Family, site: Site) -> Check:
@@ -214,26 +199,23 @@ def _shared(family: Family, found: Sequence[Site]) -> Iterator[Check]:
     attention = {target.partition(".")[0] for target in family.attention_targets}
     real = {name for site in found for name in site.other_linears}
     real |= {name for site in found for name in site.beside(attention)}
-    undeclared = sorted(real - set(family.shared_targets))
-    if undeclared:
+    if undeclared := sorted(real - set(family.shared_targets)):
         yield _wrong("shared_targets", family.shared_targets, f"the layers also have {undeclared}")
     else:
-        matched = len(real & set(family.shared_targets))
-        yield Check("shared_targets", note=f"{matched} linear layers")
+        yield Check("shared_targets", note=f"{len(real)} linear layers")
 
 
 def _attention(family: Family, found: Sequence[Site]) -> Iterator[Check]:
     modules = {name for site in found for name, _ in site.layer.named_modules()}
-    if not modules & set(family.attention_targets):
+    if matched := modules & set(family.attention_targets):
+        yield Check("attention_targets", note=f"{len(matched)} linear layers")
+    else:
         real = sorted(
             name
             for name, module in found[0].layer.named_modules()
             if isinstance(module, nn.Linear) and not name.startswith(f"{family.block_path}.")
         )
         yield _wrong("attention_targets", family.attention_targets, f"the layers have {real}")
-    else:
-        matched = len(modules & set(family.attention_targets))
-        yield Check("attention_targets", note=f"{matched} linear layers")
 
 
 def _names(family: Family, config: Any, found: Sequence[Site]) -> Iterator[Check]:

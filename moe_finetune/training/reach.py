@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, PreviousLayer
+from moe_finetune.losses.base import LayerContext, PreviousLayer, Term
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.context import Given
@@ -63,11 +63,7 @@ def check_reach(
             found = [name for (name, _), act in zip(parameters, acts, strict=True) if act]
             connected = any(grad is not None for grad in grads)
         (positive,) = agreed([total is not None and bool(total.any())])
-        if not found and term.hinge and connected and not positive:
-            _say_met(term.name)
-        elif not found:
-            raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
-        reached[term.name] = found
+        reached[term.name] = _judged(term, found, connected and not positive)
     return reached
 
 
@@ -106,11 +102,7 @@ def _reach_of_sharded(
                     found.append(name)
             # All ranks must agree: the next term's forward gathers parameters.
             met = not ranks.any_rank(not values or any(bool(value.any()) for value in values))
-            if not found and term.hinge and met:
-                _say_met(term.name)
-            elif not found:
-                raise ObjectiveError(_unreached(term.name, term.reads, sorted(term.trains)))
-            reached[term.name] = found
+            reached[term.name] = _judged(term, found, met)
     return reached
 
 
@@ -121,23 +113,23 @@ def _even_teacher(objective: Objective, rows: int, device: torch.device) -> Give
     return Given(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
 
 
-def _say_met(name: str) -> None:
-    log.warning(
-        "method.terms.%s is 0 in every layer from the start: its aim is already met, and it has no "
-        "effect until that changes",
-        name,
-    )
-
-
-def _unreached(name: str, reads: str, trains: list[str]) -> str:
-    remedy = {
-        "router": "router.train: full or lora",
-        "experts": "lora.targets: [..., experts]",
-    }
-    return (
-        f"method.terms.{name}: its gradient reaches no trainable parameter. It reads {reads}; make "
-        f"trainable: {' or '.join(remedy[part] for part in trains)}; or remove the term (weight: 0)"
-    )
+def _judged(term: Term, found: list[str], met: bool) -> list[str]:
+    """What the term reaches; nothing is right for a hinge alone, whose aim is met."""
+    if not found and term.hinge and met:
+        log.warning(
+            "method.terms.%s is 0 in every layer from the start: its aim is already met, and it "
+            "has no effect until that changes",
+            term.name,
+        )
+    elif not found:
+        remedy = {"router": "router.train: full or lora", "experts": "lora.targets: [..., experts]"}
+        raise ObjectiveError(
+            f"method.terms.{term.name}: its gradient reaches no trainable parameter. It reads "
+            f"{term.reads}; make trainable: "
+            f"{' or '.join(remedy[part] for part in sorted(term.trains))}; or remove the term "
+            "(weight: 0)"
+        )
+    return found
 
 
 def _term_values(

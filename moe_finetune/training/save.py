@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.card import public_name, write_card
-from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_folder, sync
-from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import selected_experts
 from moe_finetune.quantization.weight import quantization_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
-from moe_finetune.training.bias_export import add_bias, name_bias, save_beside
+from moe_finetune.training.bias_keep import add_bias, change_config, name_bias, save_beside
 from moe_finetune.training.whole import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -81,7 +78,8 @@ def _write_model(
     model.save_pretrained(folder, state_dict=weights)
     if exported is not None:
         name_bias(moe_layers(model), folder)
-    _name_dtype(folder, recipe.model.dtype)
+    # transformers names the type that was trained.
+    change_config(folder, lambda _: {"dtype": recipe.model.dtype})
     tokenizer.save_pretrained(folder)
     _card(recipe, folder, "trained")
 
@@ -171,10 +169,3 @@ def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) ->
         config.save_pretrained(str(folder))
     finally:
         config.inference_mode = mode
-
-
-def _name_dtype(folder: Path, dtype: str) -> None:
-    """Let the config name the type of the saved weights; transformers writes the trained one's."""
-    file = folder / "config.json"
-    config = read_object(file, CheckpointError, "train again")
-    file.write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")

@@ -406,7 +406,7 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
     import torch
     from safetensors.torch import load_file
 
-    from moe_finetune.training.bias_export import BIAS_FILE
+    from moe_finetune.checkpoint.adapter import BIAS_FILE
     from moe_finetune.training.state import save_state
     from tests.checkpoint.helpers import adapter as random_adapter
 

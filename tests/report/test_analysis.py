@@ -177,7 +177,7 @@ def test_an_adapter_changes_what_is_recorded(tmp_path, tiny_checkpoint, texts):
 
 
 def test_a_loss_free_bias_acts(tmp_path, tiny_checkpoint, texts):
-    from moe_finetune.training.bias_export import BIAS_FILE
+    from moe_finetune.checkpoint.adapter import BIAS_FILE
     from moe_finetune.training.state import save_state
 
     base = tiny_checkpoint("olmoe")

@@ -17,7 +17,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_config, load_tokenizer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.bias_export import add_bias
+from moe_finetune.training.bias_keep import add_bias
 from moe_finetune.training.ordinary import StoredWeights
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.whole import live_weights

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_finetune import SpecializationCallback
+from moe_finetune.checkpoint.adapter import BIAS_FILE
 from moe_finetune.errors import CaptureError, ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training.bias_export import BIAS_FILE
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.training.cases import collate, rows

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts, DeepseekV2MLP
 from transformers.models.llama.modeling_llama import (
@@ -24,8 +26,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from moe_finetune.models.deepseek_moe import check, moe_layers
 from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
-from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 # Declared for a config of its own, of which it reads what this one has too.
 _MLP: Any = DeepseekV2MLP
@@ -134,3 +136,30 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+def register_names(model_type: str) -> None:
+    """Register names on disk; transformers applies them on load and the inverse on save.
+
+    ``mlp.experts.M.{gate,up}_proj.weight`` (D, H) <-> ``mlp.experts.gate_up_proj`` (E, 2D, H), gate
+    rows first; ``mlp.experts.M.down_proj.weight`` (H, D) <-> ``mlp.experts.down_proj`` (E, H, D).
+    """
+    register_checkpoint_conversion_mapping(
+        model_type,
+        [
+            WeightConverter(
+                source_patterns=[
+                    "mlp.experts.*.gate_proj.weight",
+                    "mlp.experts.*.up_proj.weight",
+                ],
+                target_patterns="mlp.experts.gate_up_proj",
+                operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+            ),
+            WeightConverter(
+                source_patterns="mlp.experts.*.down_proj.weight",
+                target_patterns="mlp.experts.down_proj",
+                operations=[MergeModulelist(dim=0)],
+            ),
+        ],
+        overwrite=True,
+    )

@@ -7,17 +7,25 @@ for it (after a note by ``report.lacks``).
 
 from __future__ import annotations
 
-from moe_finetune.report.context import Section
+from moe_finetune.report.context import Report, Section
+from moe_finetune.report.markup import Markup, tag
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
-from moe_finetune.report.sections.environment import ENVIRONMENT
-from moe_finetune.report.sections.missing import MISSING
 from moe_finetune.report.sections.reproduce import REPRODUCE
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.scores import SCORES
-from moe_finetune.report.sections.settings import SETTINGS
+from moe_finetune.report.sections.settings import ENVIRONMENT, SETTINGS
 from moe_finetune.report.sections.specialization import SPECIALIZATION
 from moe_finetune.report.sections.strength import STRENGTH
+
+
+def _missing(report: Report) -> Markup | None:
+    """What could not be shown, and what would bring it."""
+    if not report.missing:
+        return None
+    entries = [tag("li", tag("strong", what), f": {remedy}") for what, remedy in report.missing]
+    return tag("ul", entries, class_="missing")
+
 
 SECTIONS: list[Section] = [
     ANSWER,
@@ -29,5 +37,6 @@ SECTIONS: list[Section] = [
     SETTINGS,
     ENVIRONMENT,
     REPRODUCE,
-    MISSING,  # last: the others leave their notes first
+    # last: the others leave their notes first
+    Section("missing", "What is not here", _missing),
 ]
