@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -98,6 +99,40 @@ def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path):
     subprocess.run([*command, "--resume", "--expert", "1"], cwd=ROOT, env=cold, check=True)
     ours, theirs = (weights(folder / "seed-0/experts/1") for folder in (output, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_experts_that_train_side_by_side(warm, finished, tmp_path, capsys):
+    dense = {"path": str(dense_of(finished[0])), "dtype": "float32"}
+    trainer = {**TRAINER, "max_steps": 20, "save_steps": 1}
+    changes = {"dense": dense, "clusters": {"count": 2}}
+    recipe = write_recipe(tmp_path, **changes, experts={"trainer": trainer, "processes": 2})
+    output, straight = tmp_path / "run", tmp_path / "straight"
+    for stage in ("dense", "cluster"):
+        stopped = ["upcycle", recipe, "--output", output, "--stage", stage, "--resume"]
+        assert run(capsys, *(stopped if output.exists() else stopped[:-1]))[0] == 0
+    shutil.copytree(output, straight)
+    experts = ["--stage", "experts", "--resume"]
+    command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(recipe)]
+    process = subprocess.Popen([*command, "--output", str(output), *experts], cwd=ROOT)
+    work = output / "work/seed-0/experts"
+    while process.poll() is None and not list(work.glob("*/checkpoints/checkpoint-*")):
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130 and len(children) >= 2
+    _, left = psutil.wait_procs(children, timeout=60)
+    assert not left
+    done = [path.name for path in (output / "seed-0").glob("experts/*")]
+    assert len(done) < 2, "one that was left would have gone on to its end"
+    assert list(work.glob("*/checkpoints/checkpoint-*"))
+    recipe = write_recipe(tmp_path, **changes, experts={"trainer": trainer})  # one after the other
+    assert run(capsys, "upcycle", recipe, "--output", straight, *experts)[0] == 0
+    recipe = write_recipe(tmp_path, **changes, experts={"trainer": trainer, "processes": 2})
+    assert run(capsys, "upcycle", recipe, "--output", output, *experts)[0] == 0
+    for expert in ("0", "1"):
+        ours, theirs = (weights(at / "seed-0/experts" / expert) for at in (output, straight))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow
