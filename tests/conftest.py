@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tensors are tiny here. A second thread saves nothing, and where other work has the cores each
 # operation waits until both threads have had their turn: ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# oneDNN compiles a product in bfloat16 for every number of rows, and experts have many: keep all.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 # A shell's background jobs ignore it, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,7 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a Trainer collects garbage, and looks through all of it."""
+    keep_for_good()
+
+
+def keep_for_good() -> None:
+    """What is there by now stays: each Trainer collects garbage, and looks through all of it."""
     gc.collect()
     gc.freeze()
 
@@ -75,11 +81,15 @@ def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _environment_of_this_module(_cache_of_this_session: None) -> Iterator[None]:
-    """What a module puts into the environment ends with it: vLLM sets LD_PRELOAD, among others."""
+    """What a module puts into the environment ends with it: vLLM sets LD_PRELOAD, among others.
+
+    What it has imported stays.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
+    keep_for_good()
 
 
 @pytest.fixture(scope="session")
