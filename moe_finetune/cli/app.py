@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from moe_finetune.io import write_new
 
+
+class Verbs(TyperGroup):
+    """The verbs; an interrupt, whose message typer drops, is said."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Carry out a verb."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            if not str(interrupt):  # else training has said what is saved and how to go on
+                print("interrupted", file=sys.stderr)
+            raise
+
+
 app = typer.Typer(
     name="moe-finetune",
+    cls=Verbs,
     help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
     epilog="With any verb: --quiet shows warnings and results alone, --log-format json writes one "
     "JSON object a line to standard error, --debug shows the traceback of an error.",

@@ -13,6 +13,7 @@ import ast
 import functools
 import hashlib
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
         return
     lines = source.splitlines()
     docstrings = []
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         text = ast.get_docstring(node)
@@ -111,6 +112,21 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
         yield Document(name, "code", split, code)
     if docstrings:
         yield Document(f"{name}:docstrings", "prose", split, "\n\n".join(docstrings))
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """The tree's statements in the order of ``ast.walk``, which goes through expressions, too."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for name in node._fields:
+            held = getattr(node, name, None)
+            if isinstance(held, list) and held and isinstance(held[0], _HOLD_STATEMENTS):
+                waiting.extend(held)
+
+
+_HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def _topics() -> Iterator[Document]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def _make(
 
     ``worker`` evaluates, ``second`` trains beside this process.
     """
-    status = worker.begin(vllm_status) if backend is None else None  # it imports vLLM
+    status = worker.begin(_vllm_imported) if backend is None else None
     with terminal().log_to(output / LOG_FILE):
         with terminal().phase("pretrain"):
             checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
@@ -134,6 +134,18 @@ def _fine_tune(
                 pending.result()
             run_recipe(recipes[method], output / method, resume=True, worker=worker)
             parts.finish(method)
+
+
+def _vllm_imported() -> VllmStatus:
+    """Whether vLLM can be used; if so, what an evaluation imports is imported.
+
+    It is done by the time that the corpus is read, which takes one core.
+    """
+    status = vllm_status()
+    if status.usable:
+        with suppress(ImportError):  # of lm-eval, which the evaluation reports
+            import lm_eval.models.vllm_causallms  # noqa: F401
+    return status
 
 
 def _import_trainer() -> None:

@@ -1,11 +1,13 @@
 """A process of its own that does one call after the other, while this one goes on.
 
 What is costly to import is imported there once, and whatever it does to its threads, signals and
-memory stays there. What it prints goes to a file.
+memory stays there. What it prints goes to a file, and this package's warnings also come with the
+answer, to be shown here.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -16,11 +18,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.children import failure
-from moe_finetune.io.terminal import Terminal, use
+from moe_finetune.io.terminal import Records, Terminal, terminal, use
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +98,10 @@ class Worker:
         """Wait for the answer to the oldest call."""
         oldest = self._waiting.pop(0)
         try:
-            oldest._answer = self._connection.recv()
+            done, value, warnings = self._connection.recv()
+            oldest._answer = done, value
+            for warning in warnings:
+                terminal().say(warning, "warning")
         except (EOFError, ConnectionResetError):
             said = failure(self._log, self._begun, self._process.wait())
             oldest._answer = False, WorkerError(f"the process that did it ended: {said}")
@@ -111,11 +116,26 @@ class Worker:
         self._process.wait()
 
 
+class _Kept(Terminal):
+    """Writes into the log, and keeps the warnings for the one who asked."""
+
+    warnings: list[str]
+
+    def say(self, text: str, level: Literal["info", "warning"] = "info") -> None:
+        """Write a line."""
+        super().say(text, level)
+        if level == "warning":
+            self.warnings.append(text)
+
+
 def serve(descriptor: int) -> None:
     """Do the calls that come, until the other side is gone."""
-    use(Terminal("plain"))
+    shown = _Kept("plain")
+    use(shown)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     connection = Connection(descriptor)
     while True:
+        shown.warnings = []
         try:
             function, args, kwargs = connection.recv()
         except (EOFError, ConnectionResetError):
@@ -127,7 +147,7 @@ def serve(descriptor: int) -> None:
             known = isinstance(error, MoeFinetuneError) and _travels(error)
             answer = False, error if known else WorkerError(f"{type(error).__name__}: {error}")
         try:
-            connection.send(answer)
+            connection.send((*answer, shown.warnings))
         except BrokenPipeError:
             return
 

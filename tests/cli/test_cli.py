@@ -113,6 +113,15 @@ def test_interruption_and_failures_of_the_machine(capsys, monkeypatch, tmp_path,
     monkeypatch.setattr("moe_finetune.run.run_recipe", fail)
     found, _, err = run(capsys, "train", recipe, "--output", tmp_path / "o")
     assert found == code and "Traceback" not in err
+    assert err.count("interrupted") == (code == 130)
+
+
+def test_an_interrupt_that_has_said_how_to_go_on_is_not_said_again(capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt("saved; repeat the command")  # as training says it
+
+    monkeypatch.setattr("moe_finetune.training.inspection.inspect_checkpoint", stop)
+    assert run(capsys, "inspect", "x") == (130, "", "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from moe_finetune.demo.arithmetic import is_held_out
-from moe_finetune.demo.corpus import read_corpus, split_of
+from moe_finetune.demo.corpus import (
+    _statements,
+    library_folder,
+    read_corpus,
+    source_files,
+    split_of,
+)
 from moe_finetune.demo.data import DataSizes, write_demo_data
 from moe_finetune.demo.stage_data import write_stage_data
 from moe_finetune.errors import DataError
@@ -136,3 +143,11 @@ def test_the_stages_data_prefer_right_answers(tmp_path):
     for prompt in held_out:
         first, second = map(int, re.findall(r"\d+", prompt))
         assert is_held_out(first, second) or is_held_out(first - second, second)
+
+
+def test_definitions_are_found_in_the_order_of_the_tree():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in list(source_files(library_folder()))[::9]:
+        tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+        walked = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+        assert [node for node in _statements(tree) if isinstance(node, kinds)] == walked, file

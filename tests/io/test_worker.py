@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import logging
 import operator
 import os
 import time
@@ -10,8 +11,13 @@ import time
 import pytest
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io.terminal import terminal
 from moe_finetune.io.worker import Worker, WorkerError
 from moe_finetune.recipe.tree import load_tree
+
+
+def terminal_says(text, level):
+    terminal().say(text, level)
 
 
 def test_calls_are_done_in_order_in_one_other_process(tmp_path):
@@ -52,3 +58,15 @@ def test_leaving_ends_a_call_that_nobody_waits_for(tmp_path):
         worker.begin(time.sleep, 60)
     assert time.monotonic() - before < 30
     assert worker._process.returncode is not None
+
+
+def test_warnings_of_a_call_are_shown_where_it_is_asked_for(tmp_path, capsys):
+    with Worker(tmp_path / "log") as worker:
+        worker.call(terminal_says, "the disk is slow", "warning")
+        assert capsys.readouterr().err == "the disk is slow\n"
+        worker.call(terminal_says, "all is well", "info")
+        worker.call(logging.getLogger("moe_finetune.there").warning, "the router is frozen")
+        worker.call(logging.getLogger("elsewhere").warning, "chatter")
+    assert capsys.readouterr().err == "warning: the router is frozen\n"
+    written = (tmp_path / "log").read_text()
+    assert all(s in written for s in ("disk is slow", "is well", "router is frozen", "chatter"))

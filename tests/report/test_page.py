@@ -148,7 +148,7 @@ def test_verdicts_on_the_page_are_those_of_the_numbers(runs: list[Path], tmp_pat
     _, page = _page(runs[:2], tmp_path / "page.html")
     assert better and set(verdicts.values()) == {"better", "unclear"}
     said = re.search(r"Its scores are better on (.*?); there is no clear", page.text).group(1)
-    assert re.findall(r"(\w+) \(\+[\d.]+ pp, 95 % interval \[", said) == better
+    assert re.findall(r"(\w+) \(\+[\d.]+ pp, 95\xa0% interval \[", said) == better
     assert page.text.count("▲ better") == len(better)
 
 

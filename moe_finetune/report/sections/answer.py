@@ -101,7 +101,7 @@ def _since_before(report: Report) -> str | None:
 
 def _with_interval(task: str, delta: Difference) -> str:
     pairs = ", item by item" if delta.paired else ""
-    return f"{task} ({delta.text()}, 95 % interval {delta.interval_text()}{pairs})"
+    return f"{task} ({delta.text()}, 95\xa0% interval {delta.interval_text()}{pairs})"
 
 
 def _loss(report: Report, run: Run) -> str | None:
