@@ -48,11 +48,7 @@ class Workbench:
         named = section.recipe.get("model", {}).get("path")
         self.checkpoint = local_folder(named) if named else ensure_demo_checkpoint()
         self.folder = folder
-        self.data = folder / "data"
-        with output_lock(self.data, wait=True):  # other shards of the study may need it now
-            if not self.data.is_dir():
-                with output_folder(self.data, 0) as made:
-                    write_demo_data(made)
+        self.data = data_in(folder)
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
         data = self.recipe({"preset": "none"}, seed=0).data
@@ -95,6 +91,16 @@ class Workbench:
             "export": {"merge": False},
         }
         return recipe_from_tree(Tree(merge_mappings(self.section.recipe, own)))
+
+
+def data_in(folder: Path) -> Path:
+    """The rows in ``folder/data``, written where they are not there as a whole."""
+    data = folder / "data"
+    with output_lock(data, wait=True):  # other shards of the study may need it now
+        if not data.is_dir():
+            with output_folder(data, 0) as made:
+                write_demo_data(made)
+    return data
 
 
 def topic_frequencies(

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from eval.effects.finetune import Workbench, run_finetune, topic_frequencies
+from eval.effects.finetune import Workbench, data_in, run_finetune, topic_frequencies
 from eval.effects.probe import IGNORED, measure, padded_batches
 from eval.effects.score import HeldOutTasks
 from eval.effects.scratch import run_scratch, schedule
 from eval.effects.settings import FinetuneSection, ScratchSection
-from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES, DataSizes, write_demo_data
+from moe_finetune.demo.data import (
+    ARITHMETIC_FILE,
+    CLOZE_FILES,
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    DataSizes,
+    write_demo_data,
+)
 from moe_finetune.metrics import (
     activation_cosine,
     conditional_mean_rank,
@@ -178,6 +188,25 @@ def test_an_answer_counts_only_when_greedy_decoding_gives_all_of_it_and_ends(tmp
     _write(tmp_path / ARITHMETIC_FILE, items[:1])
     assert HeldOutTasks(tmp_path, tokenizer, limit=1).score(model)["arithmetic"] == 1
     assert model.training
+
+
+def test_data_that_were_being_written_when_a_study_was_killed_are_written_anew(tmp_path):
+    def die(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(ARITHMETIC_FILE):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(die)
+        data_in(tmp_path)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.glob(".data.partial-*")
+    assert (left / TRAIN_FILE).is_file() and not (tmp_path / "data").exists()
+    data = data_in(tmp_path)
+    names = {TRAIN_FILE, VALIDATION_FILE, ARITHMETIC_FILE, *CLOZE_FILES.values()}
+    assert {path.name for path in data.iterdir()} == names
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.fixture
