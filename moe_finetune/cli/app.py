@@ -18,7 +18,7 @@ from moe_finetune.io import write_new
 class Verbs(TyperGroup):
     """The verbs; an interrupt, whose message typer drops, is said."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Carry out a verb."""
         try:
             return super().invoke(ctx)
