@@ -219,7 +219,7 @@ def _score_curves(
     folder: Path, results: dict[str, Any], logged: dict[str, Curve]
 ) -> dict[str, Curve]:
     """``scores/TASK`` over the steps that were scored; the last of them is the run's end."""
-    scored: dict[float, dict[str, Any]] = {**step_results(folder)}
+    scored: dict[float, Any] = {float(step): of for step, of in step_results(folder).items()}
     if scored and logged:
         scored[max(curve.steps[-1] for curve in logged.values())] = results
     curves: dict[str, Curve] = {}
