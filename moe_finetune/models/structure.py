@@ -49,17 +49,19 @@ def pieces_on_disk(config: Mapping[str, Any], name: str) -> Shapes:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _on_meta(config["model_type"], _text(config))
-    tensor = model.state_dict().get(name)
+    key = (config["model_type"], _text(config))
+    known, tensor = _known_pieces(*key), _state(*key).get(name)
     if tensor is None:
         return {}
-    found = revert_weight_conversion(model, {name: tensor})
-    return {piece: tuple(part.shape) for piece, part in found.items()}
+    if name not in known:
+        found = revert_weight_conversion(_on_meta(*key), {name: tensor})
+        known[name] = {piece: tuple(part.shape) for piece, part in found.items()}
+    return dict(known[name])
 
 
 def loaded_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Shape of the loaded model's tensor ``name``."""
-    return tuple(_on_meta(config["model_type"], _text(config)).state_dict()[name].shape)
+    return tuple(_state(config["model_type"], _text(config))[name].shape)
 
 
 def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
@@ -104,10 +106,27 @@ def _text(config: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _on_meta(model_type: str, text: str) -> Any:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = json.loads(text, object_hook=_special_float)
-    return meta_model(CONFIG_MAPPING[model_type].from_dict(config))
+    model = meta_model(CONFIG_MAPPING[model_type].from_dict(config))
+    # What transformers looks up for a model made of a config, else anew for each name.
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+    return model
+
+
+@functools.lru_cache(maxsize=8)
+def _state(model_type: str, text: str) -> dict[str, Any]:
+    return _on_meta(model_type, text).state_dict()
+
+
+@functools.lru_cache(maxsize=8)
+def _known_pieces(model_type: str, text: str) -> dict[str, Shapes]:
+    """What :func:`pieces_on_disk` has found so far."""
+    return {}
 
 
 def _special_float(entry: dict[str, Any]) -> Any:

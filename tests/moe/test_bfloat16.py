@@ -28,6 +28,7 @@ UNDER_AUTOCAST = {"inkling_text"}
 PRESETS_ON = ("qwen3_moe", "moonlight")
 """A softmax and a sigmoid with biases; the other families meet every term at once."""
 WAYS = [(kernel, autocast) for kernel in ("loop", "grouped") for autocast in (False, True)]
+"""Autocast ends where the experts' forward begins: a family meets each setting in two of them."""
 EVERY_TERM = {
     "load_balance": {"weight": 0.1},
     "z_loss": {"weight": 1e-3},
@@ -66,7 +67,7 @@ def adapted(base, dtype, router="full"):
 
 
 def batch():
-    ids = torch.randint(4, 260, (4, 37), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(4, 260, (3, 21), generator=torch.Generator().manual_seed(5))
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -137,10 +138,9 @@ def test_every_family(family):
     # What the class itself loses; a sparse attention that selects its keys may lose a lot.
     casts = (True,) if family in UNDER_AUTOCAST else (False, True)
     stock = {cast: distance(step(model, autocast=cast)[2], plain[2]) for cast in casts}
-    for kernel, cast in WAYS:
-        if cast in casts:
-            found = step(model, {"terms": terms}, kernel, cast)
-            assert_near(found, wanted, (kernel, cast), max(GRADIENT, 2 * stock[cast]))
+    for kernel, cast in zip(("loop", "grouped"), (casts[0], casts[-1]), strict=True):
+        found = step(model, {"terms": terms}, kernel, cast)
+        assert_near(found, wanted, (kernel, cast), max(GRADIENT, 2 * stock[cast]))
 
 
 @pytest.mark.slow
