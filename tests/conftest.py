@@ -22,7 +22,19 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
-TOGETHER = {"tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py"}
+TOGETHER = {
+    "tests/upcycle/test_interruptions.py": "tests/upcycle/test_command.py",
+    **dict.fromkeys(
+        (
+            "tests/placement/test_throughput.py",
+            "tests/routing/test_tracing_vllm.py",
+            "tests/upcycle/test_merge.py",
+            "tests/vllm/test_engine.py",
+            "tests/vllm/test_parity.py",
+        ),
+        "tests/vllm/test_serve.py",
+    ),
+}
 """Files that share a fixture of the session which takes long."""
 
 
@@ -93,22 +105,41 @@ def _environment_of_this_module(_cache_of_this_session: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm_server() -> Iterator[None]:
-    """The process that forks this session's programs, for ``tests.warm.Popen``."""
+def warm_server() -> Iterator[Any]:
+    """The process that forks this session's programs."""
     from tests.warm import Popen, Server
 
-    Popen.server = Server.begin()
-    yield
-    Popen.server.close()
+    Popen.server = server = Server.begin()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
 def warm(warm_server) -> Iterator[None]:
     """Processes that are started in this module fork from one that has imported everything."""
-    from tests import warm
+    from tests.warm import forked_from
 
-    with pytest.MonkeyPatch.context() as patch:
-        warm.use(patch.setattr)
+    with forked_from(warm_server):
+        yield
+
+
+@pytest.fixture(scope="session")
+def warm_vllm_server() -> Iterator[Any]:
+    """As ``warm_server``, and vLLM is imported, too."""
+    from tests.warm import VLLM, Server
+
+    server = Server.begin(VLLM, TORCHDYNAMO_DISABLE="1")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def warm_vllm(warm_vllm_server) -> Iterator[None]:
+    """As ``warm``, for programs that run vLLM. They compile nothing."""
+    from tests.warm import forked_from
+
+    with pytest.MonkeyPatch.context() as patch, forked_from(warm_vllm_server):
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
         yield
 
 

@@ -52,9 +52,16 @@ SCRIPTS = ("moe_finetune/vllm/supervisor.py", "eval/bench/gpu_check.py", "eval/b
            "eval/bench/memory.py")  # fmt: skip
 """Files that are run warm."""
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_",
-             "CUDA_", "HOME", "XDG_")  # fmt: skip
-LATER = ("CUDA_VISIBLE_DEVICES",)
-"""Of these, what is read when a device is looked for: submitit sets it for its jobs."""
+             "CUDA_", "HOME", "XDG_", "TORCHDYNAMO_")  # fmt: skip
+LATER = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Of these, what may differ. submitit sets the first for its jobs, and it is read when a device is
+looked for; OpenCV sets the second, for nothing that is loaded here; vLLM sets the third for its
+engines, which are slower without."""
+VLLM = ("vllm", "vllm.benchmarks.serve", "vllm.entrypoints.cli.main",
+        "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.qwen3_moe",
+        "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")  # fmt: skip
+"""What programs import that serve a checkpoint."""
+START = "import sys; from tests import warm; warm.main(*sys.argv[1:])"
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
 _NAMES = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
@@ -73,13 +80,18 @@ class Server:
         self._imported_under = _read_at_import(environment)
 
     @classmethod
-    def begin(cls) -> Server:
-        """Start the process; it imports while we go on, and ends when we do."""
-        environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    def begin(cls, modules: Sequence[str] = (), **variables: str) -> Server:
+        """Start the process; it imports while we go on, and ends when we do.
+
+        Args:
+            modules: what it imports besides everything of ours.
+            variables: environment that it has beside ours.
+        """
+        environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false", **variables}
         ours, theirs = socket.socketpair()
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-c", f"from tests import warm; warm.main({theirs.fileno()})"],
+                [sys.executable, "-c", START, str(theirs.fileno()), *modules],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -128,6 +140,17 @@ class Popen(subprocess.Popen):
             self._close_pipe_fds(*(given[end] for end in ends))
 
 
+@contextlib.contextmanager
+def forked_from(server: Server) -> Iterator[None]:
+    """Meanwhile this process starts others as forks of ``server``'s."""
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Popen, "server", server, raising=False)
+        use(patch.setattr)
+        yield
+
+
 def use(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let this process start others warm; ``Popen.server`` is to be set."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -155,6 +178,7 @@ def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
     if not plain or isinstance(given["args"], (str, bytes, os.PathLike)):
         return None
     head, *words = [os.fsdecode(word) for word in given["args"]]
+    words = words[words[:1] == ["-B"] :]  # what the environment says already
     quiet, unbuffered = words[:2] == ["-W", "ignore"], words[:1] == ["-u"]
     words = words[2 * quiet + unbuffered :]
     if head != sys.executable or len(words) < 2:
@@ -182,13 +206,15 @@ def _order(given: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: str, *modules: str) -> None:
     """Be the server, and in each of its forks the program that was asked for."""
     environment = dict(os.environ)
     _import_everything()
+    for name in modules:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is never collected is never copied
-    connection = socket.socket(fileno=descriptor)
+    connection = socket.socket(fileno=int(descriptor))
     order, descriptors = _serve(connection)
     while True:  # a server, again and again, until it is asked for a program
         connection.close()
@@ -206,7 +232,11 @@ def main(descriptor: int) -> None:
         Popen.server = Server(ours, environment)
         use()
         break
-    _run(order)
+    try:
+        _run(order)
+    except SystemExit as asked:
+        _end(asked.code)
+    _end(0)
 
 
 def _import_everything() -> None:
@@ -282,10 +312,22 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> None:
         import warnings
 
         warnings.simplefilter("ignore")
-    atexit.register(gc.unfreeze)  # at its end a process frees what it can
     import numpy as np
 
     np.random.seed()  # from the system, as in a new process; `random` does so by itself
+
+
+def _end(code: Any) -> None:
+    """End as Python does after ``SystemExit(code)``, but free nothing: that takes two seconds."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 def _run(order: dict[str, Any]) -> None:

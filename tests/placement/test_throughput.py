@@ -229,7 +229,7 @@ def test_speeds_are_read_and_compared(tmp_path):
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_arm_is_served_and_measured(inputs, tmp_path):
+def test_an_arm_is_served_and_measured(warm_vllm, inputs, tmp_path):
     """One rank on the CPU build: all but the number of ranks is as on GPUs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

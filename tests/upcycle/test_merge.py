@@ -230,7 +230,7 @@ def _prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def served(warm, tmp_path_factory):
+def served(warm_vllm, tmp_path_factory):
     """A merged checkpoint of each kind, and vLLM's completions of it."""
     merged = []
     for kind in SERVED:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(checkpoint):
+def vllm_engine(warm_vllm, checkpoint):
     try:
         backend = open_backend(checkpoint, "vllm", vllm={"max_num_seqs": 64})
     except DependencyError as error:
@@ -31,13 +31,13 @@ def vllm_engine(checkpoint):
 
 
 def test_vllm_and_transformers_give_the_same_answers(vllm_engine, checkpoint, tmp_path):
-    suite = write_suite(tmp_path / "data", items=200)
-    found = parity(checkpoint, ("vllm", "hf"), suite, tmp_path / "out", 200,
+    suite = write_suite(tmp_path / "data", items=60)
+    found = parity(checkpoint, ("vllm", "hf"), suite, tmp_path / "out", 60,
                    opened={"vllm": vllm_engine})  # fmt: skip
     by_task = {p.task: p for p in found}
     assert set(by_task) == {"sums", "colours"}
     for result in found:
-        assert result.holds and result.n == 200, result
+        assert result.holds and result.n == 60, result
     assert by_task["sums"].largest_difference is None
     assert by_task["colours"].largest_difference < 1e-3
     assert (tmp_path / "out" / "parity.json").is_file()

@@ -45,7 +45,7 @@ def _base(family, folder, tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def served(warm, tiny_checkpoint, tmp_path_factory):
+def served(warm_vllm, tiny_checkpoint, tmp_path_factory):
     """Model with adapter, and vLLM's completions of the merged checkpoint, by family."""
     models, merged = {}, []
     for family in TESTED:

@@ -325,7 +325,7 @@ def test_wrong_source_is_exit_code_2(capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.vllm
 @needs_vllm
-def test_a_real_server_gives_the_answers_of_transformers_and_stops(checkpoint, tmp_path):
+def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm_vllm, checkpoint, tmp_path):
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), "--port", str(port),
