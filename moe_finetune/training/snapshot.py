@@ -6,13 +6,13 @@ Written to ``routing/before.json`` and ``routing/after.json``; the report draws 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.arrays import mean_known
@@ -23,6 +23,7 @@ from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.training import ranks
 from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
 
+BATCH = 1024
 PASSAGE = 150
 PASSAGES = 4
 Example = Mapping[str, Any]
@@ -81,15 +82,33 @@ def take_snapshot(
         model, observers=[sample], needs=NEEDS, observe="all", perturbation=perturbation
     )
     with in_mode(model, train=False), torch.no_grad(), recorder:
-        for row in rows:
-            ids = torch.tensor([row["input_ids"]], device=device)
-            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        for inputs in _batches([row["input_ids"] for row in rows], device):
+            model(**inputs, use_cache=False, logits_to_keep=1)
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}
     snapshot = {"data": data, **_picture(sample, rows, tokenizer)}
     write_atomic(path, json.dumps(snapshot))
     return snapshot
+
+
+def _batches(rows: list[list[int]], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Inputs of rows that follow each other, ``BATCH`` tokens with padding, or of a longer row."""
+    start = 0
+    while start < len(rows):
+        end, longest = start, 0
+        while end < len(rows) and (
+            end == start or max(longest, len(rows[end])) * (end - start + 1) <= BATCH
+        ):
+            longest = max(longest, len(rows[end]))
+            end += 1
+        ids_BS = torch.zeros(end - start, longest, dtype=torch.long)
+        mask_BS = torch.zeros_like(ids_BS)
+        for place, row in enumerate(rows[start:end]):
+            ids_BS[place, : len(row)] = torch.tensor(row)
+            mask_BS[place, : len(row)] = 1
+        yield {"input_ids": ids_BS.to(device), "attention_mask": mask_BS.to(device)}
+        start = end
 
 
 def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:

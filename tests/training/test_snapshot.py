@@ -18,6 +18,7 @@ from moe_finetune.metrics.experts import separation
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import DataSection, LoraSection
+from moe_finetune.training import snapshot
 from moe_finetune.training.sample import Sample, evaluation_metrics, evaluation_sample
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny
@@ -60,7 +61,31 @@ def records(model, rows):
     return seen
 
 
-def test_a_snapshot_is_what_the_layers_computed(model, tmp_path):
+def numbers(value):
+    """All numbers of a snapshot, in their order."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_rows_together_give_what_they_give_alone(model, tmp_path, monkeypatch):
+    rows, found = examples(), []
+    for size, forwards in ((1, 3), (2 * 23, 2), (1000, 1)):
+        monkeypatch.setattr(snapshot, "BATCH", size)
+        ids = [row["input_ids"] for row in rows]
+        assert len(list(snapshot._batches(ids, torch.device("cpu")))) == forwards
+        taken = take_snapshot(model, rows, tmp_path / "s.json")
+        taken.pop("embeddings"), taken.pop("gate_rows_tsne")  # drawings, not measurements
+        found.append(taken)
+    for other in found[1:]:
+        assert other["load"] == found[0]["load"] and other["domains"] == found[0]["domains"]
+        assert list(numbers(other)) == pytest.approx(list(numbers(found[0])), rel=1e-5, abs=1e-7)
+
+
+def test_a_snapshot_is_what_the_layers_computed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "BATCH", 1)  # row by row, as `records`
     rows = examples()
     model.train()
     found = take_snapshot(model, rows, tmp_path / "s.json", None, tiny.tokenizer())
