@@ -41,7 +41,7 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        return sum(info.size for header in self.files.values() for info in header.tensors.values())
+        return sum(header.data_bytes for header in self.files.values())
 
 
 def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:

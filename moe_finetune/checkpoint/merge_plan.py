@@ -86,10 +86,7 @@ class MergePlan:
 
     @property
     def size(self) -> int:
-        weights = sum(
-            len(header.raw) + sum(info.size for info in header.tensors.values())
-            for header in self.files.values()
-        )
+        weights = sum(header.file_bytes for header in self.files.values())
         return weights + sum(len(content) for content in self.small_files.values())
 
     @property

@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
-from moe_finetune.models import native
 from moe_finetune.models.base import CORRECTION_BIASES
+from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import class_of
 
 
@@ -33,9 +33,7 @@ def compare_logits(
     """
     with tempfile.TemporaryDirectory() as scratch:
         model = apply_adapters(load(base), base, adapters, Path(scratch))
-        if bias and base.family.bias_export == "tensor":
-            set_bias(model, bias)
-        wanted = logits_of(model, ids)
+        wanted = logits_of(model, ids, base, bias)
         del model
     found = logits_of(load(merged), ids)
     differences = [a - b for a, b in zip(found, wanted, strict=True)]
@@ -48,10 +46,7 @@ def compare_logits(
 
 def load(checkpoint: Checkpoint) -> Any:
     """The checkpoint in transformers, in eval mode."""
-    from transformers import AutoConfig
-
-    native.register()
-    kind = class_of(AutoConfig.from_pretrained(checkpoint.folder))
+    kind = class_of(parse_config(checkpoint.folder))
     # Float32 for both: what is compared is the weights, not the rounding of activations.
     return kind.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
 
@@ -79,14 +74,19 @@ def apply_adapters(
 
 
 @torch.no_grad()
-def logits_of(model: Any, ids: list[Tensor]) -> list[Tensor]:
-    """Float64 logits of each row of token ids."""
+def logits_of(
+    model: Any,
+    ids: list[Tensor],
+    base: Checkpoint | None = None,
+    bias: Mapping[int, Sequence[float]] | None = None,
+) -> list[Tensor]:
+    """Float64 logits of each row of token ids, with the routing ``bias`` put into ``base``'s."""
+    if base is not None and bias and base.family.bias_export == "tensor":
+        _set_bias(model, bias)
     return [model(input_ids=each).logits.double() for each in ids]
 
 
-@torch.no_grad()
-def set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
-    """Put a routing bias, by decoder layer, into the model's correction biases."""
+def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:
     for name, buffer in model.named_buffers():
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer and name.endswith(CORRECTION_BIASES) and int(layer[1]) in bias:

@@ -21,7 +21,7 @@ from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import expand_selection
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models import native
+from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import class_of, name_on_disk
 
 
@@ -76,11 +76,9 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
-    from transformers import AutoConfig
 
-    native.register()
+    config = parse_config(base.folder)
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(base.folder)
         model = class_of(config).from_config(config, dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))
     modules: dict[str, tuple[str, Any]] = {}

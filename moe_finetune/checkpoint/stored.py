@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor, typed
+from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor
 from moe_finetune.checkpoint.values import finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
@@ -56,10 +56,7 @@ class PlainTensors:
         return read_tensor(self._tensors[name])
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        info = self._tensors[name]
-        size = info.size // info.shape[0]
-        raw = read_bytes(info.file, info.offset + expert * size, size)
-        return typed(raw, info.dtype).view(info.shape[1:])
+        return _read(self._tensors[name], expert)
 
 
 class Transposed:

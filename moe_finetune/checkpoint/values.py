@@ -80,11 +80,11 @@ def fingerprint(tensors: Iterable[TensorInfo]) -> str:
 def _fingerprint(held: list[TensorInfo]) -> str:
     whole = sum(info.size for info in held) <= _WHOLE_BYTES
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        parts = list(pool.map(lambda info: _digest(info, whole), held))
-    digest = hashlib.sha256()
+        parts = list(pool.map(lambda info: digest(info, whole).digest(), held))
+    over_all = hashlib.sha256()
     for info, part in zip(held, parts, strict=True):
-        digest.update(f"{info.name}\0{info.dtype}\0{list(info.shape)}\0".encode() + part)
-    return digest.hexdigest()
+        over_all.update(f"{info.name}\0{info.dtype}\0{list(info.shape)}\0".encode() + part)
+    return over_all.hexdigest()
 
 
 def _stamp(file: Path) -> tuple[str, int, int]:
@@ -92,13 +92,14 @@ def _stamp(file: Path) -> tuple[str, int, int]:
     return str(file.resolve()), state.st_size, state.st_mtime_ns
 
 
-def _digest(info: TensorInfo, whole: bool) -> bytes:
+def digest(info: TensorInfo, whole: bool = True) -> hashlib._Hash:
+    """SHA-256 of a stored tensor's bytes, or of four parts of 16 KiB of them."""
     parts = stored_parts(info, "values")
     if not whole and info.size > _PARTS * _PART_BYTES:
         last = info.size - _PART_BYTES
         starts = [last * part // (_PARTS - 1) for part in range(_PARTS)]
         parts = stored_parts(info, "values", starts, _PART_BYTES)
-    digest = hashlib.sha256()
+    over = hashlib.sha256()
     for part in parts:
-        digest.update(as_bytes(part))
-    return digest.digest()
+        over.update(as_bytes(part))
+    return over

@@ -6,7 +6,6 @@ every tensor that no adapter touches must have the base's bytes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,10 @@ from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.reference import compare_logits
 from moe_finetune.checkpoint.sampled import compare_tensors
-from moe_finetune.checkpoint.tensors import as_bytes, stored_parts
 from moe_finetune.checkpoint.updates import Replace
+from moe_finetune.checkpoint.values import digest
 from moe_finetune.errors import CheckpointError, NumericsError
-from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
+from moe_finetune.io.safetensors_header import FLOATS
 from moe_finetune.models.loading import parse_config
 
 # Largest relative error of the logits (norm of the difference over the norm) by the coarsest stored
@@ -119,14 +118,6 @@ def verify_merge(
     return VerifyReport("tensors", max_abs, max_rel, bound, tuple(errors), sums)
 
 
-def checksum(info: TensorInfo) -> str:
-    """Sha256 of a stored tensor's bytes."""
-    digest = hashlib.sha256()
-    for part in stored_parts(info, "hash"):
-        digest.update(as_bytes(part))
-    return digest.hexdigest()
-
-
 def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[str, str]:
     sums = {}
     for name, info in base.tensors.items():
@@ -135,8 +126,8 @@ def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[
         other = merged.tensors[name]
         if name in changed or (info.dtype, info.shape) != (other.dtype, other.shape):
             continue
-        sums[name] = checksum(info)
-        if checksum(other) != sums[name]:
+        sums[name] = digest(info).hexdigest()
+        if digest(other).hexdigest() != sums[name]:
             raise CheckpointError(
                 f"{other.file}: '{name}' is not touched by the adapter but has other bytes than "
                 f"in {info.file}; merge again"

@@ -20,7 +20,7 @@ from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.checkpoint.reference import apply_adapters, load, logits_of, set_bias
+from moe_finetune.checkpoint.reference import apply_adapters, load, logits_of
 from moe_finetune.checkpoint.verify import fits, random_tokens
 from moe_finetune.errors import NumericsError
 from moe_finetune.quantization.codec import Kind, check_kind
@@ -77,11 +77,11 @@ def verify_quantized(
     if kind is None or not fits(opened):
         return None
     ids = random_tokens(opened, seed)
-    plain = _logits(load(opened), ids, opened, bias)
-    rounded = _logits(_quantised(opened, kind), ids, opened, bias)
+    plain = logits_of(load(opened), ids, opened, bias)
+    rounded = logits_of(_quantised(opened, kind), ids, opened, bias)
     with tempfile.TemporaryDirectory() as scratch:
         model = apply_adapters(_quantised(opened, kind), opened, [(trained, 1.0)], Path(scratch))
-        adapted = _logits(model, ids, opened, bias)
+        adapted = logits_of(model, ids, opened, bias)
         del model
     found = logits_of(load(open_checkpoint(merged)), ids)
     shift, apart = _relative(rounded, plain), _relative(found, adapted)
@@ -95,14 +95,6 @@ def verify_quantized(
 
 def _quantised(base: Checkpoint, kind: Kind) -> Any:
     return load_model(base.folder, dtype="float32", device_map="cpu", quantization=kind)
-
-
-def _logits(
-    model: Any, ids: list[Tensor], base: Checkpoint, bias: Mapping[int, Sequence[float]] | None
-) -> list[Tensor]:
-    if bias and base.family.bias_export == "tensor":
-        set_bias(model, bias)
-    return logits_of(model, ids)
 
 
 def _relative(found: list[Tensor], wanted: list[Tensor]) -> float:

@@ -109,11 +109,7 @@ def write_checkpoint(
     Args:
         small: the other files, name -> content.
     """
-    weights = sum(
-        len(header.raw) + sum(info.size for info in header.tensors.values())
-        for header in files.values()
-    )
-    size = weights + sum(map(len, small.values()))
+    size = sum(header.file_bytes for header in files.values()) + sum(map(len, small.values()))
     with output_folder(output, size, overwrite) as folder:
         for name, raw in small.items():
             write_small(folder, name, raw)
@@ -142,7 +138,7 @@ def write_files(
         workers: threads; at most twice as many pieces are in flight.
         progress: called with (bytes done, bytes in all) after each piece, in the calling thread.
     """
-    total = sum(info.size for header in files.values() for info in header.tensors.values())
+    total = sum(header.data_bytes for header in files.values())
     done = 0
     outputs: list[Output] = []
     with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
@@ -197,10 +193,10 @@ class Output:
         self._direct = -1
         with suppress(OSError, AttributeError):
             self._direct = os.open(path, os.O_RDWR | os.O_DIRECT)
-        self._left = sum(info.size for info in header.tensors.values())
+        self._left = header.data_bytes
         self._lock = threading.Lock()
         _write(self._fd, memoryview(header.raw), 0)
-        os.ftruncate(self._fd, len(header.raw) + self._left)
+        os.ftruncate(self._fd, header.file_bytes)
         if not self._left:
             self._finish()
 

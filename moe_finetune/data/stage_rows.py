@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MEASURED = 256
 """Rows of a source that routing is measured on."""
-
-
-@dataclass
-class _Kept:
-    """Rows that stay, and what became of the others."""
-
-    rows: list[Row]
-    overlong: int = 0
 
 
 def load_for_stage(recipe: Recipe, tokenizer: Any) -> Examples:
@@ -102,28 +93,34 @@ def _read(
 ) -> tuple[Dataset, list[tuple[str, list[Row]]]]:
     from datasets import Dataset
 
-    kept, parts = _Kept([]), []
+    kept: list[Row] = []
+    parts, overlong = [], 0
     for number, source in enumerate(listed(sources, name)):
-        first = len(kept.rows)
+        first = len(kept)
         rows = _source(stage, source, data, seed + number, rewards)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
-        _keep(kept, rows, data, tokenizer, room)
-        parts.append((source.path, kept.rows[first : first + MEASURED]))
-    if not kept.rows:
+        for place, row in rows:
+            # A cut answer would change what is preferred, so none is cut.
+            if _fits(place, row, data, tokenizer, room):
+                kept.append(row)
+            else:
+                overlong += 1
+        parts.append((source.path, kept[first : first + MEASURED]))
+    if not kept:
         raise DataError(
             f"data.{name}: none of its rows fits data.max_length {data.max_length}; raise it"
         )
-    log.info("%s data: %d rows of %s", name, len(kept.rows), " and ".join(FIELDS[stage.form]))
-    if kept.overlong:
+    log.info("%s data: %d rows of %s", name, len(kept), " and ".join(FIELDS[stage.form]))
+    if overlong:
         log.warning(
             "%s data: %d rows are longer than data.max_length %d and were left out",
             name,
-            kept.overlong,
+            overlong,
             data.max_length,
         )
     try:
-        return Dataset.from_list(kept.rows), parts
+        return Dataset.from_list(kept), parts
     except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
         raise DataError(
             f"data.{name}: a field holds values of different kinds in different rows: {error}"
@@ -145,21 +142,14 @@ def _source(
     return iter(SourceReader(source, former, source.split or data.split, seed))
 
 
-def _keep(
-    kept: _Kept, rows: Iterator[Placed], data: DataSection, tokenizer: Any, room: int
-) -> None:
-    """Add the rows that fit; a cut answer would change what is preferred, so none is cut."""
-    for place, row in rows:
-        length = max(len(ids) for ids in _rendered(place, row, tokenizer)) + room
-        if length <= data.max_length:
-            kept.rows.append(row)
-        elif data.overlong == "error":
-            raise DataError(
-                f"{place}: {length} tokens, longer than data.max_length {data.max_length}; raise "
-                "it, or set data.overlong: drop"
-            )
-        else:
-            kept.overlong += 1
+def _fits(place: str, row: Row, data: DataSection, tokenizer: Any, room: int) -> bool:
+    length = max(len(ids) for ids in _rendered(place, row, tokenizer)) + room
+    if length > data.max_length and data.overlong == "error":
+        raise DataError(
+            f"{place}: {length} tokens, longer than data.max_length {data.max_length}; raise it, "
+            "or set data.overlong: drop"
+        )
+    return length <= data.max_length
 
 
 def _rendered(place: str, row: Row, tokenizer: Any) -> Iterator[list[int]]:

@@ -21,12 +21,16 @@ MAX_DIGITS = 39  # of 128 bits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class JsonError(ValueError):
-    """Text that is not strict JSON; ``line`` is where, or None when it is a matter of the whole."""
+class TextError(ValueError):
+    """Text that cannot be read; ``line`` is where, or None when it is a matter of the whole."""
 
     def __init__(self, problem: str, line: int | None = None):
         super().__init__(problem if line is None else f"line {line}: {problem}")
         self.problem, self.line = problem, line
+
+
+class JsonError(TextError):
+    """Text that is not strict JSON."""
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:

@@ -48,6 +48,14 @@ class Header:
     metadata: dict[str, str]
     raw: bytes
 
+    @property
+    def data_bytes(self) -> int:
+        return sum(info.size for info in self.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.raw) + self.data_bytes
+
 
 def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
     """Read and check the header of ``file``; every defect raises ``error`` and names the file."""

@@ -13,18 +13,14 @@ from typing import Any
 import yaml
 
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.io.json_file import MAX_DIGITS, MAX_NESTING, check_nesting
+from moe_finetune.io.json_file import MAX_DIGITS, MAX_NESTING, TextError, check_nesting
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 50_000
 
 
-class YamlError(ValueError):
-    """Text that is not YAML, or not of the kind that is read here; ``line`` is where, or None."""
-
-    def __init__(self, problem: str, line: int | None = None):
-        super().__init__(problem if line is None else f"line {line}: {problem}")
-        self.problem, self.line = problem, line
+class YamlError(TextError):
+    """Text that is not YAML, or not of the kind that is read here."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -47,6 +47,15 @@ def check_shape(name: str, array: np.ndarray, wanted: Sequence[int | str]) -> No
         raise ValueError(f"{name}: got shape {tuple(array.shape)}, wanted ({shape})")
 
 
+def _filled(name: str, values: Array, wanted: Sequence[int | str]) -> np.ndarray:
+    array = to_numpy(values)
+    check_shape(name, array, wanted)
+    if array.size == 0:
+        shape = ", ".join(str(size) for size in wanted)
+        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+    return array
+
+
 def floats(
     name: str, values: Array, wanted: Sequence[int | str], as_given: bool = False
 ) -> np.ndarray:
@@ -54,11 +63,7 @@ def floats(
 
     ``as_given`` keeps the dtype, for arrays that are converted chunk by chunk.
     """
-    array = to_numpy(values)
-    check_shape(name, array, wanted)
-    if array.size == 0:
-        shape = ", ".join(str(size) for size in wanted)
-        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+    array = _filled(name, values, wanted)
     if not as_given:
         array = array.astype(np.float64, copy=False)
     if not np.isfinite(array).all():
@@ -74,11 +79,7 @@ def integers(
     name: str, values: Array, wanted: Sequence[int | str], below: int | None = None
 ) -> np.ndarray:
     """Non-empty integer array of the shape ``wanted``, all in ``[0, below)`` when that is given."""
-    array = to_numpy(values)
-    check_shape(name, array, wanted)
-    if array.size == 0:
-        shape = ", ".join(str(size) for size in wanted)
-        raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
+    array = _filled(name, values, wanted)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
     if below is not None:

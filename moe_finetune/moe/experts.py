@@ -40,9 +40,7 @@ from moe_finetune.moe.grouped import (
     Part,
     RowSums,
     add_rows_times,
-    add_rows_times_transposed,
     rows_times,
-    rows_times_transposed,
 )
 
 
@@ -116,10 +114,7 @@ class _Call:
     dropout_down: float
     dropout_expert: float
     grouped: bool
-    activations_gram: bool
-    outputs_gram: bool
-    activations: bool
-    outputs: bool
+    needs: frozenset[str]
 
 
 # Traced, its loop over the experts would be unrolled for every new set of group sizes.
@@ -150,10 +145,7 @@ def run_experts(
         dropout_down=lora_down.dropout if lora_down else 0.0,
         dropout_expert=experts.dropout,
         grouped=experts.grouped,
-        activations_gram="activations_gram" in needs,
-        outputs_gram="outputs_gram" in needs,
-        activations="activations" in needs,
-        outputs="outputs" in needs,
+        needs=needs,
     )
     out, z_gram, y_gram, z, y = _Experts.apply(
         call,
@@ -197,42 +189,44 @@ class _Experts(torch.autograd.Function):
                 p_down_Sr = groups.buffer(a_down.shape[1], hidden_TH)
             y_TKH = hidden_TH.new_empty(tokens, selected, hidden)
             z_TKD = None
-            if call.activations or call.activations_gram:
+            if call.needs & {"activations", "activations_gram"}:
                 z_TKD = hidden_TH.new_empty(tokens, selected, width)
 
             for part in _parts(groups, hidden_TH):
                 x = hidden_TH.index_select(0, part.tokens_P)
-                rows = rows_times_transposed(x, gate_up, part, out=rows_S2D)
+                rows = rows_times(x, gate_up.transpose(1, 2), part, out=rows_S2D)
                 if bias_up is not None:
                     rows.add_(bias_up[flat_S[part.slots_P]])
                 p_up = p_down = None
                 if a_up is not None:
                     if mask_TH is not None:
                         x = lora_input_TH.index_select(0, part.tokens_P)
-                    p_up = rows_times_transposed(x, a_up, part, out=p_up_Sr)
-                    add_rows_times_transposed(rows, p_up, b_up, part, call.scaling_up)
+                    p_up = rows_times(x, a_up.transpose(1, 2), part, out=p_up_Sr)
+                    add_rows_times(rows, p_up, b_up.transpose(1, 2), part, call.scaling_up)
                 z = gated(rows, call.activation)
                 if z_TKD is not None:
                     z_TKD.view(-1, width).index_copy_(0, part.slots_P, z)
                 z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
-                y = rows_times_transposed(z, down, part)
+                y = rows_times(z, down.transpose(1, 2), part)
                 if bias_down is not None:
                     y.add_(bias_down[flat_S[part.slots_P]])
                 if a_down is not None:
                     z = dropped(z, _rows(mask_SD, part), call.dropout_down)
-                    p_down = rows_times_transposed(z, a_down, part, out=p_down_Sr)
-                    add_rows_times_transposed(y, p_down, b_down, part, call.scaling_down)
+                    p_down = rows_times(z, a_down.transpose(1, 2), part, out=p_down_Sr)
+                    add_rows_times(y, p_down, b_down.transpose(1, 2), part, call.scaling_down)
                 y_TKH.view(-1, hidden).index_copy_(0, part.slots_P, y)
                 if groups.bounds is None:
                     # The one part is the whole.
                     rows_S2D, p_up_Sr, p_down_Sr = rows, p_up, p_down
                 del x, rows, z, y
 
-            out_TH, y_gram = combine(weights_TK, y_TKH, call.outputs_gram)
-            z_gram = None if z_TKD is None or not call.activations_gram else gram(z_TKD)
+            out_TH, y_gram = combine(weights_TK, y_TKH, "outputs_gram" in call.needs)
+            z_gram = None
+            if z_TKD is not None and "activations_gram" in call.needs:
+                z_gram = gram(z_TKD)
         ctx.call, ctx.groups = call, groups
         ctx.set_materialize_grads(False)
-        keep_y = ctx.needs_input_grad[2] or call.outputs_gram or call.outputs
+        keep_y = ctx.needs_input_grad[2] or call.needs & {"outputs", "outputs_gram"}
         ctx.save_for_backward(
             hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
             rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
@@ -242,9 +236,9 @@ class _Experts(torch.autograd.Function):
             out_TH,
             z_gram,
             y_gram,
-            z_TKD if call.activations else None,
+            z_TKD if "activations" in call.needs else None,
             # A saved tensor may not be an output that somebody changes: hand out a view of it.
-            y_TKH.view_as(y_TKH) if call.outputs else None,
+            y_TKH.view_as(y_TKH) if "outputs" in call.needs else None,
         )
 
     @staticmethod

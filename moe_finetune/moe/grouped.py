@@ -148,59 +148,36 @@ def _aligned(matrix: Tensor) -> bool:
     )
 
 
-def rows_times_transposed(
-    rows_PI: Tensor, weight_EOI: Tensor, part: Part, out: Tensor | None = None
+def rows_times(
+    rows_PI: Tensor, weight_EIO: Tensor, part: Part, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """``result[p] = weight[expert(p)] @ rows[p]``, (P, O).
+    """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, O).
 
     ``out``: a buffer of all sorted rows; the part's rows of it are filled and returned.
     """
-    return _rows_times(rows_PI, weight_EOI.transpose(1, 2), part, out, 1.0)
-
-
-def rows_times(
-    rows_PO: Tensor,
-    weight_EOI: Tensor,
-    part: Part,
-    scale: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``result[p] = scale * rows[p] @ weight[expert(p)]``, (P, I); ``out`` as above."""
-    return _rows_times(rows_PO, weight_EOI, part, out, scale)
-
-
-def add_rows_times_transposed(
-    into_PO: Tensor, rows_PI: Tensor, weight_EOI: Tensor, part: Part, scale: float
-) -> None:
-    """``into[p] += scale * weight[expert(p)] @ rows[p]``, in place."""
-    _add_rows_times(into_PO, rows_PI, weight_EOI.transpose(1, 2), part, scale)
-
-
-def add_rows_times(into_PI: Tensor, rows_PO: Tensor, weight_EOI: Tensor, part: Part) -> None:
-    """``into[p] += rows[p] @ weight[expert(p)]``, in place."""
-    _add_rows_times(into_PI, rows_PO, weight_EOI, part, 1.0)
-
-
-def _rows_times(
-    rows: Tensor, weight: Tensor, part: Part, out: Tensor | None, scale: float
-) -> Tensor:
     if part.experts is None:
-        product = grouped_mm(rows, weight, offs=part.offsets_E)
+        product = grouped_mm(rows_PI, weight_EIO, offs=part.offsets_E)
         return product if scale == 1.0 else product.mul_(scale)
-    result = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out[part.rows]
-    matrices = _matrices(weight, part)
-    for into, left, matrix in zip(part.split(result), part.split(rows), matrices, strict=True):
+    if out is None:
+        made_PO = rows_PI.new_empty(rows_PI.shape[0], weight_EIO.shape[2])
+    else:
+        made_PO = out[part.rows]
+    matrices = _matrices(weight_EIO, part)
+    for into, left, matrix in zip(part.split(made_PO), part.split(rows_PI), matrices, strict=True):
         _product(left, matrix, scale, out=into)
-    return result
+    return made_PO
 
 
-def _add_rows_times(into: Tensor, rows: Tensor, weight: Tensor, part: Part, scale: float) -> None:
+def add_rows_times(
+    into_PO: Tensor, rows_PI: Tensor, weight_EIO: Tensor, part: Part, scale: float = 1.0
+) -> None:
+    """``into[p] += scale * rows[p] @ weight[expert(p)]``, in place."""
     if part.experts is None:
-        into.add_(grouped_mm(rows, weight, offs=part.offsets_E), alpha=scale)
+        into_PO.add_(grouped_mm(rows_PI, weight_EIO, offs=part.offsets_E), alpha=scale)
         return
-    matrices = _matrices(weight, part)
-    for into_e, left, matrix in zip(part.split(into), part.split(rows), matrices, strict=True):
-        into_e.addmm_(left, matrix, alpha=scale)
+    matrices = _matrices(weight_EIO, part)
+    for into, left, matrix in zip(part.split(into_PO), part.split(rows_PI), matrices, strict=True):
+        into.addmm_(left, matrix, alpha=scale)
 
 
 def _matrices(weight: Tensor, part: Part) -> Iterator[Tensor]:

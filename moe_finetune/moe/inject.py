@@ -11,17 +11,6 @@ from torch import Tensor
 Output = TypeVar("Output", Tensor, tuple)
 
 
-class _Inject(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.like = scale, loss.new_empty(())
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad_output, torch.full_like(ctx.like, ctx.scale), None
-
-
 def inject(output: Output, loss: Tensor, scale: float) -> Output:
     """Return ``output`` unchanged; backward through it adds ``scale * d(loss)`` to all gradients.
 
@@ -34,9 +23,7 @@ def inject(output: Output, loss: Tensor, scale: float) -> Output:
         loss: scalar.
         scale: usually 1 / (micro-batches of this optimizer step).
     """
-    if isinstance(output, tuple):
-        return (_Inject.apply(output[0], loss, scale), *output[1:])
-    return _Inject.apply(output, loss, scale)
+    return _joined(output, None, {"": loss}, scale)
 
 
 class Apart:
@@ -65,18 +52,24 @@ class Apart:
         if first_visit:
             for name, loss in losses.items():
                 self.losses.setdefault(name, []).append(loss)
-        arguments = (self, tuple(losses), scale, *losses.values())
-        if isinstance(output, tuple):
-            return (_InjectApart.apply(output[0], *arguments), *output[1:])
-        return _InjectApart.apply(output, *arguments)
+        return _joined(output, self, losses, scale)
 
 
-class _InjectApart(torch.autograd.Function):
+def _joined(
+    output: Output, apart: Apart | None, losses: Mapping[str, Tensor], scale: float
+) -> Output:
+    arguments = (apart, tuple(losses), scale, *losses.values())
+    if isinstance(output, tuple):
+        return (_Inject.apply(output[0], *arguments), *output[1:])
+    return _Inject.apply(output, *arguments)
+
+
+class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         output: Tensor,
-        apart: Apart,
+        apart: Apart | None,
         names: tuple[str, ...],
         scale: float,
         *losses: Tensor,
@@ -89,7 +82,7 @@ class _InjectApart(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # No gradient at all, rather than 0, so that the other terms' graphs are not walked.
         gradients = [
-            torch.full_like(like, ctx.scale) if name == ctx.apart.on else None
+            torch.full_like(like, ctx.scale) if ctx.apart is None or ctx.apart.on == name else None
             for name, like in zip(ctx.names, ctx.like, strict=True)
         ]
         return grad_output, None, None, None, *gradients

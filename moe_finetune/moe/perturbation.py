@@ -1,4 +1,4 @@
-"""How a method may change routing while the model runs; the methods are in ``balancing/``."""
+"""How a method may change routing while the model runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_finetune.moe.layers import MoeLayer
 
 
 class Perturbation:
-    """Changes to routing; the identity here. Subclasses live in ``balancing/``.
+    """Changes to routing; the identity here.
 
     ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` and
     ``at_experts`` are asked in every forward.

@@ -186,17 +186,18 @@ class LayerVisits:
                 "is another experts implementation or kernel installed on it?"
             )
         first_visit = layer.index not in context.seen
+        objective = recorder.objective if context.train else None
         record = self._record(context)
         below = context.previous.get(layer.index)
-        if below is None and self._reads_below(context):
+        if below is None and self._reads_below(objective):
             raise CaptureError(
                 f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
                 "loss reads; was that layer skipped in this forward?"
             )
         loss = LayerLoss()
-        if context.train and recorder.objective is not None:
+        if objective is not None:
             with without_autocast(record.logits_TE.device):
-                loss = recorder.objective(
+                loss = objective(
                     record,
                     LayerContext(
                         previous=below,
@@ -205,7 +206,7 @@ class LayerVisits:
                         teacher_logits_TE=context.given.teacher.get(layer.index),
                     ),
                 )
-        left = self._for_next(context, record)
+        left = self._for_next(objective, record)
         if first_visit:
             context.seen.add(layer.index)
             self._leave(context, left, below)
@@ -221,15 +222,11 @@ class LayerVisits:
             return context.apart.inject(output, loss.weighted, context.scale, first_visit)
         return inject(output, total, context.scale)
 
-    def _reads_below(self, context: ForwardContext) -> bool:
-        layer, recorder = self.layer, self.recorder
-        if (
-            not context.train
-            or recorder.objective is None
-            or layer.index == recorder.layers[0].index
-        ):
+    def _reads_below(self, objective: Objective | None) -> bool:
+        index = self.layer.index
+        if objective is None or index == self.recorder.layers[0].index:
             return False
-        return "previous" in recorder.objective.needs_of(layer.index)
+        return "previous" in objective.needs_of(index)
 
     def _record(self, context: ForwardContext) -> RoutingRecord:
         layer = self.layer
@@ -260,21 +257,17 @@ class LayerVisits:
             expert_factors=layer.projection,
         )
 
-    def _for_next(self, context: ForwardContext, record: RoutingRecord) -> PreviousLayer | None:
+    def _for_next(self, objective: Objective | None, record: RoutingRecord) -> PreviousLayer | None:
         """What the next MoE layer reads of this one.
 
         Made on every visit: a recomputation must save the tensors that the first visit saved.
         """
-        layer, recorder = self.layer, self.recorder
-        if (
-            not context.train
-            or recorder.objective is None
-            or "previous" not in recorder.objective.needs
-        ):
+        index = self.layer.index
+        if objective is None or "previous" not in objective.needs:
             return None
-        if layer.index == recorder.layers[-1].index:
+        if index == self.recorder.layers[-1].index:
             return None
-        return PreviousLayer(layer.index, record.distribution_TE, record.index_TK)
+        return PreviousLayer(index, record.distribution_TE, record.index_TK)
 
     def _leave(
         self,

@@ -13,7 +13,7 @@ shape that PEFT reads for a LoRA on a parameter nor the dtype that some models c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,11 +123,6 @@ class QuantizedWeight(Tensor):
         if layout.rows is not None:
             made = made[:, slice(*layout.rows)]
         return made if layout.stacked else made[0]
-
-    def matrices(self, experts: slice) -> Iterator[Tensor]:
-        """The matrices of some experts, each dequantised when it is asked for."""
-        for expert in range(*experts.indices(self.shape[0])):
-            yield self.dequantize(slice(expert, expert + 1))[0]
 
     # -- as a tensor ---------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError
 from moe_finetune.recipe.family import DECLARED
 from moe_finetune.recipe.method import Method, resolve_method
+from moe_finetune.recipe.section import WholeRecipe
 from moe_finetune.recipe.sections import (
     DataSection,
     EvaluationSection,
@@ -30,7 +30,6 @@ from moe_finetune.recipe.sections import (
     Paths,
     RewardSection,
     RouterSection,
-    Section,
 )
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree, load_tree, merge_mappings
@@ -39,7 +38,7 @@ from moe_finetune.recipe.validation import from_tree
 BEST = "load_best_model_at_end"
 
 
-class Recipe(Section):
+class Recipe(WholeRecipe):
     """A run, completely described. A ``model.family`` is known to the process from then on.
 
     ``rewards`` are of stage grpo, ``teacher`` of stage distill.
@@ -113,13 +112,6 @@ class Recipe(Section):
         """
         values = {"model": {"path": model}, "method": {"preset": preset}, "data": {"train": train}}
         return recipe_from_tree(Tree(merge_mappings(values, sections)))
-
-    def to_mapping(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
-
-    def to_yaml(self) -> str:
-        """The resolved recipe as YAML; :func:`load_recipe` reads it back to an equal recipe."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
 
     @property
     def hash(self) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.training.plain_state import pack, unpack
+from moe_finetune.training.state import pack, unpack
 
 
 def pack_rank(state: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
-from moe_finetune.training.window_gradients import WindowGradients
 
 _NOT_AN_INPUT = {
     CONTEXT_KEY,
@@ -345,3 +345,40 @@ def _set_random(state: tuple[Tensor, Tensor | None], device: torch.device) -> No
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
+
+
+class WindowGradients:
+    """Sums the gradients that reach ``parameters`` on this rank, unclipped, until :meth:`close`.
+
+    ``parameter.grad`` is not such a sum: when an optimizer steps, it is averaged over ranks,
+    clipped.
+
+    Args:
+        parameters: leaves, whole on this rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self._parameters = list(parameters)
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._handles = [
+            parameter.register_hook(partial(self._add, number))
+            for number, parameter in enumerate(parameters)
+        ]
+
+    def _add(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # an expert that got no token
+            return
+        held = self._sums[number]
+        gradient = gradient.detach()
+        self._sums[number] = gradient.clone() if held is None else held + gradient
+
+    def sums(self) -> list[Tensor]:
+        """The sums so far, in the parameters' order; zeros where nothing came."""
+        return [
+            torch.zeros_like(parameter) if held is None else held
+            for parameter, held in zip(self._parameters, self._sums, strict=True)
+        ]
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()

@@ -1,28 +1,34 @@
-"""The toolkit's own tensors in files and in text, as safetensors."""
+"""State without pickle: tensors in files and in text as safetensors, nested state as JSON.
+
+``pack`` takes the tensors out of dictionaries, lists and tuples and leaves their names behind;
+``unpack`` puts them back. Everything else must be a plain value.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
 
 from moe_finetune.errors import CheckpointError
 
+_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"
 TRAINER_FILE = "trainer_state.json"
 """Transformers' own state of a trainer and its callbacks, in every checkpoint."""
 
 
-def save_state(path: Path, state: dict[str, torch.Tensor]) -> None:
+def save_state(path: Path, state: dict[str, Tensor]) -> None:
     """Write ``state`` (nothing when it is empty)."""
     if state:
         save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
 
 
-def load_state(path: Path) -> dict[str, torch.Tensor]:
+def load_state(path: Path) -> dict[str, Tensor]:
     """Read what :func:`save_state` wrote; raise CheckpointError on a damaged file."""
     try:
         return load_file(path)
@@ -30,15 +36,55 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: cannot be read ({error}); delete this checkpoint") from None
 
 
-def to_text(state: dict[str, torch.Tensor]) -> str:
+def to_text(state: dict[str, Tensor]) -> str:
     """``state`` as ASCII, bit for bit, for a place that holds text alone."""
     held = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     return base64.b64encode(save(held)).decode("ascii")
 
 
-def from_text(text: str, where: str) -> dict[str, torch.Tensor]:
+def from_text(text: str, where: str) -> dict[str, Tensor]:
     """Read what :func:`to_text` returned; raise CheckpointError naming ``where`` when damaged."""
     try:
         return load(base64.b64decode(text, validate=True))
     except (binascii.Error, SafetensorError, ValueError, TypeError) as problem:
         raise CheckpointError(f"{where}: cannot be read ({problem})") from None
+
+
+def pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """JSON value of ``value``; its tensors go into ``tensors`` under names that start ``place``.
+
+    Raises:
+        CheckpointError: something is neither a plain value nor a tensor.
+    """
+    if isinstance(value, Tensor):
+        tensors[place] = value
+        return {_TENSOR: place}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        items = {key: pack(held, tensors, f"{place}/{key}") for key, held in value.items()}
+        if all(isinstance(key, str) for key in items):
+            return items
+        return {_ITEMS: [[key, held] for key, held in items.items()]}
+    if isinstance(value, list | tuple):
+        parts = [pack(held, tensors, f"{place}/{i}") for i, held in enumerate(value)]
+        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    raise CheckpointError(
+        f"{place}: a {type(value).__name__} cannot be saved without pickle; use an optimizer and "
+        "scheduler whose state is numbers and tensors"
+    )
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What :func:`pack` was given."""
+    if isinstance(value, list):
+        return [unpack(held, tensors) for held in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(unpack(held, tensors) for held in value[_TUPLE])
+    if _ITEMS in value:
+        return {key: unpack(held, tensors) for key, held in value[_ITEMS]}
+    return {key: unpack(held, tensors) for key, held in value.items()}

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.recipe.sections import LoraSection, Section
+from moe_finetune.recipe.section import Section, WholeRecipe
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
 
@@ -180,7 +180,7 @@ def _paper_arms() -> dict[str, ArmSection]:
     }
 
 
-class UpcycleRecipe(Section):
+class UpcycleRecipe(WholeRecipe):
     """A dense model's way to a mixture of experts, completely described."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
@@ -227,13 +227,6 @@ class UpcycleRecipe(Section):
         # An expert's epoch is over its own share of the texts.
         share = expert.get(EPOCHS, 3) / self.clusters.count
         return {**own, EPOCHS: own.get(EPOCHS, 3) + share}
-
-    def to_mapping(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
-
-    def to_yaml(self) -> str:
-        """The resolved recipe; :func:`load_upcycle_recipe` reads it back to an equal one."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
 
 
 def load_upcycle_recipe(

@@ -10,7 +10,7 @@ import torch
 from moe_finetune.metrics import noise_level, router_cosine
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.training.plain_state import pack, unpack
+from moe_finetune.training.state import pack, unpack
 from moe_finetune.training.statistics import TrainingStatistics
 from tests import tiny
 
