@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from moe_finetune.models.deepseek_moe import check, moe_layers
 from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
+from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 # Declared for a config of its own, of which it reads what this one has too.
 _MLP: Any = DeepseekV2MLP
