@@ -20,15 +20,20 @@ def layers_with_experts(config: Any) -> list[int]:
     Raises:
         UnsupportedModelError: none does.
     """
-    model = _on_meta(config.model_type, _text(config.to_dict()))
-    found = {
-        int(match[1])
-        for name, module in model.named_modules()
-        if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
-    }
+    found = _layers(config.model_type, _text(config.to_dict()))
     if not found:
         raise UnsupportedModelError(f"this {config.model_type} config has no layer with experts")
-    return sorted(found)
+    return list(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _layers(model_type: str, text: str) -> tuple[int, ...]:
+    found = {
+        int(match[1])
+        for name, module in _on_meta(model_type, text).named_modules()
+        if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
+    }
+    return tuple(sorted(found))
 
 
 def name_on_disk(config: Mapping[str, Any], name: str) -> str:
@@ -101,7 +106,12 @@ def integers_on_disk(config: Any) -> frozenset[str]:
 
 
 def _text(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True, default=str)
+    """The config without what neither names nor shapes depend on: one model serves them all."""
+    kept = {key: value for key, value in config.items() if key not in _IDLE}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+_IDLE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 
 
 @functools.lru_cache(maxsize=8)
