@@ -16,7 +16,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.routing.trace import RoutingTrace
 from moe_finetune.routing.tracing import trace_model
-from moe_finetune.training.memory.verdict import judge
+from moe_finetune.training.memory.verdict import plan_recipe
 from moe_finetune.training.proof_model import watch
 from tests import tiny_families as tiny
 
@@ -57,8 +57,8 @@ def test_analysed_selected_and_planned(family, tmp_path):
     trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
     assert all(f"{facts.backbone}.layers." in name for name in trained)
 
-    verdict = judge(model.config, recipe(), 24)
-    assert verdict.plan.total < 2**30 and verdict.plan.kept > 0
+    plan = plan_recipe(model.config, recipe())
+    assert plan.total < 2**30 and plan.kept > 0
 
 
 def recipe() -> Recipe:

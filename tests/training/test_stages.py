@@ -37,6 +37,7 @@ ROWS = {
     "grpo": [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(9)],
     "distill": [{"prompt": f"{i} + {i} = "} for i in range(9)],
 }
+RESUMED = ("pretrain", "dpo", "kto", "orpo")
 LETTERS = """
 def reward(completions, **_):
     return [sum(c.isascii() and c.isalpha() for c in text) / 12 for text in completions]
@@ -111,7 +112,9 @@ def logged(output, name):
         ("distill", "loss", -1, 8),
     ],
 )
-def test_a_stage_trains_and_its_objective_improves(made, tmp_path, stage, metric, sign, steps):
+def test_a_stage_trains_its_objective_improves_and_it_resumes_exactly(
+    made, tmp_path, stage, metric, sign, steps
+):
     output = run_recipe(made(stage, steps), tmp_path / "run")
     values = logged(output, metric)
     first, last = sum(values[:2]), sum(values[-2:])
@@ -127,20 +130,17 @@ def test_a_stage_trains_and_its_objective_improves(made, tmp_path, stage, metric
                 if ".ref." in name]  # fmt: skip
     assert f"stage: {stage}" in (output / "recipe.yaml").read_text()
     assert (output / "report" / "index.html").is_file()
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "dpo", "kto", "orpo"])
-def test_a_resumed_stage_ends_with_the_same_bytes(made, tmp_path, stage):
-    whole = run_recipe(made(stage), tmp_path / "whole")
+    if stage not in RESUMED:
+        return
     half = tmp_path / "half"
-    shutil.copytree(whole, half)
-    for name in ("adapter", "merged", "checkpoints/checkpoint-4", "report", "summary.json"):
+    shutil.copytree(output, half)
+    for name in ("adapter", "merged", f"checkpoints/checkpoint-{steps}", "report", "summary.json"):
         target = half / name
         shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-    run_recipe(made(stage), half, resume=True)
+    run_recipe(made(stage, steps), half, resume=True)
     name = "adapter/adapter_model.safetensors"
-    assert (half / name).read_bytes() == (whole / name).read_bytes()
-    assert logged(half, "loss") == logged(whole, "loss")
+    assert (half / name).read_bytes() == (output / name).read_bytes()
+    assert logged(half, "loss") == logged(output, "loss")
 
 
 def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(made, tmp_path):
