@@ -139,6 +139,11 @@ def _mapping(value: Any) -> bool:
     return value is None or type(value) is dict
 
 
+def _classes(value: Any) -> bool:
+    """Names of a repository's own classes, which are not used for a family known here."""
+    return type(value) is dict and all(map(_word, value.values()))
+
+
 _VALUES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_MLA - {"first_k_dense_replace"}, _size),
     **dict.fromkeys(
@@ -166,7 +171,8 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
          "topk_method"),
         _word,
     ),
-    **dict.fromkeys(("auto_map", "rope_scaling", "rope_parameters"), _mapping),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _mapping),
+    "auto_map": _classes,
     "architectures": lambda value: type(value) is list and all(map(_word, value)),
     "mlp_only_layers": _layers,
     "hidden_act": lambda value: value == "silu",

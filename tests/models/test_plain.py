@@ -105,6 +105,7 @@ def test_what_the_class_would_refuse_or_build_otherwise_is_not_plain(family, tmp
     changed = [{k: v for k, v in raw.items() if k != key} for key in raw]
     changed += [raw | {key: value} for key in raw for value in ODD if value != raw[key]]
     changed += [raw | {"rope_parameters": raw["rope_parameters"] | {"factor": 4.0}}]
+    changed += [raw | {"auto_map": names} for names in (*ODD, {"AutoConfig": "own.Config"})]
     changed += [raw | {"unheard_of": 3}, raw | {"pad_token_id": raw["vocab_size"]}]
     told = 0
     for other in changed:
