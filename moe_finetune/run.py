@@ -372,7 +372,7 @@ def evaluate_steps(recipe: Recipe, output: Path, worker: Worker | None = None) -
     for step, folder in step_folders(output).items():
         held = [folder / name for name in WEIGHTS if (folder / name).exists()]
         if held and step not in scored:
-            terminal().say(f"step {step}")
+            terminal().say(f"scores after step {step}")
             merge(recipe, folder)
             evaluate(recipe, folder, worker)
         for name in WEIGHTS:

@@ -177,8 +177,18 @@ FAMILIES: Registry[Family] = Registry("family", UnsupportedModelError)
 
 
 def after_dense_layers(config: Any) -> list[int]:
-    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``."""
-    return list(range(config.first_k_dense_replace, config.num_hidden_layers))
+    """MoE layers of a DeepSeek-style config: all but the first ``first_k_dense_replace``.
+
+    Raises:
+        UnsupportedModelError: that is no number.
+    """
+    first = config.first_k_dense_replace
+    if not isinstance(first, int):
+        raise UnsupportedModelError(
+            f"{config.model_type}: first_k_dense_replace {first!r} in config.json is not a number "
+            "of layers; write how many of the first layers are dense"
+        )
+    return list(range(first, config.num_hidden_layers))
 
 
 def expert_groups(config: Any) -> tuple[int, int]:

@@ -154,6 +154,7 @@ def test_published_config_loads_and_its_code_is_neither_run_nor_written_back(tmp
         ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok 13"),
         ({"first_k_dense_replace": 3}, "no MoE layer"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace None in config"),
     ],
 )
 def test_options_that_no_release_uses_are_refused(changes, word):

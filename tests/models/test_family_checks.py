@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models import family_of
+from moe_finetune.models import FAMILIES, family_of
 from tests import tiny
 
 
@@ -32,3 +32,9 @@ def test_others_are_refused_by_name(family, key, value):
     setattr(config, key, value)
     with pytest.raises(UnsupportedModelError, match=f"{key} '{value}' is not supported; supported"):
         family_of(config)
+
+
+def test_dense_layers_that_are_no_number_are_refused():
+    config = tiny.config("moonlight", first_k_dense_replace=None)
+    with pytest.raises(UnsupportedModelError, match="first_k_dense_replace None in config"):
+        FAMILIES["moonlight"].moe_layers(config)

@@ -229,12 +229,15 @@ ENGINE = """
 import multiprocessing, os, sys, threading, time
 from moe_finetune.vllm.plugin import die_with_parent
 
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # at once, since others write there, too
+
 def worker(deeper):
     die_with_parent()
     die_with_parent()
     if deeper:
         context.Process(target=worker, args=(deeper - 1,)).start()
-    print("process", os.getpid(), threading.active_count(), flush=True)
+    say(f"process {os.getpid()} {threading.active_count()}")
     time.sleep(600)
 
 context = multiprocessing.get_context(sys.argv[1])
@@ -244,7 +247,7 @@ if __name__ == "__main__":
     thread = threading.Thread(target=lambda: context.Process(target=worker, args=(1,)).start())
     thread.start()
     thread.join()
-    print("started", threading.active_count(), flush=True)
+    say(f"started {threading.active_count()}")
     time.sleep(600)
 """
 

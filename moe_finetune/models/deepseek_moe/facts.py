@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError
-from moe_finetune.models.base import require
+from moe_finetune.models.base import after_dense_layers, require
 
 
 def moe_layers(config: Any) -> list[int]:
     """Layers whose MLP is a MoE block: every ``moe_layer_freq``-th after the dense ones."""
-    return [
-        layer
-        for layer in range(config.first_k_dense_replace, config.num_hidden_layers)
-        if layer % config.moe_layer_freq == 0
-    ]
+    return [layer for layer in after_dense_layers(config) if layer % config.moe_layer_freq == 0]
 
 
 def check(config: Any) -> None:
