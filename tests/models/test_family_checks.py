@@ -35,6 +35,7 @@ def test_others_are_refused_by_name(family, key, value):
 
 
 def test_dense_layers_that_are_no_number_are_refused():
-    config = tiny.config("moonlight", first_k_dense_replace=None)
+    config = tiny.config("moonlight")
+    config.first_k_dense_replace = None
     with pytest.raises(UnsupportedModelError, match="first_k_dense_replace None in config"):
         FAMILIES["moonlight"].moe_layers(config)
