@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-from moe_finetune.lora.targets import add_lora
-from moe_finetune.recipe.sections import LoraSection
+from tests import tiny_adapter
 from tests import tiny_families as tiny
 
-LORA = LoraSection(rank=4, alpha=12.0)
 
-
-def adapted(family, router="lora", seed=3):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = add_lora(tiny.model(family), LORA, router)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.05)
-    return model
+def adapted(family, router="lora"):
+    return tiny_adapter.adapted(tiny.model(family), router)
 
 
 def batch():
