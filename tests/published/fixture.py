@@ -1,0 +1,129 @@
+"""What published checkpoints contain: a fixture each, read from public files.
+
+A fixture is a JSON file: the published ``config.json`` whole, and a row for each kind of tensor in
+the published files, ``names`` with braces as a shell reads them: ``{0..59}``, ``{3..47:4}``,
+``{gate,up}``, ``{0,4..6}``. A row's ``part`` is what its tensors belong to, ``other`` where it is
+left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.io.safetensors_header import ITEM_BYTES
+
+FOLDER = Path(__file__).parent
+NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
+
+MODEL_PARTS = ("attention", "router", "shared experts", "routed experts", "other")
+"""Parts of the language model, as ``inspect`` counts them."""
+BESIDE = ("scale", "buffer", "mtp", "vision")
+"""Scales of quantised tensors, tensors that are no parameters, and parts that do not train."""
+_PACKED = {"U8": 2, "I32": 8}
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors of one shape and dtype."""
+
+    names: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: str = "other"
+    values: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.part in (*MODEL_PARTS, *BESIDE), self
+        assert self.dtype in ITEM_BYTES, self
+
+    @cached_property
+    def expanded(self) -> list[str]:
+        return list(expand(self.names))
+
+    @property
+    def bytes(self) -> int:
+        return len(self.expanded) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that the tensors stand for; none of a scale."""
+        if self.part in ("scale", "buffer"):
+            return 0
+        return len(self.expanded) * math.prod(self.shape) * _PACKED.get(self.dtype, 1)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published checkpoint.
+
+    Attributes:
+        model: its name on the hub.
+        read_at: where the config, the names and the sizes were read.
+        deduced: what was not read, and from what it follows.
+        total_size: bytes of all tensors as published; None where nobody states it.
+        parameters: as published, exact or rounded; None where nobody states it.
+        files: number of weight files.
+        refused: what ``inspect`` or ``merge`` still answers, by verb: a part of the message.
+    """
+
+    name: str
+    model: str
+    read_at: list[str]
+    config: dict[str, Any]
+    rows: list[Row]
+    total_size: int | None = None
+    total_size_source: str = ""
+    parameters: int | None = None
+    files: int = 1
+    deduced: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Row]]:
+        return ((name, row) for row in self.rows for name in row.expanded)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    def count(self, *parts: str) -> int:
+        """Parameters of ``parts``."""
+        return sum(row.parameters for row in self.rows if row.part in parts)
+
+
+def read(name: str) -> Published:
+    """The fixture ``name``."""
+    content = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    rows = [
+        Row(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
+        for row in content.pop("tensors")
+    ]
+    return Published(name=name, rows=rows, **content)
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """Every name of ``pattern``, the last brace changing fastest."""
+    pieces = _BRACES.split(pattern)
+    choices = [list(_choices(piece)) for piece in pieces[1::2]]
+    for chosen in itertools.product(*choices):
+        parts = [*itertools.chain.from_iterable(zip(pieces[::2], chosen, strict=False)), pieces[-1]]
+        yield "".join(parts)
+
+
+def _choices(brace: str) -> Iterator[str]:
+    for choice in brace.split(","):
+        first, dots, last = choice.partition("..")
+        if not dots:
+            yield choice
+            continue
+        last, _, step = last.partition(":")
+        yield from map(str, range(int(first), int(last) + 1, int(step or 1)))

@@ -1,0 +1,116 @@
+"""What the verbs say of a published checkpoint, each compared with the fixture's own rows."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.merge_plan import plan_merge
+from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.models.loading import load_config
+from moe_finetune.models.structure import meta_model
+from moe_finetune.recipe.schema import Recipe, recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.inspection import inspect_checkpoint
+from tests.published import fixture, generate
+from tests.published.fixture import Published
+
+PARTS = ["attention", "shared_experts", "experts"]
+TRAINED = ("attention", "router", "shared experts", "routed experts")
+
+
+def run(published: Published, folder: Path) -> dict[str, str]:
+    """The refusal of each verb by its name; empty for one that passes."""
+    folder = generate.write(published, folder / "base")
+    answers = {}
+    for verb in (inspect, reach, merge):
+        try:
+            verb(published, folder)
+            answers[verb.__name__] = ""
+        except MoeFinetuneError as error:
+            answers[verb.__name__] = str(error)
+    return answers
+
+
+def inspect(published: Published, folder: Path) -> None:
+    """Size, tensors, dtypes and parameters are the fixture's."""
+    inspection = inspect_checkpoint(str(folder))
+    assert inspection.stored_bytes == published.bytes
+    assert inspection.stored_tensors == sum(1 for _ in published.tensors)
+    assert inspection.stored_dtypes == sorted({row.dtype for row in published.rows})
+    _same_parts(published, inspection)
+
+
+def reach(published: Published, folder: Path) -> None:
+    """A recipe's LoRA reaches all of the four parts, and its memory can be planned."""
+    inspection = inspect_checkpoint(str(folder), _recipe(folder))
+    _same_parts(published, inspection)
+    for part in TRAINED:
+        group = inspection.coverage.groups[part]
+        assert group.reached_parameters == group.parameters, part
+    assert inspection.coverage.groups["other"].reached_parameters == 0
+    assert inspection.memory_unknown is None
+    assert inspection.memory is not None
+    assert inspection.memory.weights >= published.count(*fixture.MODEL_PARTS)
+
+
+def merge(published: Published, folder: Path) -> None:
+    """The plan of a LoRA on everything changes just those parts, and copies all else."""
+    adapter = _adapter(folder)
+    plan = plan_merge(open_checkpoint(folder), [(open_adapter(adapter), 1.0)])
+    rows = dict(published.tensors)
+    changed = {tensor.target.name for tensor in plan.changed}
+    assert changed == {name for name, row in rows.items() if row.part in TRAINED}
+    assert {name for name, tensor in plan.tensors.items() if tensor.copied} == set(rows) - changed
+
+
+def _same_parts(published: Published, inspection: Any) -> None:
+    groups = inspection.coverage.groups
+    counts = {part: groups[part].parameters for part in fixture.MODEL_PARTS}
+    expected = {part: published.count(part) for part in fixture.MODEL_PARTS}
+    if any(row.part == "vision" for row in published.rows):
+        expected["other"] += published.count("vision")
+    assert counts == expected
+
+
+def _recipe(folder: Path) -> Recipe:
+    """LoRA on all parts, and a row short enough to look at in a moment."""
+    return recipe_from_tree(
+        Tree(
+            {
+                "model": {"path": str(folder)},
+                "data": {"train": "hub/data", "max_length": 64},
+                "method": "aux_loss",
+                "lora": {
+                    "rank": 1,
+                    "alpha": 2,
+                    "targets": ["attention", "shared_experts", "experts"],
+                },
+                "router": {"train": "lora"},
+            }
+        )
+    )
+
+
+def _adapter(folder: Path) -> Path:
+    """An adapter of that recipe, its factors a hole."""
+    recipe = _recipe(folder)
+    model: Any = meta_model(load_config(folder))
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = add_lora(model, recipe.lora, recipe.router.train)
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    output = folder.parent / "adapter"
+    output.mkdir()
+    model.peft_config["default"].save_pretrained(output)
+    rows = [(name, fixture.Row(name, tuple(tensor.shape), "F32")) for name, tensor in state.items()]
+    generate.write_file(output / "adapter_model.safetensors", rows)
+    return output
