@@ -188,6 +188,7 @@ def compare(
     from moe_finetune.evaluation.comparison import compare as compare_results
     from moe_finetune.io.atomic import refuse_existing
     from moe_finetune.report.analysis import comparison_text, find_trace
+    from moe_finetune.report.comparison_page import comparison_page
     from moe_finetune.routing.comparison import compare_traces
     from moe_finetune.routing.trace import RoutingTrace
 
@@ -200,8 +201,8 @@ def compare(
         comparison = compare_results([results_in(path) for path in results])
         print(comparison.to_text())
         if output is not None:
-            page = comparison.to_json() if output.suffix == ".json" else comparison.to_html()
-            write_new(output, page)
+            is_json = output.suffix == ".json"
+            write_new(output, comparison.to_json() if is_json else comparison_page(comparison))
     elif len(traces) != 2 or len(results) != 2:
         raise DataError(
             f"{len(traces)} of {len(results)} paths are traces; give two traces, or evaluations"

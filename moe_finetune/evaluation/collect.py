@@ -55,12 +55,16 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
         notes.append(f"the task reports no {headline}; it reports {', '.join(metrics) or 'none'}")
     top = metrics.get(headline, {"value": None, "stderr": None})
     several = len(names) > 1
+    directions = raw.get("higher_is_better", {})
+    declared = {directions.get(name, {}).get(entry.metric) for name in names} - {None}
     return {
         "task": entry.task,
         "version": raw["versions"].get(entry.task, entry.version),
         "shots": entry.shots,
         "metric": entry.metric,
         "filter": entry.filter,
+        # None where the tasks declare nothing (a program's pass@1), or not the same.
+        "higher_is_better": declared.pop() if len(declared) == 1 else None,
         "value": top["value"],
         "stderr": top["stderr"],
         "chance": entry.chance,

@@ -1,15 +1,13 @@
-"""Compare finished evaluations item by item, with tests that fit paired answers.
+"""Compare finished evaluations with the first, task by task.
 
-Items are joined by (task, hash of the item); the comparison is refused when the items or the
-prompts differ, because then the difference is not the models'. Answers that are right or wrong are
-tested with McNemar's exact test, others with a paired bootstrap; p values are corrected over the
-tasks by Holm's method.
+The comparison is refused when items or prompts differ, because then the difference is not the
+models'. Each task is tested by :func:`compare_scores`; p values are corrected over the tasks by
+Holm's method.
 """
 
 from __future__ import annotations
 
-import html
-import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,18 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.results import Results, TaskResult, load_results, load_samples
+from moe_finetune.evaluation.results import Results, load_results
+from moe_finetune.evaluation.score import Score, compare_scores
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.tables import aligned
-from moe_finetune.metrics.statistics import (
-    ALPHA,
-    compare_items,
-    holm,
-    mean_and_deviation,
-    relative_gain,
-)
+from moe_finetune.metrics.statistics import PairedTest, correct_and_decide, relative_gain
 
-RunPaths = str | Path | Sequence[str | Path]
+VERDICTS = ("better", "unclear", "worse")
 
 
 @dataclass
@@ -37,39 +30,28 @@ class Row:
 
     Attributes:
         task: the suite's label; ``metric`` its headline metric.
+        higher_is_better: the metric's direction.
         n: items joined.
-        baseline, value: mean over seeds; ``baseline_std`` and ``value_std`` the sample standard
-            deviation over seeds (None with one seed).
-        difference: value - baseline; ``low`` and ``high`` its 95 % paired bootstrap interval.
-        test: ``"McNemar"``, ``"bootstrap"`` or ``"none"`` (a metric that no item has by itself).
-        p: two-sided p value; ``p_holm`` corrected over this method's tasks.
-        verdict: ``"win"``, ``"loss"`` or ``"tie"`` at 5 % after correction.
+        test: the difference, its interval, p values and verdict.
     """
 
     task: str
     metric: str
+    higher_is_better: bool
     method: str
     n: int
     baseline: float
     value: float
-    baseline_std: float | None
-    value_std: float | None
-    difference: float
-    low: float | None = None
-    high: float | None = None
-    test: str = "none"
-    p: float | None = None
-    p_holm: float | None = None
-    verdict: str = "tie"
+    test: PairedTest
 
 
 @dataclass
 class Comparison:
-    """All rows, the win/tie/loss counts and the relative gain of each method."""
+    """All rows, the number of each verdict and the relative gain of each method."""
 
     baseline: str
     methods: list[str]
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     gains: dict[str, float | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -78,56 +60,34 @@ class Comparison:
         return to_json(asdict(self), 1, sort=False) + "\n"
 
     def to_text(self) -> str:
-        return "\n".join([aligned(self._table(), "left"), "", *self._summary()]) + "\n"
+        return "\n".join([aligned(self.table(), "left"), "", *self.summary()]) + "\n"
 
-    def to_html(self) -> str:
-        header, *lines = self._table()
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in header)
-        body = "".join(
-            "<tr class='{}'>{}</tr>".format(
-                line[-1], "".join(f"<td>{html.escape(c)}</td>" for c in line)
-            )
-            for line in lines
-        )
-        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._summary())
-        return (
-            "<!doctype html><html lang='en'><meta charset='utf-8'><title>Comparison</title><style>"
-            "body{font:15px system-ui;margin:2rem auto;max-width:70rem;padding:0 1rem}"
-            "table{border-collapse:collapse}td,th{padding:.3rem .7rem;text-align:left;"
-            "border-bottom:1px solid #ddd;font-variant-numeric:tabular-nums}"
-            ".win td:last-child{color:#06724a;font-weight:600}"
-            ".loss td:last-child{color:#b3261e;font-weight:600}</style>"
-            f"<h1>Comparison with {html.escape(self.baseline)}</h1>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</html>\n"
-        )
-
-    def _table(self) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
+        """Return the rows as cells, headings first."""
         table = [["task", "metric", "n", "method", self.baseline, "value", "difference",
                   "95 % interval", "test", "p", "p (Holm)", "verdict"]]  # fmt: skip
         for row in self.rows:
-            interval = "" if row.low is None else f"[{row.low:+.4f}, {row.high:+.4f}]"
+            test = row.test
+            interval = "" if test.low is None else f"[{test.low:+.4f}, {test.high:+.4f}]"
+            metric = row.metric if row.higher_is_better else f"{row.metric} ↓"
             table.append(
-                [row.task, row.metric, str(row.n), row.method,
-                 _plus_minus(row.baseline, row.baseline_std), _plus_minus(row.value, row.value_std),
-                 f"{row.difference:+.4f}", interval, row.test, _p(row.p), _p(row.p_holm),
-                 row.verdict]
+                [row.task, metric, str(row.n), row.method, f"{row.baseline:.4f}",
+                 f"{row.value:.4f}", f"{test.difference:+.4f}", interval, test.name, _p(test.p),
+                 _p(test.p_holm), test.verdict]
             )  # fmt: skip
         return table
 
-    def _summary(self) -> list[str]:
+    def summary(self) -> list[str]:
+        """Return a sentence for each method, and the notes."""
         lines = []
         for method in self.methods:
-            c, gain = self.counts[method], self.gains[method]
-            text = "not defined (a baseline of 0)" if gain is None else f"{gain:+.2%}"
+            counts, gain = self.counts[method], self.gains[method]
+            text = "not defined (a score of 0)" if gain is None else f"{gain:+.2%}"
             lines.append(
-                f"{method}: {c['win']} wins, {c['tie']} ties, {c['loss']} losses; "
-                f"relative gain {text}"
+                f"{method}: {counts['better']} better, {counts['unclear']} without a clear "
+                f"difference, {counts['worse']} worse; relative gain {text}"
             )
         return lines + self.notes
-
-
-def _plus_minus(mean: float, std: float | None) -> str:
-    return f"{mean:.4f}" if std is None else f"{mean:.4f} ± {std:.4f}"
 
 
 def _p(value: float | None) -> str:
@@ -135,48 +95,53 @@ def _p(value: float | None) -> str:
 
 
 def compare(
-    results: Sequence[RunPaths],
+    results: Sequence[str | Path],
     names: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Compare evaluations with the first one.
 
     Args:
-        results: one results folder (or results.json) per method, the baseline first; a list of
-            them for a method trained with several seeds.
+        results: a results folder (or results.json) for each method, the baseline first.
         names: names of the methods; their folders' unless given.
 
     Raises:
         EvaluationError: fewer than two, damaged, no common task, or other items or prompts.
     """
-    groups = [[g] if isinstance(g, (str, Path)) else list(g) for g in results]
-    if len(groups) < 2 or not all(groups):
+    if len(results) < 2:
         raise EvaluationError("compare needs at least two results; the first is the baseline")
-    labels = list(names) if names else result_names([group[0] for group in groups])
-    if len(labels) != len(groups):
-        raise EvaluationError(f"{len(labels)} names for {len(groups)} results")
-    loaded = [[(_folder(p), load_results(p)) for p in group] for group in groups]
-    comparison = Comparison(labels[0], labels[1:], [])
-    for path, run in (item for group in loaded for item in group):
+    labels = list(names) if names else result_names(results)
+    if len(labels) != len(results):
+        raise EvaluationError(f"{len(labels)} names for {len(results)} results")
+    loaded = [(_folder(path), load_results(path)) for path in results]
+    comparison = Comparison(labels[0], labels[1:])
+    for path, run in loaded:
         if not run["complete"]:
             comparison.notes.append(
                 f"{path} is incomplete: {', '.join(run['unfinished'])} not finished"
             )
-    for label, runs in zip(labels[1:], loaded[1:], strict=True):
-        rows = _rows(loaded[0], runs, label, np.random.default_rng(seed))
+    baseline = _scores(*loaded[0])
+    for label, (folder, run) in zip(labels[1:], loaded[1:], strict=True):
+        rows = _rows(baseline, _scores(folder, run), label, np.random.default_rng(seed))
         if not rows:
             raise EvaluationError(f"{labels[0]} and {label} have no task in common")
-        tested = [row for row in rows if row.p is not None]
-        for row, p in zip(tested, holm([r.p for r in tested if r.p is not None]), strict=True):
-            row.p_holm = p
-            if p < ALPHA:
-                row.verdict = "win" if row.difference > 0 else "loss"
+        correct_and_decide([(row.test, row.higher_is_better) for row in rows])
         comparison.rows += rows
-        comparison.counts[label] = {
-            v: sum(r.verdict == v for r in rows) for v in ("win", "tie", "loss")
-        }
-        comparison.gains[label] = relative_gain((r.value, r.baseline) for r in rows)
+        verdicts = Counter(row.test.verdict for row in rows)
+        verdicts["unclear"] += verdicts.pop("unknown", 0)
+        comparison.counts[label] = {verdict: verdicts[verdict] for verdict in VERDICTS}
+        comparison.gains[label] = relative_gain(
+            (row.value, row.baseline, row.higher_is_better) for row in rows
+        )
     return comparison
+
+
+def _scores(folder: Path, run: Results) -> dict[str, Score]:
+    return {
+        name: Score.parse(task, folder)
+        for name, task in run["tasks"].items()
+        if task["value"] is not None
+    }
 
 
 def _folder(path: str | Path) -> Path:
@@ -195,62 +160,25 @@ def result_names(results: Iterable[str | Path]) -> list[str]:
 
 
 def _rows(
-    baseline: list[tuple[Path, Results]],
-    method: list[tuple[Path, Results]],
-    label: str,
-    rng: np.random.Generator,
+    baseline: dict[str, Score], method: dict[str, Score], label: str, rng: np.random.Generator
 ) -> list[Row]:
     rows = []
-    for name, task in baseline[0][1]["tasks"].items():
-        if not all(name in run["tasks"] for _, run in [*baseline, *method]):
-            continue
-        sides = [[(folder, run["tasks"][name]) for folder, run in side]
-                 for side in (baseline, method)]  # fmt: skip
-        scores = [[t["value"] for _, t in side] for side in sides]
-        if any(v is None for side in scores for v in side):
-            continue
-        (a, a_std), (b, b_std) = (
-            mean_and_deviation([float(v or 0) for v in side]) for side in scores
-        )
-        row = Row(name, task["metric"], label, task["n"], a, b, a_std, b_std, b - a)
-        rows.append(row)
-        items = [[item_values(folder, t) for folder, t in side] for side in sides]
-        check_joined(name, items)
-        keys = list(items[0][0])
-        if any(math.isnan(items[0][0][key][1]) for key in keys):
-            continue  # a corpus metric such as MCC: no item has a value of its own
-        base_1N, value_1N = (
-            np.array([[run[key][1] for key in keys] for run in side]).mean(0, keepdims=True)
-            for side in items
-        )
-        found = compare_items(value_1N, base_1N, rng)
-        row.low, row.high, row.test, row.p = found.low, found.high, found.name, found.p
+    for name, score in method.items():
+        if name in baseline:
+            base = baseline[name]
+            check_joined(name, [base, score])
+            rows.append(
+                Row(name, base.metric, base.higher_is_better, label, base.n or 0, base.value,
+                    score.value, compare_scores([base], [score], rng))
+            )  # fmt: skip
     return rows
 
 
-def item_values(folder: Path, task: TaskResult) -> dict[tuple[str, str, int], tuple[str, float]]:
-    """Return (task, item, occurrence) -> (hash of the prompts, value of the headline metric)."""
-    found: dict[tuple[str, str, int], tuple[str, float]] = {}
-    rows = load_samples(folder, task)
-    filters = {row["filter"] for row in rows}
-    chosen = task["filter"] if task["filter"] in filters else min(filters)
-    seen: dict[tuple[str, str], int] = {}
-    for row in rows:
-        if row["filter"] != chosen:
-            continue
-        base = (row["task"], row["item"])
-        seen[base] = seen.get(base, -1) + 1
-        value = row["metrics"].get(task["metric"], math.nan)
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-        found[(*base, seen[base])] = (row["prompt_sha256"], number)
-    return found
-
-
-def check_joined(name: str, sides: list[list[dict]]) -> None:
-    """Raise EvaluationError unless all runs of all sides have the same items and prompts."""
-    runs = [run for side in sides for run in side]
-    first = runs[0]
-    for other in runs[1:]:
+def check_joined(name: str, scores: Sequence[Score]) -> None:
+    """Raise EvaluationError unless all scores are of the same items and prompts."""
+    first = scores[0].items
+    for score in scores[1:]:
+        other = score.items
         if first.keys() != other.keys():
             common = len(first.keys() & other.keys())
             raise EvaluationError(

@@ -23,7 +23,8 @@ class TaskResult(TypedDict, total=False):
     """One suite line's result.
 
     ``metrics`` and ``subtasks`` are keyed ``"metric,filter"``; ``value`` and ``stderr`` repeat the
-    suite's headline metric. ``samples`` is relative to the results folder.
+    suite's headline metric, and ``higher_is_better`` is what lm-eval declares for it. ``samples``
+    is relative to the results folder.
     """
 
     task: str
@@ -31,6 +32,7 @@ class TaskResult(TypedDict, total=False):
     shots: int | None
     metric: str
     filter: str
+    higher_is_better: bool | None
     value: float | None
     stderr: float | None
     chance: float | None

@@ -18,11 +18,10 @@ from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.charts.lines import Series, line_chart
+from moe_finetune.report.compare import verdict_mark
 from moe_finetune.report.context import Report, Section, figure, group, swatch, table
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page
-
-SIGNS = {"better": "▲ better", "worse": "▼ worse", "unclear": "● no clear difference"}
 
 
 def write_page(results: StudyResults, found: Table, path: Path) -> Path:
@@ -75,11 +74,10 @@ def _tests(found: Table) -> Markup | None:
             interval = render.MISSING
             if test.low is not None and test.high is not None:
                 interval = f"[{signed(factor * test.low)}, {signed(factor * test.high)}]"
-            sign = tag("span", SIGNS[test.verdict], class_=f"verdict {test.verdict}")
             rows.append([
                 ", ".join(filter(None, [g.name, row.label])), column.name,
                 signed(factor * test.difference), interval, test.name,
-                number(test.p, 2), number(test.p_holm, 2), sign,
+                number(test.p, 2), number(test.p_holm, 2), verdict_mark(test.verdict),
             ])  # fmt: skip
     if not rows:
         return None

@@ -44,7 +44,7 @@ def shown(column: Column, cell: Cell | None) -> str:
     text = f"{factor * cell.mean:.{digits}f}"
     if cell.std is not None:
         text += f" ± {factor * cell.std:.{digits}f}"
-    if cell.test is not None and cell.test.verdict != "unclear":
+    if cell.test is not None and cell.test.verdict in ("better", "worse"):
         text += "*"
     return text
 
@@ -131,7 +131,8 @@ def explanation(table: Table) -> list[str]:
     if table.baseline is not None:
         over = "seeds and items" if count > 1 else "items"
         said += [
-            f"Gain: mean of value / {table.baseline} - 1 over these cells.",
+            f"Gain: mean of value / {table.baseline} - 1 over these cells; inverted where lower is "
+            "better.",
             f"*: differs from {table.baseline}, paired over {over}, p < 0.05 after Holm's "
             "correction over the table.",
         ]

@@ -14,14 +14,13 @@ import numpy as np
 from scipy.stats import rankdata
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.evaluation.comparison import check_joined, item_values
+from moe_finetune.evaluation.comparison import check_joined
+from moe_finetune.evaluation.score import Score, compare_scores, higher_is_better
 from moe_finetune.experiments.results import RunResult, StudyResults
 from moe_finetune.metrics.statistics import (
-    ALPHA,
     PairedTest,
-    compare_items,
     compare_seeds,
-    holm,
+    correct_and_decide,
     mean_and_deviation,
     relative_gain,
 )
@@ -36,6 +35,10 @@ class Column:
     better: str
     benchmark: bool
     percent: bool = False
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.better == "higher"
 
 
 @dataclass
@@ -151,7 +154,8 @@ def _columns(results: StudyResults) -> list[Column]:
     found: dict[str, Column] = {}
     for run in results.finished:
         for label, task in (run.evaluation or {"tasks": {}})["tasks"].items():
-            found.setdefault(label, Column(label, task["metric"], "higher", benchmark=True))
+            better = "higher" if higher_is_better(task) else "lower"
+            found.setdefault(label, Column(label, task["metric"], better, benchmark=True))
     wanted = results.benchmarks if results.benchmarks is not None else list(found)
     for label in wanted:
         if label not in found:
@@ -208,7 +212,7 @@ def _rank(table: Table) -> None:
             rows = [row for row in group.rows if column.name in row.cells]
             if not rows:
                 continue
-            sign = -1 if column.better == "higher" else 1
+            sign = -1 if column.higher_is_better else 1
             means = np.array([sign * row.cells[column.name].mean for row in rows])
             for row, rank in zip(rows, rankdata(means), strict=True):
                 cell = row.cells[column.name]
@@ -220,7 +224,7 @@ def _rank(table: Table) -> None:
 
 
 def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> None:
-    gains: dict[str, list[tuple[float, float]]] = {}
+    gains: dict[str, list[tuple[float, float, bool]]] = {}
     for group in table.groups:
         base = next((row for row in group.rows if row.baseline), None)
         if base is None:
@@ -234,29 +238,19 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
                 both = (runs_of[group.name, row.label], runs_of[group.name, base.label])
                 cell.test = _test(column, cell, other, *both)
                 if column.benchmark:
-                    gains.setdefault(row.label, []).append((cell.mean, other.mean))
+                    gains.setdefault(row.label, []).append(
+                        (cell.mean, other.mean, column.higher_is_better)
+                    )
     for label, cells in gains.items():
         table.gains[label] = relative_gain(cells)
     for benchmark in (True, False):
         columns = [column for column in table.columns if column.benchmark == benchmark]
-        _correct([
-            (column, found.test)
+        correct_and_decide([
+            (found.test, column.higher_is_better)
             for _, row in table.rows
             for column in columns
-            if (found := row.cells.get(column.name)) is not None
-            and found.test is not None
-            and found.test.p is not None
+            if (found := row.cells.get(column.name)) is not None and found.test is not None
         ])  # fmt: skip
-
-
-def _correct(tests: list[tuple[Column, PairedTest]]) -> None:
-    """Holm's correction over all of them: benchmarks together, and metrics together."""
-    corrected = holm([test.p for _, test in tests if test.p is not None])
-    for (column, test), p in zip(tests, corrected, strict=True):
-        test.p_holm = p
-        if p < ALPHA and test.difference:
-            higher = test.difference > 0
-            test.verdict = "better" if higher == (column.better == "higher") else "worse"
 
 
 def _test(
@@ -267,27 +261,23 @@ def _test(
     if not seeds:
         return None
     if column.benchmark:
-        sides = [_items(column, side, seeds) for side in (runs, base)]
-        check_joined(column.name, sides)
-        keys = list(sides[0][0])
-        values_SN, base_SN = (
-            np.array([[items[key][1] for key in keys] for items in side]) for side in sides
-        )
-        if not np.isnan([values_SN, base_SN]).any():
-            return compare_items(values_SN, base_SN)
+        arm_scores, base_scores = (_scores(column, side, seeds) for side in (runs, base))
+        check_joined(column.name, [*base_scores, *arm_scores])
+        return compare_scores(base_scores, arm_scores)
     values, others = ([c.values[seed] for seed in seeds] for c in (cell, other))
     return compare_seeds(np.array(values), np.array(others))
 
 
-def _items(column: Column, runs: list[RunResult], seeds: list[int]) -> list[dict[Any, Any]]:
-    """Items of the benchmark for each seed, from the run that has it."""
-    found: dict[int, dict[Any, Any]] = {}
+def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Score]:
+    """The benchmark's score for each seed, from the run that has it."""
+    scores: dict[int, Score] = {}
     for run in runs:
         if run.seed in seeds and _value(column, run) is not None:
             assert run.evaluation is not None
-            task = run.evaluation["tasks"][column.name]
-            found[run.seed] = item_values(run.folder / "eval", task)
-    return [found[seed] for seed in seeds]
+            scores[run.seed] = Score.parse(
+                run.evaluation["tasks"][column.name], run.folder / "eval"
+            )
+    return [scores[seed] for seed in seeds]
 
 
 def _note_missing(table: Table, results: StudyResults) -> None:

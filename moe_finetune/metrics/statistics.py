@@ -54,15 +54,16 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass
 class PairedTest:
-    """What a test of one arm against the baseline found.
+    """The result of comparing one arm with the baseline.
 
     Attributes:
         name: ``McNemar`` or ``bootstrap`` (one seed, over items), ``seeds and items``, ``paired t``
-            (over seeds, for values that no item has by itself), or ``none``.
+            (over seeds, for values that no item has by itself), ``Newcombe`` or ``normal`` (an
+            interval for independent samples), or ``none``.
         difference: arm - baseline.
-        low, high: interval of the difference, where the test gives one.
-        p: p value; ``p_holm`` corrected over the study's tests of this kind.
-        verdict: ``better``, ``worse`` or ``unclear``, at 5 % after the correction.
+        low, high: 95 % interval of the difference, where there is one.
+        p: p value; ``p_holm`` corrected over all comparisons of this kind.
+        verdict: ``better``, ``worse``, ``unclear``, or ``unknown`` without a test or an interval.
     """
 
     name: str
@@ -72,6 +73,34 @@ class PairedTest:
     p: float | None = None
     p_holm: float | None = None
     verdict: str = "unclear"
+
+    def decide(self, higher_is_better: bool) -> None:
+        """Set the verdict, at 5 %: by the corrected p value, the p value, or the interval."""
+        p = self.p if self.p_holm is None else self.p_holm
+        if p is not None:
+            clear = p < ALPHA
+        elif self.low is not None and self.high is not None:
+            clear = not self.low <= 0 <= self.high
+        else:
+            self.verdict = "unknown"
+            return
+        if clear and self.difference:
+            self.verdict = "better" if (self.difference > 0) == higher_is_better else "worse"
+        else:
+            self.verdict = "unclear"
+
+
+def correct_and_decide(tests: Sequence[tuple[PairedTest, bool]]) -> None:
+    """Correct the p values of these tests together (Holm) and set their verdicts.
+
+    Args:
+        tests: each with whether higher is better; those without a p value are left as they are.
+    """
+    tested = [(test, higher) for test, higher in tests if test.p is not None]
+    corrected = holm([test.p for test, _ in tested if test.p is not None])
+    for (test, higher), p in zip(tested, corrected, strict=True):
+        test.p_holm = p
+        test.decide(higher)
 
 
 def compare_items(
@@ -240,18 +269,19 @@ def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
     return float(cohen_kappa_score(a, b))
 
 
-def relative_gain(cells: Iterable[tuple[float, float]]) -> float | None:
-    """Return the unweighted mean of method / baseline - 1 over (method, baseline) cells.
+def relative_gain(cells: Iterable[tuple[float, float, bool]]) -> float | None:
+    """Return the unweighted mean of method / baseline - 1 over (method, baseline, higher) cells.
 
     A cell is one model on one benchmark; pool the cells of several models to get a table's gain.
-    None where a baseline is 0.
+    Where lower is better the cell counts baseline / method - 1, so that a gain is always positive.
+    None where a denominator is 0.
 
     Raises:
         ValueError: no cell.
     """
-    pairs = list(cells)
-    if not pairs:
+    ratios = [(a, b) if higher else (b, a) for a, b, higher in cells]
+    if not ratios:
         raise ValueError("relative gain needs at least one cell")
-    if any(baseline == 0 for _, baseline in pairs):
+    if any(denominator == 0 for _, denominator in ratios):
         return None
-    return sum(value / baseline - 1 for value, baseline in pairs) / len(pairs)
+    return sum(numerator / denominator - 1 for numerator, denominator in ratios) / len(ratios)

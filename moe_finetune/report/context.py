@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moe_finetune.evaluation.score import Score
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.lines import Series
-from moe_finetune.report.compare import Difference, Score, difference
+from moe_finetune.report.compare import Difference, difference
 from moe_finetune.report.markup import Markup, breakable, number, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.evaluation.score import Score
 from moe_finetune.io.terminal import finite
-from moe_finetune.report.compare import Score, difference
+from moe_finetune.report.compare import difference
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Curve, Run, read_runs
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.evaluation.score import Score
 from moe_finetune.evaluation.steps import step_results
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.yaml_file import read_yaml
-from moe_finetune.report.compare import Score
 from moe_finetune.report.markup import is_number
 from moe_finetune.report.routing import Routing
 

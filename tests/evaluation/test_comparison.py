@@ -6,22 +6,23 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.comparison import (
-    compare,
-)
+from moe_finetune.evaluation.comparison import compare
+from moe_finetune.evaluation.score import Score
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.rows import write_jsonl
+from moe_finetune.report.compare import difference
+from moe_finetune.report.comparison_page import comparison_page
 
 
-def write(folder, tasks, prompts="same", complete=True):
+def write(folder, tasks, prompts="same", complete=True, metric="acc", **declared):
     """Write results as the engine does: label -> list of item values."""
     entries = {}
     for name, values in tasks.items():
         rows = [
             {
                 "task": name, "doc_id": i, "item": f"{name}-{i // 2}", "filter": f,
-                "prompt_sha256": f"{prompts}-{i}", "metrics": {"acc": v if f == "good" else 0.0},
+                "prompt_sha256": f"{prompts}-{i}", "metrics": {metric: v if f == "good" else 0.0},
                 "replies": [["x"]],
             }
             for i, v in enumerate(values)
@@ -29,8 +30,8 @@ def write(folder, tasks, prompts="same", complete=True):
         ]  # fmt: skip
         write_jsonl(folder / f"{name}.jsonl", rows)
         entries[name] = {
-            "task": name, "metric": "acc", "filter": "good", "n": len(values),
-            "value": float(np.mean(values)), "samples": f"{name}.jsonl",
+            "task": name, "metric": metric, "filter": "good", "n": len(values),
+            "value": float(np.mean(values)), "samples": f"{name}.jsonl", **declared,
         }  # fmt: skip
     results = {"schema": 1, "complete": complete, "unfinished": [], "tasks": entries}
     write_atomic(folder / "results.json", to_json(results, sort=False))
@@ -45,38 +46,55 @@ def test_wins_ties_and_losses(tmp_path):
     )
     result = compare([a, b])
     rows = {row.task: row for row in result.rows}
-    assert {name: row.verdict for name, row in rows.items()} == {
-        "up": "win", "same": "tie", "down": "loss",
+    assert {name: row.test.verdict for name, row in rows.items()} == {
+        "up": "better", "same": "unclear", "down": "worse",
     }  # fmt: skip
-    assert rows["up"].test == "McNemar" and rows["up"].p == pytest.approx(2 * 0.5**50)
-    assert rows["up"].difference == pytest.approx(0.5)
-    assert rows["up"].low < 0.5 < rows["up"].high
-    assert rows["same"].p == 1.0
-    assert result.counts == {"b": {"win": 1, "tie": 1, "loss": 1}}
+    assert rows["up"].test.name == "McNemar" and rows["up"].test.p == pytest.approx(2 * 0.5**50)
+    assert rows["up"].test.difference == pytest.approx(0.5)
+    assert rows["up"].test.low < 0.5 < rows["up"].test.high
+    assert rows["same"].test.p == 1.0
+    assert result.counts == {"b": {"better": 1, "unclear": 1, "worse": 1}}
     assert result.gains["b"] == pytest.approx((0.75 / 0.25 + 0.5 / 0.5 + 0.6 / 1.0) / 3 - 1)
     again = compare([a, b])
     assert again.to_json() == result.to_json()
     assert json.loads(result.to_json())["rows"][0]["task"] == "up"
-    assert "1 wins, 1 ties, 1 losses" in result.to_text()
-    assert "<td>up</td>" in result.to_html()
+    assert "1 better, 1 without a clear difference, 1 worse" in result.to_text()
+    page = comparison_page(result)
+    assert '<th scope="row">up</th>' in page and "Content-Security-Policy" in page
+
+
+@pytest.mark.parametrize("metric", ["word_perplexity", "brier_score", "error_rate"])
+def test_lower_is_better_in_the_verb_on_the_page_and_in_the_study(tmp_path, metric):
+    """100 paired items, one lower each: better, whoever compares."""
+    values = np.random.default_rng(5).uniform(9, 12, 100)
+    a = write(tmp_path / "a", {"t": [*values]}, metric=metric)
+    b = write(tmp_path / "b", {"t": [*values - 1]}, metric=metric)
+    comparison = compare([a, b])
+    assert comparison.rows[0].test.verdict == "better"
+    assert comparison.gains["b"] == pytest.approx(values.mean() / (values.mean() - 1) - 1)
+    scores = [
+        Score.parse(json.loads((f / "results.json").read_text())["tasks"]["t"], f) for f in (a, b)
+    ]
+    assert difference(*scores).verdict == "better" and difference(*scores).paired
+    declared = write(tmp_path / "c", {"t": [*values - 1]}, metric=metric, higher_is_better=True)
+    back = write(tmp_path / "d", {"t": [*values]}, metric=metric, higher_is_better=True)
+    assert compare([declared, back]).rows[0].test.verdict == "better"
 
 
 def test_the_headline_filter_is_the_one_that_is_compared(tmp_path):
     # The samples' other filter holds zeros; using it would make every task a tie.
     a = write(tmp_path / "a", {"t": [0] * 20})
     b = write(tmp_path / "b", {"t": [1] * 20})
-    assert compare([a, b]).rows[0].verdict == "win"
+    assert compare([a, b]).rows[0].test.verdict == "better"
 
 
-def test_fractions_use_the_bootstrap_and_seeds_give_deviations(tmp_path):
-    rng = np.random.default_rng(0)
-    base = rng.uniform(0, 1, (3, 80))
-    a = [write(tmp_path / f"a{i}", {"t": list(base[i])}) for i in range(3)]
-    b = [write(tmp_path / f"b{i}", {"t": list(base[i] + 0.2)}) for i in range(3)]
+def test_fractions_use_the_bootstrap(tmp_path):
+    base = np.random.default_rng(0).uniform(0, 1, 80)
+    a = write(tmp_path / "a", {"t": [*base]})
+    b = write(tmp_path / "b", {"t": [*base + 0.2]})
     row = compare([a, b], ["base", "method"]).rows[0]
-    assert row.test == "bootstrap" and row.verdict == "win"
-    assert row.baseline_std == pytest.approx(np.std(base.mean(1), ddof=1))
-    assert row.difference == pytest.approx(0.2)
+    assert row.test.name == "bootstrap" and row.test.verdict == "better"
+    assert row.test.difference == pytest.approx(0.2)
 
 
 def test_other_prompts_or_items_are_refused(tmp_path):

@@ -22,6 +22,10 @@ from moe_finetune.experiments.table import Table, make_table
 BASE = {"model": {"path": "some/model"}, "data": {"train": "a.jsonl"}}
 
 
+def _metric(task: str) -> str:
+    return "word_perplexity" if task == "wikitext" else "acc"
+
+
 def write_run(
     output: Path,
     run,
@@ -42,12 +46,13 @@ def write_run(
         samples.parent.mkdir(parents=True)
         lines = [
             {"task": name, "item": f"{name}{i}", "prompt_sha256": f"p{i}", "filter": "none",
-             "metrics": {"acc": value}}
+             "metrics": {_metric(name): value}}
             for i, value in enumerate(values)
         ]  # fmt: skip
         samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
         found[name] = {
-            "task": name, "metric": "acc", "filter": "none", "n": len(values), "stderr": None,
+            "task": name, "metric": _metric(name), "filter": "none", "n": len(values),
+            "stderr": None,
             "value": sum(values) / len(values), "samples": f"tasks/{name}/samples.jsonl",
         }  # fmt: skip
     results = {"schema": 1, "complete": True, "unfinished": [], "tasks": found}
@@ -122,6 +127,20 @@ def test_holm_over_the_whole_table(made):
         ("m1", "erc"): "better", ("m2", "erc"): "worse", ("m1", "dpp"): "unclear",
         ("m2", "dpp"): "unclear",
     }  # fmt: skip
+
+
+def test_a_benchmark_where_lower_is_better(made):
+    """Perplexity over the same items, two lower each: better, best, ranked first, a gain."""
+    worse = [9.0, 12.0, 11.0, 10.5, 8.0, 13.0, 9.5, 10.0, 12.5, 11.5]
+    better = [value - 2 for value in worse]
+    results = {("aux_loss", 1): ({"wikitext": worse},), ("erc", 1): ({"wikitext": better},)}
+    axes = {"method": ["aux_loss", "erc"]}
+    table = made(results, axes=axes, seeds=[1], baseline="aux_loss")
+    aux, erc = (row.cells["wikitext"] for _, row in table.rows)
+    assert table.columns[0].better == "lower"
+    assert erc.test.verdict == "better" and erc.best and not aux.best
+    assert table.ranks == {"aux_loss": 2.0, "erc": 1.0}
+    assert table.gains["erc"] == pytest.approx(aux.mean / erc.mean - 1)
 
 
 def test_mean_and_spread_over_seeds_and_lower_is_better(made):

@@ -79,10 +79,10 @@ def test_bootstrap_agrees_with_the_normal_approximation_and_covers():
 
 
 def test_relative_gain_is_the_unweighted_mean_over_cells():
-    assert relative_gain([(0.6, 0.5), (0.3, 0.4), (1.0, 0.5)]) == pytest.approx(
+    assert relative_gain([(0.6, 0.5, True), (0.3, 0.4, True), (1.0, 0.5, True)]) == pytest.approx(
         (0.2 - 0.25 + 1.0) / 3
     )
-    assert relative_gain([(0.7, 0.5), (0.6, 0.0)]) is None
+    assert relative_gain([(0.7, 0.5, True), (0.6, 0.0, True)]) is None
     with pytest.raises(ValueError, match="at least one cell"):
         relative_gain([])
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_finetune.evaluation.score import Score
 from moe_finetune.metrics.statistics import paired_bootstrap
-from moe_finetune.report.compare import Score, difference
+from moe_finetune.report.compare import difference, score_text
 
 
 def _share(value: float, n: int) -> Score:
@@ -49,6 +50,10 @@ def test_normal_interval_of_other_metrics():
         ("bleu", None, 14.0, 12.0, "worse"),
         ("something", False, 14.0, 12.0, "better"),
         ("bleu", None, 12.0, 12.1, "unclear"),
+        ("word_perplexity", None, 14.0, 12.0, "better"),
+        ("brier_score", None, 14.0, 12.0, "better"),
+        ("error_rate", None, 12.0, 14.0, "worse"),
+        ("bits_per_byte", True, 12.0, 14.0, "better"),  # the declaration wins
     ],
 )
 def test_verdict_knows_which_way_is_better(metric, higher, base, run, verdict):
@@ -75,9 +80,9 @@ def test_stderr_that_is_not_binomial_is_taken_as_given():
 
 
 def test_text():
-    assert _share(0.525, 200).text() == "52.5 %"
-    assert Score(14.237, "perplexity").text() == "14.2"
-    assert Score(math.nan, "acc").text() == "–"
+    assert score_text(_share(0.525, 200)) == "52.5 %"
+    assert score_text(Score(14.237, "perplexity")) == "14.2"
+    assert score_text(Score(math.nan, "acc")) == "–"
     assert difference(_share(0.355, 200), _share(0.515, 200)).text() == "+16.0 pp"
     assert difference(_share(0.5, 200), _share(0.5, 200)).text() == "0.0 pp"
 

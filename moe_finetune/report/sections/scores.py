@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 
+from moe_finetune.evaluation.score import Score
 from moe_finetune.report.charts.intervals import Dot, dot_plot, forest
-from moe_finetune.report.compare import Difference, Score
+from moe_finetune.report.compare import SIGNS, Difference, score_text, verdict_mark
 from moe_finetune.report.context import BEFORE, Report, Section, figure, folded, swatch, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
-
-SIGNS = {
-    "better": "▲ better",
-    "worse": "▼ worse",
-    "unclear": "● no clear difference",
-    "unknown": "○ no interval",
-}
 
 
 def _render(report: Report) -> Markup | None:
@@ -77,7 +71,7 @@ def score_table(report: Report) -> Markup | None:
             *(_difference(f"{task}: {run.label}", d, reach, report.color(run))
               for (run, _), d in zip(compared, deltas, strict=True)),
             number(any_score.n),
-            any_score.text(any_score.chance),
+            score_text(any_score, any_score.chance),
         ])  # fmt: skip
         values = [x.value if x else math.nan for x in (*scores, *deltas)]
         values += [math.nan if any_score.n is None else any_score.n, any_score.chance]
@@ -93,9 +87,9 @@ def _cell(score: Score | None) -> object:
     if score is None or math.isnan(score.value):
         return DASH
     if math.isnan(score.stderr):
-        return score.text()
+        return score_text(score)
     error = f"{100 * score.stderr:.1f}" if score.is_share else number(score.stderr, 2)
-    return join([score.text(), tag("span", f"± {error}", class_="note")])
+    return join([score_text(score), tag("span", f"± {error}", class_="note")])
 
 
 def _difference(title: str, delta: Difference | None, reach: float, color: str) -> object:
@@ -107,7 +101,7 @@ def _difference(title: str, delta: Difference | None, reach: float, color: str) 
             f"{delta.text()} ",
             tag("small", delta.interval_text()),
             forest(title, said, delta.value, delta.low, delta.high, 1.12 * reach or 1.0, color),
-            tag("span", SIGNS[delta.verdict], class_=f"verdict {delta.verdict}"),
+            verdict_mark(delta.verdict),
         ]
     )
 
@@ -186,8 +180,10 @@ def _picture(report: Report, tasks: list[str], label: str, scale: float) -> Mark
 
 def _dot(label: str, score: Score, color: str, hollow: bool = False) -> Dot:
     low, high = score.interval() or (math.nan, math.nan)
-    between = f" [{score.text(low)}, {score.text(high)}]" if math.isfinite(low) else ""
-    return Dot(score.value, low, high, color, f"{label} {score.text()}{between}", hollow)
+    between = (
+        f" [{score_text(score, low)}, {score_text(score, high)}]" if math.isfinite(low) else ""
+    )
+    return Dot(score.value, low, high, color, f"{label} {score_text(score)}{between}", hollow)
 
 
 def _every_metric(report: Report) -> Markup | None:

@@ -1,0 +1,221 @@
+"""One benchmark's score: its value, its uncertainty, its items, and which way is better."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from scipy.stats import norm
+
+from moe_finetune.evaluation.results import TaskResult, load_samples
+from moe_finetune.metrics.statistics import (
+    PairedTest,
+    compare_items,
+    compare_seeds,
+    newcombe,
+    normal,
+    wilson,
+)
+
+ZERO_ONE = ("exact_match", "acc", "acc_norm", "accuracy", "pass@1", "pass_at_1")
+# Key of an item (task, hash, occurrence) -> hash of its prompts, value of the headline metric.
+Items = dict[tuple[str, str, int], tuple[str, float]]
+# For results that declare no direction: names whose words say that less is better (lm-eval's
+# registry, and the usual error rates).
+_LOWER_IS_BETTER = {"loss", "nll", "perplexity", "bits", "brier", "error", "errors", "mse", "rmse",
+                    "mae", "wer", "cer", "ter", "ece"}  # fmt: skip
+
+
+def higher_is_better(task: Mapping[str, Any]) -> bool:
+    """Return which way a result's headline metric is better: as declared, else by its name.
+
+    Args:
+        task: an entry of ``tasks`` in ``results.json``. lm-eval's declaration is stored with it.
+    """
+    declared = task.get("higher_is_better")
+    if isinstance(declared, bool):
+        return declared
+    words = re.split(r"[^a-z]+", str(task.get("metric") or "").lower())
+    return not _LOWER_IS_BETTER.intersection(words)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One benchmark's result. ``n`` items; ``stderr`` of the mean; NaN where unknown."""
+
+    value: float
+    metric: str = ""
+    stderr: float = math.nan
+    n: int | None = None
+    chance: float = math.nan
+    higher_is_better: bool = True
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)  # value, stderr
+    notes: tuple[str, ...] = ()
+    folder: Path | None = None
+    task: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def items(self) -> Items:
+        """Hash of the prompts and value of each item; empty where the samples are not there."""
+        name = self.task.get("samples")
+        if self.folder is None or not name or not (self.folder / name).is_file():
+            return {}
+        return item_values(self.folder, cast(TaskResult, self.task))
+
+    @classmethod
+    def parse(cls, task: Mapping[str, Any], folder: Path | None = None) -> Score:
+        """Read a task of the ``results.json`` in ``folder``; what is missing is unknown."""
+        n = _number(task.get("n"))
+        return cls(
+            value=_number(task.get("value")),
+            metric=str(task.get("metric") or ""),
+            stderr=_number(task.get("stderr")),
+            n=int(n) if math.isfinite(n) else None,
+            chance=_number(task.get("chance")),
+            higher_is_better=higher_is_better(task),
+            others={
+                name: (_number(other.get("value")), _number(other.get("stderr")))
+                for name, other in (task.get("metrics") or {}).items()
+                if isinstance(other, dict)
+            },
+            notes=tuple(map(str, task.get("notes") or ())),
+            folder=folder,
+            task=dict(task),
+        )
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the value is a share of items, to be read as a percentage."""
+        names = (*ZERO_ONE, "f1", "match", "rate", "share", "pass")
+        return 0 <= self.value <= 1 and any(name in self.metric.lower() for name in names)
+
+    @property
+    def is_zero_one(self) -> bool:
+        """Whether every item counts 0 or 1, so that the score is a binomial share."""
+        if self.n is None or self.n < 2 or not 0 <= self.value <= 1:
+            return False
+        if self.metric.split(",")[0].lower() not in ZERO_ONE:
+            return False
+        expected = math.sqrt(self.value * (1 - self.value) / (self.n - 1))
+        return math.isnan(self.stderr) or math.isclose(self.stderr, expected, rel_tol=0.1)
+
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 95 % interval: Wilson's for shares of 0/1 items, else value ± 1.96 stderr."""
+        if math.isnan(self.value):
+            return None
+        if self.is_zero_one:
+            assert self.n is not None
+            return wilson(self.value, self.n)
+        if math.isnan(self.stderr):
+            return None
+        return normal(self.value, self.stderr)
+
+
+def compare_scores(
+    baseline: Sequence[Score],
+    arm: Sequence[Score],
+    rng: int | np.random.Generator = 0,
+) -> PairedTest:
+    """Compare one benchmark's scores with the baseline's: the only such comparison there is.
+
+    Where both answered the same prompts and the scores are means over their items, the test is over
+    items, and over seeds as well with several. Otherwise it is Student's paired t over seeds. Of a
+    single seed it is Newcombe's interval for shares of 0/1 items, else the normal test, both for
+    independent samples. The verdict is ``unknown`` where there is neither a test nor an interval.
+
+    Args:
+        baseline, arm: a score for each seed, in the same order; usually one.
+        rng: the seed of the bootstrap, or a generator that goes on.
+
+    Raises:
+        ValueError: no score, or another number of seeds on the two sides.
+    """
+    if len(baseline) != len(arm) or not arm:
+        raise ValueError(f"{len(baseline)} and {len(arm)} seeds: wanted as many, at least one")
+    test = _test(baseline, arm, rng)
+    test.decide(arm[0].higher_is_better)
+    return test
+
+
+def _test(
+    baseline: Sequence[Score], arm: Sequence[Score], rng: int | np.random.Generator
+) -> PairedTest:
+    if (values := _item_values(baseline, arm)) is not None:
+        return compare_items(*values, rng)
+    sides = [np.array([score.value for score in side]) for side in (arm, baseline)]
+    if len(arm) > 1:
+        return compare_seeds(*sides)
+    (first,), (second,) = baseline, arm
+    difference = second.value - first.value
+    if first.is_zero_one and second.is_zero_one:
+        assert first.n is not None and second.n is not None
+        interval = newcombe(first.value, first.n, second.value, second.n)
+        return PairedTest("Newcombe", difference, *interval)
+    stderr = math.hypot(first.stderr, second.stderr)
+    if math.isnan(stderr + difference):
+        return PairedTest("none", difference)
+    p = 2 * float(norm.sf(abs(difference) / stderr)) if stderr else float(difference == 0)
+    return PairedTest("normal", difference, *normal(difference, stderr), p)
+
+
+def _item_values(
+    baseline: Sequence[Score], arm: Sequence[Score]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The arm's and the baseline's values by item, shape (seeds, items) each.
+
+    None where a run answered other prompts, or where a score is not the mean of its items: a corpus
+    metric has no values by item, and a mean over groups of items is not theirs.
+    """
+    everyone = [*baseline, *arm]
+    keys = list(everyone[0].items)
+    if not keys or any(
+        score.metric != everyone[0].metric or not same_prompts(everyone[0], score)
+        for score in everyone
+    ):
+        return None
+    arm_SN, baseline_SN = (
+        np.array([[score.items[key][1] for key in keys] for score in side])
+        for side in (arm, baseline)
+    )
+    for values_SN, side in ((arm_SN, arm), (baseline_SN, baseline)):
+        for values_N, score in zip(values_SN, side, strict=True):
+            scale = max(1.0, abs(score.value))
+            if not abs(float(values_N.mean()) - score.value) <= 1e-4 * scale:
+                return None
+    return arm_SN, baseline_SN
+
+
+def same_prompts(a: Score, b: Score) -> bool:
+    """Tell whether both scores are of the same items, asked by the same prompts."""
+    return a.items.keys() == b.items.keys() and all(
+        a.items[key][0] == b.items[key][0] for key in a.items
+    )
+
+
+def item_values(folder: Path, task: TaskResult) -> Items:
+    """Return (task, item, occurrence) -> (hash of the prompts, value of the headline metric)."""
+    values: Items = {}
+    rows = load_samples(folder, task)
+    filters = {row["filter"] for row in rows}
+    headline_filter = task["filter"] if task["filter"] in filters else min(filters)
+    seen: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["filter"] != headline_filter:
+            continue
+        item = (row["task"], row["item"])
+        seen[item] = seen.get(item, -1) + 1
+        value = row["metrics"].get(task["metric"])  # True and False count 1 and 0
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+        values[(*item, seen[item])] = (row["prompt_sha256"], number)
+    return values
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
