@@ -304,7 +304,7 @@ def merge(recipe: Recipe, output: Path) -> None:
         result.bytes_written / 1e9,
         result.seconds,
     )
-    log.debug("%s", "\n".join(result.plan.kinds()))
+    log.debug("%s", "\n".join([*result.plan.kinds(), *result.plan.notes]))
     note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 

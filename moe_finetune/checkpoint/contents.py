@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.safetensors_header import Header, TensorInfo
 from moe_finetune.models import Family
+from moe_finetune.models.composite import language_keys
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.stored import QuantizedTensors
@@ -25,6 +27,7 @@ class Checkpoint:
         files: header of every weight file, by file name, in the order of the names.
         tensors: every tensor by name, as an unquantised checkpoint has it.
         quantized: reads them where they are stored quantised.
+        untrained: tensors that no loader reads, such as an MTP head's, and what each is a part of.
     """
 
     folder: Path
@@ -33,15 +36,46 @@ class Checkpoint:
     files: dict[str, Header]
     tensors: dict[str, TensorInfo]
     quantized: QuantizedTensors | None = None
+    untrained: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def experts(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer, counted from the tensor names."""
         return _count_experts(self)
 
+    def parts_left_out(self) -> dict[str, tuple[int, int]]:
+        """Tensors in the files and their bytes of each part that no loader reads."""
+        sizes: dict[str, tuple[int, int]] = {}
+        for name, part in self.untrained.items():
+            stored = [self.tensors[name]]
+            if self.quantized is not None:
+                stored = self.quantized.stored(name)
+            count, size = sizes.get(part, (0, 0))
+            sizes[part] = count + len(stored), size + sum(info.size for info in stored)
+        return sizes
+
     @property
     def size(self) -> int:
         return sum(header.data_bytes for header in self.files.values())
+
+
+def _decoder_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorInfo]]:
+    """Tensors of the files outside of an MTP head, whose layers may have experts too."""
+    layers = language_keys(checkpoint.config).get("num_hidden_layers")
+    for name, info in checkpoint.tensors.items():
+        number = layer_number(name, checkpoint.family)
+        later = isinstance(layers, int) and number is not None and number >= layers
+        if not later and name not in checkpoint.untrained:
+            yield name, info
+
+
+def layer_number(name: str, family: Family | None) -> int | None:
+    """The decoder layer that a tensor of the files is of; None outside of them."""
+    stack = "layers." if family is None else family.disk.stack
+    head, separator, rest = name.partition(stack)
+    number = rest.partition(".")[0]
+    at_start = not head or (family is None and head.endswith("."))
+    return int(number) if separator and at_start and number.isdigit() else None
 
 
 def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
@@ -54,7 +88,7 @@ def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
         pattern = literal.replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"(\d+)")
         parts[part] = re.compile(pattern)
     seen: dict[int, dict[str, set[int]]] = {}
-    for name in checkpoint.tensors:
+    for name, _ in _decoder_tensors(checkpoint):
         for part, regex in parts.items():
             if match := regex.fullmatch(name):
                 layer = seen.setdefault(int(match[1]), {part: set() for part in parts})
@@ -79,7 +113,7 @@ def _count_stacked(checkpoint: Checkpoint) -> dict[int, int]:
     names = [re.escape(f"{disk.block}.{part}") for part in (disk.gate_up, disk.down)]
     regex = re.compile("|".join(name.replace(r"\{layer\}", r"(\d+)") for name in names))
     counts: dict[int, int] = {}
-    for name, info in checkpoint.tensors.items():
+    for name, info in _decoder_tensors(checkpoint):
         if match := regex.fullmatch(name):
             counts.setdefault(int(match[1] or match[2]), info.shape[0] if info.shape else 0)
     for number in counts:

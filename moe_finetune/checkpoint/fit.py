@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint, layer_number
+from moe_finetune.checkpoint.untrained import untrained
 from moe_finetune.errors import CheckpointError, did_you_mean
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.models import Family
@@ -26,15 +27,16 @@ from moe_finetune.models.structure import (
 )
 
 _HEAD = "lm_head.weight"
-# A buffer that old exports stored and every loader computes anew.
-_COMPUTED = ".rotary_emb.inv_freq"
 _known: dict[str, Shapes] = {}
 
 
-def check_fit(checkpoint: Checkpoint, config: Any) -> None:
+def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
     """Compare layers, experts, hidden size and vocabulary with ``config``, then every tensor.
 
     transformers drops tensors of layers that the config does not count, without an error.
+
+    Returns:
+        the tensors that loaders leave out; see :func:`moe_finetune.checkpoint.untrained.untrained`.
 
     Raises:
         CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
@@ -42,9 +44,11 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
     place = checkpoint.folder / "config.json"
     family = checkpoint.family
     text = config.get_text_config()
-    numbers = [layer_number(name, family) for name in checkpoint.tensors]
-    layers = max((number for number in numbers if number is not None), default=-1) + 1
-    if not text.num_hidden_layers <= layers <= text.num_hidden_layers + _predicting(text):
+    numbers = {name: layer_number(name, family) for name in checkpoint.tensors}
+    later = {n for n, number in numbers.items() if (number or 0) >= text.num_hidden_layers}
+    later -= untrained(later, config, family).keys()
+    layers = 1 + max((numbers[name] or 0 for name in later), default=text.num_hidden_layers - 1)
+    if layers != text.num_hidden_layers:
         raise CheckpointError(
             f"{place}: num_hidden_layers is {text.num_hidden_layers}, but the files hold "
             f"{layers} layers; restore the checkpoint's own config.json"
@@ -69,7 +73,7 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> None:
             f"{place}: vocab_size and hidden_size are {wanted}, and {embedding.name} is "
             f"{tuple(embedding.shape)}; restore the checkpoint's own config.json"
         )
-    check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
+    return check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
 
 
 def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
@@ -103,8 +107,10 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def check_tensors(
     folder: Path, tensors: Mapping[str, TensorInfo], config: Any, family: Family | None
-) -> None:
+) -> dict[str, str]:
     """Compare ``tensors`` with what the model of ``config`` needs: each of them and no other.
+
+    Tensors that transformers or the family declares as left out may be there, and are returned.
 
     Args:
         tensors: those of the files by name.
@@ -118,7 +124,9 @@ def check_tensors(
         stacks = _stacks(family)
         needed = {n: _turned(shape) if stacks(n) else shape for n, shape in needed.items()}
     needed = _under_names_in(tensors, needed, config)
-    extra = sorted(n for n in set(tensors) - set(needed) if not _left_aside(n, config, family))
+    strangers = set(tensors) - set(needed)
+    left_out = untrained(strangers, config, family)
+    extra = sorted(strangers - left_out.keys())
     for name in sorted(set(needed) - set(tensors)):
         if _tied_head(name, config):
             continue
@@ -149,6 +157,7 @@ def check_tensors(
                 f"{info.file}: '{name}' has shape {list(info.shape)}, and config.json describes "
                 f"{list(shape)}; restore the checkpoint's own files"
             )
+    return left_out
 
 
 def _stacks(family: Family) -> Callable[[str], bool]:
@@ -220,29 +229,5 @@ def places_on_disk(
         )
 
 
-def _predicting(config: Any) -> int:
-    """Layers after the last that predict further tokens, which nothing here uses."""
-    return getattr(config, "num_nextn_predict_layers", None) or 0
-
-
-def layer_number(name: str, family: Family | None) -> int | None:
-    """The decoder layer that a tensor of the files is of; None outside of them."""
-    stack = "layers." if family is None else family.disk.stack
-    head, found, rest = name.partition(stack)
-    number = rest.partition(".")[0]
-    alone = not head or (family is None and head.endswith("."))
-    return int(number) if found and alone and number.isdigit() else None
-
-
 def _tied_head(name: str, config: Any) -> bool:
     return name.endswith(_HEAD) and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _left_aside(name: str, config: Any, family: Family | None) -> bool:
-    """Whether loaders leave the tensor aside: computed anew, a tied head, a predicting layer."""
-    layer = layer_number(name, family)
-    return (
-        name.endswith(_COMPUTED)
-        or _tied_head(name, config)
-        or (layer is not None and layer >= config.get_text_config().num_hidden_layers)
-    )

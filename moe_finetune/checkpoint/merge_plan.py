@@ -19,6 +19,7 @@ from moe_finetune.checkpoint.bias import BiasExport, plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
+from moe_finetune.checkpoint.untrained import stale_head
 from moe_finetune.checkpoint.updates import LowRank, Replace, Update
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
@@ -176,6 +177,8 @@ def plan_merge(
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
         config_changes |= {key: dtype for key in keys if base.config.get(key) != dtype}
     notes += [f"config.json: {k} becomes {json.dumps(v)}" for k, v in config_changes.items()]
+    if any(plan.updates or plan.value for plan in tensors.values()):
+        notes += stale_head(base)
     small = carried_files(base.folder, config_changes)
     small.update(index_file(base, files))
     return MergePlan(base, tuple(adapters), files, tensors, small, tuple(notes))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.contents import Checkpoint, layer_number
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
@@ -21,8 +21,8 @@ from moe_finetune.models.plain_tensors import files
 def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
     """Open a folder of safetensors with its ``config.json``: the gate that every verb passes.
 
-    Its tensors are all that the model needs and no other, with the shapes that the config gives
-    and of float dtypes.
+    Its tensors are all that the model needs, with the shapes that the config gives and of float
+    dtypes, and no other but those that transformers or the family declares as left out.
 
     Args:
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
@@ -61,7 +61,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         family_of(parsed)
     checkpoint = as_stored(checkpoint, parsed)
-    check_fit(checkpoint, parsed)
+    checkpoint = replace(checkpoint, untrained=check_fit(checkpoint, parsed))
     if values:
         _check_values(in_files)
     return checkpoint
@@ -128,8 +128,6 @@ def _check_values(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    from moe_finetune.checkpoint.fit import layer_number
-
     found = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
     wanted = language_keys(checkpoint.config).get("num_hidden_layers")
     missing = sorted(set(range(wanted)) - found) if isinstance(wanted, int) else []

@@ -129,6 +129,10 @@ class QuantizedTensors:
     def format(self) -> str:
         return self._form.name
 
+    def stored(self, name: str) -> list[TensorInfo]:
+        """The tensors of the files that ``name`` is made of."""
+        return self._parts[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
 

@@ -194,7 +194,7 @@ def merge(
         print("\n".join([report.plan.table(), *report.plan.kinds()]))
         return
     print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
-    print("\n".join(report.plan.kinds()))
+    print("\n".join([*report.plan.kinds(), *report.plan.notes]))
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
         from moe_finetune.checkpoint.verify_quantized import verify_quantized

@@ -105,6 +105,22 @@ def integers_on_disk(config: Any) -> frozenset[str]:
     return frozenset(revert_weight_conversion(model, state)) if state else frozenset()
 
 
+def ignored_names(config: Any) -> tuple[str, ...]:
+    """Patterns of the tensors that transformers' class of ``config``, or a part of it, ignores."""
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    return tuple(sorted(model._keys_to_ignore_on_load_unexpected or ()))
+
+
+def renamed_as_loaded(config: Any, name: str) -> str:
+    """What transformers calls the files' tensor ``name`` while it loads them."""
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    model = _on_meta(config.model_type, _text(config.to_dict()))
+    changes = model._weight_conversions
+    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
+    return rename_source_key(name, renamings, [])[0]
+
+
 def _text(config: Mapping[str, Any]) -> str:
     """The config without what neither names nor shapes depend on: one model serves them all."""
     kept = {key: value for key, value in config.items() if key not in _IDLE}

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Inspection:
-    """Facts of one checkpoint; ``coverage`` and ``memory`` are those of the recipe, if given."""
+    """Facts of one checkpoint; ``coverage`` and ``memory`` are those of the recipe, if given.
+
+    ``untrained`` are tensors and bytes of each part of the files that is not loaded.
+    """
 
     path: str
     family: str
@@ -48,6 +51,7 @@ class Inspection:
     stored_bytes: int | None
     stored_tensors: int | None
     stored_dtypes: list[str]
+    untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
     memory: MemoryPlan | None = None
     verdict: Verdict | None = None
@@ -80,6 +84,9 @@ class Inspection:
                 f"on disk        {self.stored_bytes / 2**30:.2f} GiB in {self.stored_tensors} "
                 f"tensors ({', '.join(self.stored_dtypes)})"
             )
+        for part, (count, size) in self.untrained.items():
+            tensors = "1 tensor" if count == 1 else f"{count} tensors"
+            lines.append(f"not trained    {tensors} of {part} ({size / 2**30:.2f} GiB)")
         lines += ["", self.coverage.table()]
         if self.verdict is not None:
             lines += ["", self.verdict.text()]
@@ -191,6 +198,7 @@ def _in_files(checkpoint: Checkpoint) -> dict[str, Any]:
         "stored_bytes": checkpoint.size,
         "stored_tensors": len(in_files),
         "stored_dtypes": sorted({info.dtype for info in in_files}),
+        "untrained": checkpoint.parts_left_out(),
     }
 
 

@@ -78,6 +78,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.checkpoint.bias import bias_config
     from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.untrained import stale_head
     from moe_finetune.data.stage_rows import load_for_stage
     from moe_finetune.evaluation.catalog import prepare
     from moe_finetune.evaluation.suites import load_suite, select
@@ -125,6 +126,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
                 "into an unquantised base; set export.merge: false, and merge the adapter with "
                 "moe-finetune merge --base, naming the unquantised checkpoint"
             )
+        for line in stale_head(opened):
+            log.warning("%s", line)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)
