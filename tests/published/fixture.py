@@ -1,9 +1,9 @@
 """What published checkpoints contain: a fixture each, read from public files.
 
 A fixture is a JSON file: the published ``config.json`` whole, and a row for each kind of tensor in
-the published files, ``names`` with braces as a shell reads them: ``{0..59}``, ``{3..47:4}``,
-``{gate,up}``, ``{0,4..6}``. A row's ``part`` is what its tensors belong to, ``other`` where it is
-left out.
+the published files. A row's ``names`` have braces as a shell reads them, ``{0..59}``, ``{gate,up}``
+and ``{00001..00012}``, also ``{3..47:4}`` with a step and ``{0,4..6}``. Its ``part`` is what the
+tensors belong to, ``other`` where it is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from moe_finetune.io.safetensors_header import ITEM_BYTES
 FOLDER = Path(__file__).parent
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 
-MODEL_PARTS = ("attention", "router", "shared experts", "routed experts", "other")
+ADAPTED = ("attention", "router", "shared experts", "routed experts")
+MODEL_PARTS = (*ADAPTED, "other")
 """Parts of the language model, as ``inspect`` counts them."""
 BESIDE = ("scale", "buffer", "mtp", "vision")
 """Scales of quantised tensors, tensors that are no parameters, and parts that do not train."""
@@ -50,6 +51,11 @@ class Row:
         return list(expand(self.names))
 
     @property
+    def adapted(self) -> bool:
+        """Whether a LoRA on everything changes it: the layers of four parts, not their biases."""
+        return self.part in ADAPTED and not self.names.endswith("bias")
+
+    @property
     def bytes(self) -> int:
         return len(self.expanded) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
@@ -69,9 +75,10 @@ class Published:
         model: its name on the hub.
         read_at: where the config, the names and the sizes were read.
         deduced: what was not read, and from what it follows.
-        total_size: bytes of all tensors as published; None where nobody states it.
-        parameters: as published, exact or rounded; None where nobody states it.
-        files: number of weight files.
+        stated: what the sources count: ``tensors``, ``elements`` (numbers stored, scales too),
+            ``bytes``, ``gib`` (rounded to hundredths), ``parameters`` of the language model, and
+            ``billions`` (those rounded).
+        files: names of the weight files, as a pattern.
         refused: what ``inspect`` or ``merge`` still answers, by verb: a part of the message.
     """
 
@@ -80,12 +87,25 @@ class Published:
     read_at: list[str]
     config: dict[str, Any]
     rows: list[Row]
-    total_size: int | None = None
-    total_size_source: str = ""
-    parameters: int | None = None
-    files: int = 1
+    stated: dict[str, float]
+    files: str = "model.safetensors"
     deduced: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """What ``stated`` may have, of the rows."""
+        tensors = sum(len(row.expanded) for row in self.rows)
+        elements = sum(len(row.expanded) * math.prod(row.shape) for row in self.rows)
+        parameters = self.count(*MODEL_PARTS)
+        return {
+            "tensors": tensors,
+            "elements": elements,
+            "bytes": self.bytes,
+            "gib": round(self.bytes / 2**30, 2),
+            "parameters": parameters,
+            "billions": round(parameters / 1e9),
+        }
 
     @property
     def tensors(self) -> Iterator[tuple[str, Row]]:
@@ -126,4 +146,5 @@ def _choices(brace: str) -> Iterator[str]:
             yield choice
             continue
         last, _, step = last.partition(":")
-        yield from map(str, range(int(first), int(last) + 1, int(step or 1)))
+        for number in range(int(first), int(last) + 1, int(step or 1)):
+            yield str(number).zfill(len(first))

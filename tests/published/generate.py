@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text
 from moe_finetune.io.safetensors_header import TensorInfo, build_header
-from tests.published.fixture import Published, Row
+from tests.published.fixture import Published, Row, expand
 
 
 def write(published: Published, folder: Path) -> Path:
@@ -17,11 +17,10 @@ def write(published: Published, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published.config, indent=2))
     tensors: list[TensorInfo] = []
-    shards = list(_shards(published))
-    for number, rows in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors += write_file(folder / (file if len(shards) > 1 else SINGLE), rows)
-    if len(shards) > 1:
+    files = list(expand(published.files))
+    for file, rows in zip(files, _shards(published, len(files)), strict=True):
+        tensors += write_file(folder / file, rows)
+    if files != [SINGLE]:
         (folder / INDEX).write_text(index_text(tensors))
     return folder
 
@@ -43,15 +42,16 @@ def write_file(file: Path, tensors: Iterable[tuple[str, Row]]) -> list[TensorInf
 _LETTER = {"I32": "i", "I64": "q"}
 
 
-def _shards(published: Published) -> Iterable[list[tuple[str, Row]]]:
-    """The tensors in ``published.files`` files of about one size."""
-    each = -(-published.bytes // published.files)
+def _shards(published: Published, files: int) -> Iterable[list[tuple[str, Row]]]:
+    """The tensors in files of about one size."""
+    each = published.bytes / files
     shard: list[tuple[str, Row]] = []
     filled, number = 0, 1
     for name, row in published.tensors:
         shard.append((name, row))
         filled += row.bytes // len(row.expanded)
-        if filled >= each * number and number < published.files:
+        if filled >= each * number and number < files:
             yield shard
             shard, number = [], number + 1
     yield shard
+    yield from ([] for _ in range(number, files))
