@@ -267,6 +267,8 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     if STAGES[recipe.stage].form != "tokens":
         watch_drift(trainer, callback, sample)
     trainer.add_callback(KeepSteps(recipe, output, model, inputs.tokenizer, callback))
+    if checkpoint:
+        trainer.args.eval_on_start = False
     with StopOnSignal(output) as stop:
         trainer.add_callback(stop)
         try:

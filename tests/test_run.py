@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_finetune.io.rows import read_log, write_jsonl
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import run_recipe
 from moe_finetune.training.start import start_model
 
 
@@ -22,3 +24,39 @@ def test_weights_that_train_are_float32(lora, dtype, tiny_checkpoint):
     }
     model = start_model(recipe_from_tree(Tree(tree)))
     assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_before_is_measured_before_training_and_changes_nothing_else(tiny_checkpoint, tmp_path):
+    """The first evaluation is of step 0, gives the base's loss, and leaves the adapter's bytes."""
+    rows = [{"text": f"{word} " * (5 + n)} for n, word in enumerate(["ab", "cde", "f", "ghi"] * 2)]
+    for name, part in (("train", rows[:5]), ("held_out", rows[5:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+
+    def run(name: str, **trainer):
+        tree = {
+            "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
+            "method": {"preset": "none"},
+            "lora": {"rank": 3, "alpha": 6, "dropout": 0.2},
+            "router": {"train": "frozen"},
+            "data": {
+                "train": str(tmp_path / "train.jsonl"),
+                "validation": str(tmp_path / "held_out.jsonl"),
+                "max_length": 33,
+                "packing": False,
+            },
+            "trainer": {"max_steps": 3, "per_device_train_batch_size": 2, **trainer},
+            "export": {"merge": False},
+        }
+        return run_recipe(recipe_from_tree(Tree(tree)), tmp_path / name)
+
+    def losses(folder):
+        rows = read_log(folder / "metrics.jsonl")
+        return {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+
+    first, without = run("first"), run("without", eval_on_start=False)
+    assert losses(first).keys() == {0, 3} and losses(without).keys() == {3}
+    untrained = run("untrained", learning_rate=0.0, eval_on_start=False)
+    assert losses(first)[0] == pytest.approx(losses(untrained)[3], rel=1e-6)
+    assert losses(first)[0] != losses(first)[3] == losses(without)[3]
+    files = [folder / "adapter" / "adapter_model.safetensors" for folder in (first, without)]
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -25,6 +25,11 @@ def expert_load(index_TK: Array, num_experts: int) -> np.ndarray:
     return load_LE[0] if index.ndim == 2 else load_LE
 
 
+def collapse_limit(num_experts: int, top_k: int) -> float:
+    """MaxVio beyond which a router counts as collapsed: 3/4 of the largest possible, E / K - 1."""
+    return 0.75 * (num_experts / top_k - 1)
+
+
 def max_violation(load_E: Array) -> float:
     """MaxVio: ``(max_e load_e - mean load) / mean load`` over the whole evaluation set.
 

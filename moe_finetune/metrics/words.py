@@ -20,6 +20,16 @@ class Word:
 WORDS: dict[str, Word] = {
     "loss": Word("Training loss", "nats per token", -1),
     "eval_loss": Word("Validation loss", "nats per token", -1),
+    "reward": Word("Reward", "mean over completions", 1),
+    "rewards/accuracies": Word(
+        "Preference accuracy", "share of pairs whose chosen answer is preferred", 1
+    ),
+    "rewards/margins": Word("Reward margin", "chosen minus rejected answer", 1),
+    "eval_reward": Word("Validation reward", "mean over completions", 1),
+    "eval_rewards/accuracies": Word(
+        "Validation preference accuracy", "share of pairs whose chosen answer is preferred", 1
+    ),
+    "eval_rewards/margins": Word("Validation reward margin", "chosen minus rejected answer", 1),
     "learning_rate": Word("Learning rate"),
     "grad_norm": Word("Gradient norm"),
     "tokens_per_second": Word("Tokens per second", "", 1),

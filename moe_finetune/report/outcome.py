@@ -40,7 +40,8 @@ def outcome(runs: Mapping[str, Path], base: Path | None = None) -> dict[str, Any
         base: the folder with ``results.json`` of the checkpoint before training.
 
     Returns ``scores`` (task -> label -> value, stderr, n, metric) and ``changes`` (label -> metric
-    -> before, after, on the sample that ``routing/`` measures; losses as first and last logged).
+    -> before, after, on the sample that ``routing/`` measures). For what the trainer logs, before
+    and after are the first and the last log, and ``step`` is the first one's: 0 is before training.
     """
     scores: dict[str, dict[str, Any]] = {}
     places = ({"base": base} if base else {}) | {k: run / "eval" for k, run in runs.items()}
@@ -49,6 +50,19 @@ def outcome(runs: Mapping[str, Path], base: Path | None = None) -> dict[str, Any
             held = {key: found[key] for key in ("value", "stderr", "n", "metric")}
             scores.setdefault(task, {})[label] = held
     return {"scores": scores, "changes": {label: _changes(run) for label, run in runs.items()}}
+
+
+# What the trainer logs of a stage's objective.
+LOGGED = {
+    "loss": "training loss",
+    "eval_loss": "validation loss",
+    "reward": "reward",
+    "eval_reward": "validation reward",
+    "rewards/accuracies": "preference accuracy",
+    "eval_rewards/accuracies": "validation preference accuracy",
+    "rewards/margins": "reward margin",
+    "eval_rewards/margins": "validation reward margin",
+}
 
 
 def _changes(run: Path) -> dict[str, dict[str, float]]:
@@ -60,17 +74,17 @@ def _changes(run: Path) -> dict[str, dict[str, float]]:
         pair = [found.get(key, {}).get("mean") for found in (before, after)]
         if None not in pair:
             changes[key] = {"before": pair[0], "after": pair[1]}
-    for key in ("loss", "eval_loss"):
-        values = _logged(run / "metrics.jsonl", key)
-        if values:
-            changes[key] = {"before": values[0], "after": values[-1]}
+    path = run / "metrics.jsonl"
+    rows = list(read_log(path)) if path.is_file() else []
+    for key in LOGGED:
+        logged = [row for row in rows if isinstance(row.get(key), int | float)]
+        if logged:
+            first, last = logged[0], logged[-1]
+            changes[key] = {"before": first[key], "after": last[key], "step": first["step"]}
+    if "reward" in changes:  # the loss of a policy gradient is near 0 whatever is learned
+        changes.pop("loss", None)
+        changes.pop("eval_loss", None)
     return changes
-
-
-def _logged(path: Path, key: str) -> list[float]:
-    if not path.is_file():
-        return []
-    return [row[key] for row in read_log(path) if isinstance(row.get(key), int | float)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -105,28 +119,34 @@ def _score(found: Mapping[str, Any] | None) -> str:
 
 
 def _change_table(changes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    names = CHANGES | {"loss": "training loss", "eval_loss": "validation loss"}
+    names = CHANGES | LOGGED
     rows = []
     for key, name in names.items():
-        if not any(key in found for found in changes.values()):
+        pairs = [change[key] for change in changes.values() if key in change]
+        if not pairs:
             continue
-        first = next(found[key]["before"] for found in changes.values() if key in found)
-        cells = [_after(found.get(key)) for found in changes.values()]
-        rows.append([name, f"{first:.4g}", *cells])
+        step = max(pair.get("step", 0) for pair in pairs)
+        shared = len({f"{pair['before']:.4g}" for pair in pairs}) == 1
+        rows.append([
+            f"{name}, first log (step {step:g}) and last" if step else name,
+            f"{pairs[0]['before']:.4g}" if shared else "differs",
+            *(_after(change.get(key), shared) for change in changes.values()),
+        ])  # fmt: skip
     if not rows:
         return ""
     labels = ["after"] if len(changes) == 1 else [f"after {label}" for label in changes]
     return aligned([["what training changed", "before", *labels], *rows])
 
 
-def _after(pair: Mapping[str, float] | None) -> str:
+def _after(pair: Mapping[str, float] | None, shared_start: bool) -> str:
     if pair is None:
         return "–"
     before, after = pair["before"], pair["after"]
-    if not before or not math.isfinite(before) or not math.isfinite(after):
-        return f"{after:.4g}"
-    share = 100 * (after - before) / abs(before)
-    return f"{after:.4g} ({share:+.{0 if abs(share) >= 10 else 1}f} %)"
+    notes = [] if shared_start else [f"from {before:.4g}"]
+    if before and math.isfinite(before) and math.isfinite(after):
+        share = 100 * (after - before) / abs(before)
+        notes.append(f"{share:+.{0 if abs(share) >= 10 else 1}f} %")
+    return f"{after:.4g} ({', '.join(notes)})" if notes else f"{after:.4g}"
 
 
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import TraceError
-from moe_finetune.report.markup import is_number
+from moe_finetune.metrics.load import collapse_limit
+from moe_finetune.report.markup import is_number, number
 
 # what a snapshot holds besides metrics
 STRUCTURE = (
@@ -112,6 +113,22 @@ class Routing:
             return None
         shape = (len(self.layers), self.num_experts)
         return _matrix(self.data[key], shape, f"{self.path}: '{key}'")
+
+    def collapse(self) -> str | None:
+        """Describe a collapsed router: a few experts of some layer take nearly every token."""
+        if self.top_k is None or self.top_k >= self.num_experts:
+            return None
+        relative_LE = self.relative_load_LE()
+        worst = float(np.nanmax(relative_LE)) - 1
+        unused = float(np.mean(self.load_LE == 0))
+        limit = collapse_limit(self.num_experts, self.top_k)
+        if worst <= limit and unused <= 0.5:
+            return None
+        return (
+            f"Routing collapsed: the worst layer's MaxVio is {number(worst)} of at most "
+            f"{number(self.num_experts / self.top_k - 1)}, and {100 * unused:.0f} % of the experts "
+            "get no token. Changes in the experts are not specialization."
+        )
 
     def conditional(self) -> tuple[list[int], np.ndarray] | None:
         """Return the two layers and the E x E matrix P(next layer's expert given this one's)."""

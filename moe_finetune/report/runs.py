@@ -70,6 +70,11 @@ class Run:
         return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path
 
     @property
+    def collapse(self) -> str | None:
+        """A sentence on the collapse of the router in training; None where there is none."""
+        return self.after.collapse() if self.after is not None else None
+
+    @property
     def last_step(self) -> float | None:
         steps = [curve.steps[-1] for curve in self.curves.values() if curve.steps]
         return max(steps, default=None)

@@ -163,6 +163,8 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         ):
             return
         sample = evaluation_sample(self.specialization.recorder, eval_dataloader)
+        if sample is None:
+            return
         if self.routing_file is not None and ranks.rank() == 0:
             row = {"step": state.global_step, **sample.routing()}
             self.routing_file.parent.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from moe_finetune.errors import NumericsError
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.metrics.load import collapse_limit
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint, step_of
 
@@ -233,7 +234,7 @@ class CollapseWatch(TrainerCallback):
             return
         limit = self.max_violation
         if limit is None:
-            limit = 0.75 * (facts.num_experts / facts.top_k - 1)
+            limit = collapse_limit(facts.num_experts, facts.top_k)
         violation = logs["routing/max_violation_worst_layer"]
         dead = logs["routing/dead_experts"] / facts.num_experts
         if violation <= limit and dead <= self.dead_share:

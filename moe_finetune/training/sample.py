@@ -213,8 +213,10 @@ def observing(
         recorder.observers, recorder.needs, recorder.observe = before
 
 
-def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) -> Sample:
+def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:
     """Routing of the first batches of an evaluation, of this rank's share of the data.
+
+    None where batches have no tokens: GRPO evaluates on prompts that its trainer completes.
 
     Every rank must call: with a sharded model each takes part in the others' forwards, which is why
     batches are counted and not tokens.
@@ -226,6 +228,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) 
     device = next(model.parameters()).device
     # Left before its end, accelerate's wrapper would stay the "active" loader and confuse training.
     batches = getattr(batches, "base_dataloader", batches)
+    has_tokens = False
     with (
         in_mode(model, train=False),
         torch.no_grad(),
@@ -234,11 +237,24 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Mapping[str, Any]]) 
         torch.random.fork_rng(devices=[]),
     ):
         for number, batch in enumerate(batches, start=1):
-            inputs = {k: batch[k].to(device) for k in MODEL_INPUTS if batch.get(k) is not None}
-            model(**inputs, use_cache=False, logits_to_keep=1)
+            for inputs in _token_inputs(batch):
+                has_tokens = True
+                on_device = {name: values.to(device) for name, values in inputs.items()}
+                model(**on_device, use_cache=False, logits_to_keep=1)
             if number == MAX_BATCHES:
                 break
-    return sample
+    return sample if has_tokens else None
+
+
+def _token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
+    """A batch's arguments for the model; ORPO's batches have them for each side of a pair."""
+    if isinstance(batch, Mapping):
+        for prefix in ("", "chosen_", "rejected_"):
+            names = {name: f"{prefix}{name}" for name in MODEL_INPUTS}
+            if batch.get(names["input_ids"]) is not None:
+                yield {
+                    name: batch[key] for name, key in names.items() if batch.get(key) is not None
+                }
 
 
 def evaluation_metrics(sample: Sample) -> dict[str, float]:

@@ -21,6 +21,7 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.live import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
+from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
 from moe_finetune.training.teacher import RoutesAsTeacher
@@ -36,6 +37,7 @@ LOGS_OF_A_SHORT_RUN = 10
 def training_arguments(recipe: Recipe, output: Path) -> Any:
     """The recipe's ``trainer:`` keys over the toolkit's defaults, as its stage's config."""
     config = STAGES[recipe.stage].config_class()
+    evaluated = recipe.data.validation is not None
     cpu = not torch.cuda.is_available()
     defaults: dict[str, Any] = {
         "logging_steps": 10,
@@ -44,13 +46,18 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "learning_rate": 1e-4,
         "save_total_limit": 2,
-        "eval_strategy": "no" if recipe.data.validation is None else "steps",
+        "eval_strategy": "steps" if evaluated else "no",
         "eval_steps": 100,
+        # So that what a run reports as before its training is that.
+        "eval_on_start": evaluated and recipe.trainer.get("eval_strategy") not in (False, "no"),
         "bf16": recipe.model.dtype == "bfloat16",
         "use_cpu": cpu,
         "dataloader_pin_memory": not cpu,
         "logging_nan_inf_filter": False,
     }
+    if STAGES[recipe.stage].form == "prompts":  # a whole group of completions for each prompt
+        sizes = (recipe.trainer.get(key) for key in ("num_generations_eval", "num_generations"))
+        defaults["per_device_eval_batch_size"] = next(filter(None, sizes), 8)
     ours: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
         "max_length": recipe.data.max_length,
@@ -92,6 +99,16 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
 
     A model on the meta device stays there: that of a rehearsal.
     """
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; at step 0 without using up random numbers, so that training is the same."""
+        if self.state.global_step:
+            return super().evaluate(*args, **kwargs)
+        state = random_state()
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            set_random_state(state)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if next(model.parameters()).device.type != "meta":

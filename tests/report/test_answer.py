@@ -61,7 +61,7 @@ def test_the_largest_changes_of_the_experts_are_said_first(tmp_path):
     assert order == sorted(order)
     assert 'verdict better">+85' in shown and 'verdict better">−37' in shown.replace("−38", "−37")
     assert 'verdict worse">+20' in shown
-    folded = shown[shown.index("that hardly differ") :]
+    folded = shown[shown.index("% difference") :]
     assert "Routing entropy" in folded and "Routing entropy" not in shown[: -len(folded)]
     strength = text(one, two, section=STRENGTH)
     assert "<td>99\u00a0%</td>" in strength and "<td>13.0</td>" in strength
@@ -140,4 +140,48 @@ def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
     said = "</strong>. In the experts, MaxVio is 1.50 and score entropy is 1.25.</p>"
     assert f"<strong>analyzed{said}" in shown
     assert "how seldom two tokens meet in one expert" in shown
-    assert "hardly differ" not in shown and "change" not in shown and "Before" not in shown
+    assert "% difference" not in shown and "change" not in shown and "Before" not in shown
+
+
+def _log(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_reinforcement_ends_with_its_reward_and_preferences_with_theirs(tmp_path):
+    rewards = [{"kind": "train", "step": s, "loss": 0.0, "reward": s / 8} for s in (1, 2, 4)]
+    shown = text(_log(tmp_path / "grpo", rewards))
+    assert "Reward went from 0.125 to 0.500" in shown and "loss" not in shown
+    pairs = [
+        {"kind": "eval", "step": s, "eval_loss": 0.7, "eval_rewards/accuracies": a,
+         "eval_rewards/margins": m}
+        for s, a, m in ((0, 0.5, 0.0), (3, 0.75, 1.25))
+    ]  # fmt: skip
+    shown = text(_log(tmp_path / "dpo", pairs))
+    assert "Validation preference accuracy went from 0.500 to 0.750. " in shown
+    assert "Validation reward margin went from 0 to 1.25." in shown
+
+
+def test_nothing_is_better_where_the_router_collapsed(tmp_path):
+    """Overlap falls to nothing when two of eight experts take every token: no success."""
+
+    def shot(overlap, load):
+        metrics = {"expert_overlap": {"mean": overlap}, "activation_cosine": {"mean": 0.2}}
+        return {"layers": [1], "num_experts": 8, "top_k": 2, "load": [load], "metrics": metrics}
+
+    run = tmp_path / "run"
+    (run / "routing").mkdir(parents=True)
+    even = shot(0.5, [9, 11, 10, 10, 12, 8, 10, 10])
+    for name, after in (
+        ("collapsed", [40, 39, 1, 0, 0, 0, 0, 0]),
+        ("uneven", [30, 20, 15, 5, 5, 3, 1, 1]),
+    ):
+        (run / "routing" / "before.json").write_text(json.dumps(even))
+        (run / "routing" / "after.json").write_text(json.dumps(shot(0.1, after)))
+        shown = text(run)
+        assert ("Routing collapsed: the worst layer's MaxVio is 3.00 of at most 3" in shown) == (
+            name == "collapsed"
+        )
+        assert ('verdict better">−80' in shown) == (name == "uneven")
+        assert 'verdict worse">+' in shown  # MaxVio

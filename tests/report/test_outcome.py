@@ -43,6 +43,30 @@ def test_scores_and_changes_of_two_runs_and_their_base(tmp_path):
     ]
 
 
+def test_a_first_log_after_step_0_is_not_called_before(tmp_path):
+    """Each run's change is from its own first value, and the row says which step that is of."""
+    runs = {}
+    for name, rows in {
+        "a": [(40, 2.5), (80, 2.0)],
+        "b": [(40, 2.4), (80, 1.8)],
+    }.items():
+        (tmp_path / name).mkdir()
+        lines = [{"kind": "eval", "step": step, "eval_loss": loss} for step, loss in rows]
+        lines += [{"kind": "train", "step": 80, "reward": 0.5, "loss": 0.01}]
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+        runs[name] = tmp_path / name
+    assert "validation loss" not in outcome_text(outcome(runs))  # a policy gradient's says nothing
+    for run in runs.values():
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        kept = "".join(json.dumps(line) + "\n" for line in lines if "reward" not in line)
+        (run / "metrics.jsonl").write_text(kept)
+    text = " ".join(outcome_text(outcome(runs)).split())
+    assert "validation loss, first log (step 40) and last differs" in text
+    assert "2 (from 2.5, -20 %) 1.8 (from 2.4, -25 %)" in text
+
+
 def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
     run = _run(tmp_path / "a b", None, (0.4, 0.2), [3.0])
     (run / "eval" / "results.json").unlink()

@@ -115,7 +115,14 @@ def logged(output, name):
 def test_a_stage_trains_its_objective_improves_and_it_resumes_exactly(
     made, tmp_path, stage, metric, sign, steps
 ):
-    output = run_recipe(made(stage, steps), tmp_path / "run")
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage][:5]))
+    data = {"train": str(tmp_path / f"{stage}.jsonl"), "max_length": 96}
+    data["validation"] = str(validation)
+    output = run_recipe(made(stage, steps, data=data), tmp_path / "run")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["step"] for row in rows if f"eval_{metric}" in row]
+    assert evaluated == [0, steps]
     values = logged(output, metric)
     first, last = sum(values[:2]), sum(values[-2:])
     assert sign * last > sign * first
@@ -137,7 +144,7 @@ def test_a_stage_trains_its_objective_improves_and_it_resumes_exactly(
     for name in ("adapter", "merged", f"checkpoints/checkpoint-{steps}", "report", "summary.json"):
         target = half / name
         shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-    run_recipe(made(stage, steps), half, resume=True)
+    run_recipe(made(stage, steps, data=data), half, resume=True)
     name = "adapter/adapter_model.safetensors"
     assert (half / name).read_bytes() == (output / name).read_bytes()
     assert logged(half, "loss") == logged(output, "loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from moe_finetune.metrics.words import word
 from moe_finetune.report.compare import Difference
 from moe_finetune.report.context import Report, Section, differ, folded, group
 from moe_finetune.report.markup import DASH, Markup, duration, is_number, join, number, tag
@@ -47,8 +48,8 @@ def answer_text(report: Report) -> list[str]:
 
 def _sentences(report: Report, run: Run) -> tuple[str, str, str]:
     """Say what a run changed against the baseline, or against the checkpoint before it."""
-    parts = [_experts(report, run), _scores(report, run), _loss(report, run)]
-    compared = any(math.isfinite(m.share) for m in expert_metrics(report, run)) or parts[1]
+    parts = [run.collapse, _experts(report, run), _scores(report, run), _objective(report, run)]
+    compared = any(math.isfinite(m.share) for m in expert_metrics(report, run)) or parts[2]
     against_what = f" against {against(report)}" if compared else ""
     said = " ".join(part for part in parts if part) or "Nothing was measured."
     return run.label, against_what, said
@@ -104,22 +105,37 @@ def _with_interval(task: str, delta: Difference) -> str:
     return f"{task} ({delta.text()}, 95\xa0% interval {delta.interval_text()}{pairs})"
 
 
-def _loss(report: Report, run: Run) -> str | None:
-    """Say where the validation loss ended, or how far the training loss came."""
-    base = report.baseline
-    for name, title in (("eval_loss", "Validation loss"), ("loss", "Training loss")):
-        if name not in run.curves:
-            continue
-        start, end = ends(run.curves[name])
-        if base is None:
-            return f"{title} went from {number(start)} to {number(end)}."
-        if name in base.curves:
-            theirs = ends(base.curves[name])[1]
-            if number(theirs) == number(end):
-                return f"{title} ended at {number(end)} in both."
-            change = change_text(theirs, end)
-            return f"{title} ended at {number(end)} against {number(theirs)} ({change})."
+# What training aims at, by what its stage logs: GRPO's reward, the margin of preferences, the loss.
+OBJECTIVES = (("reward",), ("rewards/accuracies", "rewards/margins"), ("loss",))
+
+
+def _objective(report: Report, run: Run) -> str | None:
+    """Say where the stage's objective ended: on validation data, or else in training."""
+    for names in OBJECTIVES:
+        sentences = [
+            sentence
+            for name in names
+            if (sentence := _ended(report, run, f"eval_{name}") or _ended(report, run, name))
+        ]
+        if sentences:
+            return " ".join(sentences)
     return None
+
+
+def _ended(report: Report, run: Run, name: str) -> str | None:
+    if name not in run.curves:
+        return None
+    title, base = word(name).name, report.baseline
+    start, end = ends(run.curves[name])
+    if base is None:
+        return f"{title} went from {number(start)} to {number(end)}."
+    if name not in base.curves:
+        return None
+    baseline_end = ends(base.curves[name])[1]
+    if number(baseline_end) == number(end):
+        return f"{title} ended at {number(end)} in both."
+    change = change_text(baseline_end, end)
+    return f"{title} ended at {number(end)} against {number(baseline_end)} ({change})."
 
 
 def _listed(parts: list[str]) -> str:

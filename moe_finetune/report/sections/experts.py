@@ -25,6 +25,7 @@ class Changed:
     word: Word
     reference: float
     value: float
+    collapsed: bool = False
 
     @property
     def share(self) -> float:
@@ -40,10 +41,16 @@ class Changed:
 
     @property
     def verdict(self) -> str:
-        """``better`` or ``worse`` by the metric's good way; else ``unclear``."""
+        """``better`` or ``worse`` by the metric's good way; else ``unclear``.
+
+        Nothing is better where the router has collapsed: two experts that take every token have no
+        overlap either.
+        """
         if not self.moved or not self.word.good:
             return "unclear"
-        return "better" if self.share * self.word.good > 0 else "worse"
+        if self.share * self.word.good < 0:
+            return "worse"
+        return "unclear" if self.collapsed else "better"
 
 
 def measured(run: Run, name: str) -> tuple[float, float]:
@@ -99,6 +106,10 @@ def change_text(reference: float, value: float) -> str:
     return f"{100 * share:+.{digits}f}\u00a0%".replace("-", "−")
 
 
+def _metrics(rows: list[list[object]]) -> str:
+    return "metric" if len(rows) == 1 else "metrics"
+
+
 def experts_table(report: Report) -> Markup | None:
     """The metrics to lead with that some run moved; below, folded, the others and what is alike."""
     base = report.baseline
@@ -115,7 +126,8 @@ def experts_table(report: Report) -> Markup | None:
         before = next((b for b, _ in values if math.isfinite(b)), math.nan)
         reference = values[0][1] if base else before
         changes = [
-            Changed(about, reference, after) for _, after in values[len(values) - len(compared) :]
+            Changed(about, reference, after, collapsed=run.collapse is not None)
+            for run, (_, after) in zip(compared, values[len(values) - len(compared) :], strict=True)
         ]
         row: list[object] = [join([about.name, tag("span", about.meaning, class_="note")])]
         row += [number(before)] if has_before else []
@@ -140,8 +152,8 @@ def experts_table(report: Report) -> Markup | None:
     if compared:
         caption += f", change against {base.label if base else 'before fine-tuning'}"
     folds = (
-        (others, f"{len(others)} more metrics that differ"),
-        (still, f"{len(still)} metrics that hardly differ (less than {100 * NOTHING:g} %)"),
+        (others, f"{len(others)} more {_metrics(others)}"),
+        (still, f"{len(still)} {_metrics(still)} with less than {100 * NOTHING:g} % difference"),
     )
     parts = [table(caption, columns, lead) if lead else None]
     parts += [folded(title, table(title, columns, rows)) for rows, title in folds if rows]
