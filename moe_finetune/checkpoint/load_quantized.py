@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from moe_finetune.checkpoint.fit import places_on_disk
 from moe_finetune.checkpoint.stored import PlainTensors, Stored, Transposed
 from moe_finetune.checkpoint.tensors import DTYPES
-from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.checkpoint.values import finite
+from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
 from moe_finetune.models.structure import class_of
@@ -225,16 +226,17 @@ def _quantised(
     weight = QuantizedWeight.empty(shape, kind, dtype, device)
     if len(shape) == 2:
         (place,) = places
-        weight.store(0, _placed(stored.read(place), dtype, device))
+        weight.store(0, _placed(place, stored.read(place), dtype, device))
     elif len(places) == 1:
         for expert in range(shape[0]):
-            weight.store(expert, _placed(stored.read_expert(places[0], expert), dtype, device))
+            matrix = stored.read_expert(places[0], expert)
+            weight.store(expert, _placed(places[0], matrix, dtype, device))
     else:
         parts = len(places) // shape[0]
         for expert in range(shape[0]):
             own = places[expert * parts : (expert + 1) * parts]
             matrix = torch.cat([stored.read(place) for place in own])
-            weight.store(expert, _placed(matrix, dtype, device))
+            weight.store(expert, _placed(own[0], matrix, dtype, device))
     return weight
 
 
@@ -243,11 +245,11 @@ def _plain(
 ) -> Tensor:
     """A weight that is not quantised, its pieces one below the other."""
     if len(places) == 1:
-        return _placed(stored.read(places[0]).view(shape), dtype, device)
+        return _placed(places[0], stored.read(places[0]).view(shape), dtype, device)
     made = torch.empty(shape, dtype=dtype, device=device)
     flat, first = made.view(-1), 0
     for place in places:
-        piece = stored.read(place).reshape(-1)
+        piece = _placed(place, stored.read(place), dtype, device).reshape(-1)
         flat[first : first + piece.numel()] = piece
         first += piece.numel()
     return made
@@ -263,8 +265,17 @@ def _pieces(model: Any, name: str, tensor: Tensor) -> list[str]:
     return list(found) if same and whole else [name]
 
 
-def _placed(tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
-    return tensor.to(device=device, dtype=dtype)
+def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:
+    """A finite tensor of the files in ``dtype``, which must not make it infinite."""
+    placed = tensor.to(device=device, dtype=dtype)
+    narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and not finite(placed):
+        raise CheckpointError(
+            f"'{name}' has values beyond the largest {dtype}; use a wider model.dtype".replace(
+                "torch.", ""
+            )
+        )
+    return placed
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

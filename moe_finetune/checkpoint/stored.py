@@ -89,31 +89,29 @@ class QuantizedTensors:
             them; their offsets mean nothing.
 
     Raises:
-        CheckpointError: a part of a tensor is missing.
+        CheckpointError: a part is missing, or its dtype or shape does not fit the others'.
     """
 
     def __init__(self, stored: Mapping[str, TensorInfo], form: Format):
         self._form = form
         self._parts: dict[str, list[TensorInfo]] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        first, *others = form.suffixes
+        _, *others = form.suffixes
         parts: set[str] = set()
-        for name, info in stored.items():
-            stem = name.removesuffix(first)
-            whole = f"{stem}{form.of}"
-            if stem == name or f"{stem}{others[0]}" not in stored:
+        for name in stored:
+            suffix = next((s for s in form.suffixes if name.endswith(s)), None)
+            if suffix is None or name in parts:
                 continue
-            missing = next((s for s in others if f"{stem}{s}" not in stored), None)
-            if missing is not None:
-                raise CheckpointError(
-                    f"{info.file}: '{stem}{missing}' is missing beside '{name}'; copy the "
-                    "checkpoint again"
-                )
-            own = [stored[f"{stem}{suffix}"] for suffix in form.suffixes]
-            parts.update(part.name for part in own)
-            self._parts[whole] = own
+            stem = name.removesuffix(suffix)
+            lonely = not any(f"{stem}{s}" in stored for s in others)
+            if suffix == form.of and lonely and stored[name].dtype not in form.dtypes[0]:
+                continue  # a float that the format leaves as it is
+            whole = f"{stem}{form.of}"
+            infos = form.parts(whole, stored)
+            parts.update(part.name for part in infos)
+            self._parts[whole] = infos
             self.tensors[whole] = replace(
-                info, name=whole, dtype="BF16", shape=form.shape(own, _read)
+                infos[0], name=whole, dtype="BF16", shape=form.shape(infos, _read)
             )
         if not parts:
             raise CheckpointError(

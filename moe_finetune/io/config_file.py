@@ -59,7 +59,9 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
             )
     if config.get(QUANTIZATION) is not None and not quantized:
         raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: the checkpoint is quantised; use the unquantised one"
+            f"{place}: {QUANTIZATION}: the checkpoint is stored quantized, which only train, chat "
+            "and inspect read; use the unquantized checkpoint of this model (for merge: --base "
+            "FOLDER)"
         )
     for key, name in _kernels(config):
         check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)

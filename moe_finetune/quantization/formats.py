@@ -20,17 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.config_file import QUANTIZATION
-from moe_finetune.io.safetensors_header import TensorInfo
+from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
+_MXFP4_BYTES = 16
+"""Bytes of a block: 32 values, two in a byte."""
+_INT4_PER_INT32 = 8
 
 _REMEDY = (
-    "use an unquantised checkpoint of the model, or one stored as fp8, compressed-tensors "
+    "use an unquantized checkpoint of the model, or one stored as fp8, compressed-tensors "
     "(4-bit pack-quantized) or mxfp4"
 )
+_RESTORE = "restore the checkpoint's own files and config.json"
 
 
 Read = Callable[[TensorInfo], Tensor]
@@ -43,16 +46,47 @@ class Format:
     Attributes:
         suffixes: a float tensor's name without ``of`` and each of these are its parts, the packed
             values first.
+        dtypes: of each part.
         of: the end of the float tensor's name.
-        shape: of the float tensor, from the parts' and what they hold.
+        shape: of the float tensor, from the parts' headers; raises CheckpointError for parts whose
+            shapes do not belong together. Only ``weight_shape`` is read.
         values: the float32 tensor from the parts; of one expert from one expert's parts.
     """
 
     name: str
     suffixes: tuple[str, ...]
+    dtypes: tuple[tuple[str, ...], ...]
     of: str
     shape: Callable[[list[TensorInfo], Read], tuple[int, ...]]
     values: Callable[[list[Tensor]], Tensor]
+
+    def parts(self, whole: str, stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+        """The parts of the float tensor ``whole``, which are there and of the right dtypes.
+
+        Raises:
+            CheckpointError: names the part that is missing, or of another dtype.
+        """
+        stem = whole.removesuffix(self.of)
+        names = [f"{stem}{suffix}" for suffix in self.suffixes]
+        present = [stored[name] for name in names if name in stored]
+        for name in names:
+            if name not in stored:
+                raise CheckpointError(
+                    f"{present[0].file}: '{name}' is missing, which '{present[0].name}' needs in "
+                    f"format {self.name}; {_RESTORE}"
+                )
+        for info, dtypes in zip(present, self.dtypes, strict=True):
+            if info.dtype not in dtypes:
+                raise CheckpointError(
+                    f"{info.file}: '{info.name}' is stored as {info.dtype}; {self.name} needs "
+                    f"{' or '.join(dtypes)}; {_RESTORE}"
+                )
+        if whole in stored and whole not in names:
+            raise CheckpointError(
+                f"{present[0].file}: '{whole}' is stored twice, as a float and as "
+                f"'{present[0].name}'; {_RESTORE}"
+            )
+        return present
 
 
 def format_of(config: Mapping[str, Any], place: object) -> Format | None:
@@ -61,24 +95,24 @@ def format_of(config: Mapping[str, Any], place: object) -> Format | None:
     Raises:
         UnsupportedModelError: a format that cannot be read, by its name.
     """
-    given = config.get(QUANTIZATION)
-    if given is None:
+    section = config.get(QUANTIZATION)
+    if section is None:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else None
+    method = section.get("quant_method") if isinstance(section, dict) else None
     if method == "mxfp4":
-        return Format("mxfp4", ("_blocks", "_scales"), "", _mxfp4_shape, _mxfp4)
+        return Format("mxfp4", ("_blocks", "_scales"), (("U8",), ("U8",)), "", _mxfp4_shape, _mxfp4)
     if method == "fp8":
-        return _fp8_format(given, place)
+        return _fp8_format(section, place)
     if method == "compressed-tensors":
-        return _packed_format(given, place)
+        return _packed_format(section, place)
     raise UnsupportedModelError(
-        f"{place}: {QUANTIZATION}: the checkpoint is quantised with "
+        f"{place}: {QUANTIZATION}: the checkpoint is quantized with "
         f"{f'{method!r:.60}' if method else 'an unnamed method'}, which cannot be read; {_REMEDY}"
     )
 
 
-def _fp8_format(given: Mapping[str, Any], place: object) -> Format:
-    block = given.get("weight_block_size")
+def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
+    block = section.get("weight_block_size")
     sizes = isinstance(block, list) and len(block) == 2
     if not sizes or not all(type(size) is int and size > 0 for size in block):  # type: ignore[union-attr]
         raise UnsupportedModelError(
@@ -87,45 +121,120 @@ def _fp8_format(given: Mapping[str, Any], place: object) -> Format:
         )
     rows, columns = block  # type: ignore[misc]
 
+    def shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
+        weight, scale = parts
+        _check_dimensions(weight, 2)
+        tiles = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
+        _check_shape(scale, tiles, weight, f"blocks of {block} (weight_block_size)")
+        return weight.shape
+
     def values(parts: list[Tensor]) -> Tensor:
         weight, scale = parts[0].float(), parts[1].float()
-        wide = scale.repeat_interleave(rows, 0)[: weight.shape[0]]
-        return weight * wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        for dim, size in enumerate((rows, columns)):
+            length = weight.shape[dim]
+            scale = scale.repeat_interleave(min(size, length), dim).narrow(dim, 0, length)
+        return weight * scale
 
-    return Format(
-        "fp8", (".weight", ".weight_scale_inv"), ".weight", lambda p, _: tuple(p[0].shape), values
-    )
+    suffixes = (".weight", ".weight_scale_inv")
+    return Format("fp8", suffixes, (("F8_E4M3",), FLOATS), ".weight", shape, values)
 
 
-def _packed_format(given: Mapping[str, Any], place: object) -> Format:
-    groups = given.get("config_groups") or {}
-    weights = [(group or {}).get("weights") or {} for group in groups.values()]
-    wanted = {"num_bits": 4, "type": "int", "symmetric": True}
-    plain = all(w.get(key, value) == value for w in weights for key, value in wanted.items())
-    ordered = any(w.get("actorder") for w in weights)
-    if given.get("format") != "pack-quantized" or not weights or not plain or ordered:
-        form = f"compressed-tensors in format {given.get('format')!r:.60}"
-        raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: {form}; only symmetric 4-bit integers in 'pack-quantized' "
-            f"can be read; {_REMEDY}"
-        )
+def _packed_format(section: Mapping[str, Any], place: object) -> Format:
+    group = _group_size(section, place)
 
     def shape(parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
-        return tuple(int(size) for size in read(parts[2]).tolist())
+        packed, scale, sizes = parts
+        _check_dimensions(packed, 2)
+        if sizes.shape != (2,):
+            raise CheckpointError(
+                f"{sizes.file}: '{sizes.name}' has shape {list(sizes.shape)}; wanted [2], the rows "
+                f"and columns of the weight; {_RESTORE}"
+            )
+        rows, columns = read(sizes).tolist()
+        told = f"the {rows} x {columns} that '{sizes.name}' declares"
+        if min(rows, columns) < 1 or packed.shape != (rows, -(-columns // _INT4_PER_INT32)):
+            raise CheckpointError(
+                f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}, which does not "
+                f"pack {told}, {_INT4_PER_INT32} columns in a number; {_RESTORE}"
+            )
+        width = columns if group is None else group
+        if columns % width:
+            raise CheckpointError(
+                f"{sizes.file}: groups of {width} (group_size) do not divide {told}; {_RESTORE}"
+            )
+        _check_shape(scale, (rows, columns // width), packed, f"groups of {width} (group_size)")
+        return rows, columns
 
     def values(parts: list[Tensor]) -> Tensor:
         packed, scale, (rows, columns) = parts[0], parts[1].float(), parts[2].tolist()
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         digits = ((packed.unsqueeze(-1) >> shifts) & 15) - 8
         weight = digits.reshape(rows, -1)[:, :columns].float()
-        return weight * scale.repeat_interleave(math.ceil(columns / scale.shape[1]), 1)[:, :columns]
+        return weight * scale.repeat_interleave(columns // scale.shape[1], 1)
 
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
-    return Format("compressed-tensors int4", suffixes, ".weight", shape, values)
+    dtypes = (("I32",), FLOATS, INTEGERS)
+    return Format("compressed-tensors int4", suffixes, dtypes, ".weight", shape, values)
+
+
+def _group_size(section: Mapping[str, Any], place: object) -> int | None:
+    """Columns that share a scale; None for a scale a row.
+
+    Raises:
+        UnsupportedModelError: something else than symmetric 4-bit integers, or groups that differ.
+    """
+
+    def refuse(problem: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{place}: {QUANTIZATION}: compressed-tensors with {problem}; only symmetric 4-bit "
+            f"integers in 'pack-quantized' can be read; {_REMEDY}"
+        )
+
+    if section.get("format") != "pack-quantized":
+        raise refuse(f"format {section.get('format')!r:.60}")
+    if section.get("transform_config"):
+        raise refuse("a transform_config, which rotates the weights,")
+    groups = section.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise refuse(f"config_groups {groups!r:.60}")
+    widths = set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise refuse(f"config_groups.{name:.40} that describes no weights")
+        if group.get("format") not in (None, "pack-quantized"):
+            raise refuse(f"config_groups.{name:.40}.format {group['format']!r:.60}")
+        # The library's own defaults: 8 bits, int, symmetric.
+        facts = {"num_bits": 8, "type": "int", "symmetric": True, "actorder": None} | weights
+        for key, value in {"num_bits": 4, "type": "int", "symmetric": True}.items():
+            if type(facts[key]) is not type(value) or facts[key] != value:
+                raise refuse(f"config_groups.{name:.40}.weights.{key} {facts[key]!r:.60}")
+        if facts["actorder"]:
+            raise refuse(f"config_groups.{name:.40}.weights.actorder {facts['actorder']!r:.60}")
+        strategy, size = weights.get("strategy"), weights.get("group_size")
+        by_group = type(size) is int and size > 0 and strategy in (None, "group")
+        by_row = size in (None, -1) and (strategy == "channel" or (size, strategy) == (-1, None))
+        if not by_group and not by_row:
+            raise refuse(
+                f"config_groups.{name:.40}.weights.strategy {strategy!r:.60} and group_size "
+                f"{size!r:.60}"
+            )
+        widths.add(size if by_group else None)
+    if len(widths) > 1:
+        raise refuse("config_groups whose group_size differ")
+    return widths.pop()
 
 
 def _mxfp4_shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
-    experts, rows, blocks, half = parts[0].shape
+    packed, scales = parts
+    _check_dimensions(packed, 4)
+    experts, rows, blocks, half = packed.shape
+    if half != _MXFP4_BYTES:
+        raise CheckpointError(
+            f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}; its last dimension "
+            f"must be {_MXFP4_BYTES}, the bytes of a block; {_RESTORE}"
+        )
+    _check_shape(scales, (experts, rows, blocks), packed, "an exponent a block")
     return experts, blocks * half * 2, rows
 
 
@@ -136,3 +245,21 @@ def _mxfp4(parts: list[Tensor]) -> Tensor:
     both = torch.stack([packed & 15, packed >> 4], -1).long()
     values = table[both].flatten(-2) * torch.exp2(exponents.float() - 127).unsqueeze(-1)
     return values.flatten(-2).transpose(-1, -2).contiguous()
+
+
+def _check_dimensions(info: TensorInfo, count: int) -> None:
+    if len(info.shape) != count:
+        raise CheckpointError(
+            f"{info.file}: '{info.name}' has shape {list(info.shape)}; wanted {count} dimensions; "
+            f"{_RESTORE}"
+        )
+
+
+def _check_shape(
+    scale: TensorInfo, shape: tuple[int, ...], packed: TensorInfo, layout: str
+) -> None:
+    if scale.shape != shape:
+        raise CheckpointError(
+            f"{scale.file}: '{scale.name}' has shape {list(scale.shape)}; wanted {list(shape)}, "
+            f"since '{packed.name}' is {list(packed.shape)} with {layout}; {_RESTORE}"
+        )

@@ -1,0 +1,364 @@
+"""Quantised checkpoints whose parts do not belong together are refused by the tensor's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_finetune import load_model
+from moe_finetune.checkpoint.opened import open_checkpoint
+from moe_finetune.cli import main
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from tests import tiny, tiny_families
+from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
+
+EXPERT = "model.layers.2.mlp.experts.5.up_proj"
+"""48 x 192: two blocks of 24 rows, five of 40 columns; twelve groups of 16."""
+STACK = "model.layers.1.mlp.experts.down_proj"
+PARTS = {
+    "fp8": {part: f"{EXPERT}.{part}" for part in ("weight", "weight_scale_inv")},
+    "int4": {
+        part: f"{EXPERT}.{part}" for part in ("weight_packed", "weight_scale", "weight_shape")
+    },
+    "mxfp4": {part: f"{STACK}_{part}" for part in ("blocks", "scales")},
+}
+SECTION = "quantization_config"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Tensors and config of an undamaged checkpoint of each format."""
+    checkpoints: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+    for name, make in {"fp8": as_fp8, "int4": as_int4, "mxfp4": as_mxfp4}.items():
+        folder = tmp_path_factory.mktemp(name)
+        if make is as_mxfp4:
+            tiny_families.model("gpt_oss", intermediate_size=64).save_pretrained(folder)
+        else:
+            tiny.save("qwen3_moe", folder)
+        rewrite(folder, make)
+        tensors = load_file(folder / "model.safetensors")
+        checkpoints[name] = tensors, json.loads((folder / "config.json").read_text())
+    return checkpoints
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    file = folder / "model.safetensors"
+    save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def cut(tensor, rows=None, columns=None):
+    return tensor[:rows, :columns]
+
+
+def first(value):
+    def damage(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return damage
+
+
+HEADERS = {
+    ("fp8", "weight_scale_inv"): {
+        "scales cut to a row": (lambda t: cut(t, 1), r"\[1, 5\]; wanted \[2, 5\]"),
+        "scales cut to a column": (lambda t: cut(t, None, 1), r"\[2, 1\]; wanted \[2, 5\]"),
+        "scales of smaller blocks": (
+            lambda t: t.repeat_interleave(2, 0),
+            r"\[4, 5\]; wanted \[2, 5\]",
+        ),
+        "scales of wider blocks": (lambda t: torch.cat([t, t], 1), r"\[2, 10\]; wanted \[2, 5\]"),
+        "scales flat": (lambda t: t.view(-1), r"\[10\]; wanted \[2, 5\]"),
+        "scales of one more dimension": (lambda t: t[None], r"\[1, 2, 5\]; wanted \[2, 5\]"),
+        "a single scale": (lambda t: t[0, 0], r"\[\]; wanted \[2, 5\]"),
+        "no scales": (lambda t: t[:0], r"\[0, 5\]; wanted \[2, 5\]"),
+        "scales as bytes": (lambda t: t.to(torch.uint8), "stored as U8"),
+        "scales as whole numbers": (lambda t: t.to(torch.int32), "stored as I32"),
+        "scales in 8 bits": (lambda t: t.to(torch.float8_e4m3fn), "stored as F8_E4M3; fp8 needs"),
+        "scales gone": (None, "is missing, which"),
+    },
+    ("fp8", "weight"): {
+        "weight gone": (None, "is missing, which"),
+        "weight a float": (lambda t: t.float(), "stored as F32; fp8 needs F8_E4M3"),
+        "weight of another exponent": (lambda t: t.view(torch.float8_e5m2), "stored as F8_E5M2"),
+        "weight as bytes": (lambda t: t.view(torch.uint8), "stored as U8; fp8 needs"),
+        "weight flat": (lambda t: t.view(-1), r"\[9216\]; wanted 2 dimensions"),
+        "weight a stack": (lambda t: t.view(2, 24, 192), "wanted 2 dimensions"),
+        "weight without a row": (lambda t: cut(t, 47), r"\[47, 192\], and config.json"),
+        "weight transposed": (lambda t: t.T, r"\[2, 5\]; wanted \[8, 2\]"),
+    },
+    ("int4", "weight_packed"): {
+        "packed transposed": (lambda t: t.T, r"\[24, 48\], which does not pack the 48 x 192"),
+        "packed without a row": (lambda t: cut(t, 47), r"\[47, 24\], which does not pack"),
+        "packed without a column": (lambda t: cut(t, None, 23), r"\[48, 23\]"),
+        "packed flat": (lambda t: t.view(-1), "wanted 2 dimensions"),
+        "packed as a scalar": (lambda t: t[0, 0], "wanted 2 dimensions"),
+        "packed as bytes": (lambda t: t.view(torch.uint8), "stored as U8; .* needs I32"),
+        "packed as floats": (lambda t: t.view(torch.float32), "stored as F32; .* needs I32"),
+        "packed in 64 bits": (lambda t: t.long(), "stored as I64; .* needs I32"),
+        "packed gone": (None, "is missing, which"),
+    },
+    ("int4", "weight_scale"): {
+        "group scales cut to a row": (lambda t: cut(t, 1), r"\[1, 12\]; wanted \[48, 12\]"),
+        "group scales repeated": (lambda t: torch.cat([t, t], 1), r"\[48, 24\]; wanted \[48, 12\]"),
+        "group scales of a channel": (lambda t: cut(t, None, 1), r"\[48, 1\]; wanted \[48, 12\]"),
+        "group scales transposed": (lambda t: t.T, r"\[12, 48\]; wanted \[48, 12\]"),
+        "group scales flat": (lambda t: t.view(-1), r"\[576\]; wanted \[48, 12\]"),
+        "group scales empty": (lambda t: t[:, :0], r"\[48, 0\]; wanted \[48, 12\]"),
+        "group scales as whole numbers": (lambda t: t.long(), "stored as I64"),
+        "group scales gone": (None, "is missing, which"),
+    },
+    ("int4", "weight_shape"): {
+        "declared shape NaN": (lambda t: t.float() * torch.nan, "stored as F32"),
+        "declared shape a byte": (lambda t: t.to(torch.uint8), "stored as U8"),
+        "declared shape swapped": (lambda t: t.flip(0), r"pack the 192 x 48"),
+        "declared shape of three": (lambda t: torch.tensor([48, 192, 1]), r"\[3\]; wanted \[2\]"),
+        "declared shape a scalar": (lambda t: t[0], r"\[\]; wanted \[2\]"),
+        "declared shape negative": (first(-48), r"pack the -48 x 192"),
+        "declared shape zero": (lambda t: t * 0, r"pack the 0 x 0"),
+        "declared shape huge": (first(1 << 62), r"does not pack the 46116860"),
+        "declared columns no multiple": (lambda t: torch.tensor([48, 191]), "do not divide"),
+        "declared shape gone": (None, "is missing, which"),
+    },
+    ("mxfp4", "blocks"): {
+        "blocks of 8 bytes": (lambda t: t.unflatten(-1, (2, 8)).flatten(2, 3), "must be 16"),
+        "blocks flat": (lambda t: t.flatten(2), "wanted 4 dimensions"),
+        "blocks without an expert": (lambda t: t[1:], r"_scales' has shape .* wanted"),
+        "blocks without a row": (lambda t: t[:, 1:], r"_scales' has shape .* wanted"),
+        "blocks transposed": (lambda t: t.transpose(1, 2), r"_scales' has shape .* wanted"),
+        "blocks as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
+        "blocks signed": (lambda t: t.view(torch.int8), "stored as I8; mxfp4 needs"),
+        "blocks gone": (None, "is missing, which"),
+    },
+    ("mxfp4", "scales"): {
+        "exponents cut": (lambda t: t[:, :, :1], "wanted"),
+        "exponents repeated": (lambda t: torch.cat([t, t], 2), "wanted"),
+        "exponents of one expert": (lambda t: t[:1], "wanted"),
+        "exponents transposed": (lambda t: t.transpose(1, 2), "wanted"),
+        "exponents of blocks' rank": (lambda t: t[..., None], "wanted"),
+        "exponents as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
+        "exponents gone": (None, "is missing, which"),
+    },
+}
+CASES = {
+    case: (*where, *damage) for where, cases in HEADERS.items() for case, damage in cases.items()
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_that_do_not_fit_are_refused_from_the_headers(case, stored, tmp_path):
+    form, part, damage, words = CASES[case]
+    tensors, config = stored[form]
+    name, changed = PARTS[form][part], dict(tensors)
+    changed.pop(name)
+    if damage is not None:
+        changed[name] = damage(tensors[name])
+    write(tmp_path, changed, config)
+    with pytest.raises(CheckpointError, match=words) as problem:
+        open_checkpoint(tmp_path, stored=True)
+    stem = EXPERT if form != "mxfp4" else STACK
+    assert f"'{stem}" in str(problem.value)
+
+
+def test_both_experts_cut_alike_do_not_fit_the_config(stored, tmp_path):
+    tensors, config = stored["mxfp4"]
+    changed = tensors | {name: tensors[name][:-1] for name in PARTS["mxfp4"].values()}
+    write(tmp_path, changed, config)
+    with pytest.raises(CheckpointError, match=r"routed experts|config\.json describes"):
+        open_checkpoint(tmp_path, stored=True)
+
+
+def test_more_parts_than_the_format_has_are_refused(stored, tmp_path):
+    for number, (form, name) in enumerate(
+        [
+            ("fp8", f"{EXPERT}.input_scale"),
+            ("int4", f"{EXPERT}.weight_zero_point"),
+            ("int4", f"{EXPERT}.weight_g_idx"),
+            ("mxfp4", f"{STACK}_zeros"),
+        ]
+    ):
+        tensors, config = stored[form]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, tensors | {name: torch.ones(3, dtype=torch.int32)}, config)
+        with pytest.raises(CheckpointError, match=f"'{name}' in .* does not belong"):
+            open_checkpoint(folder, stored=True)
+    tensors, config = stored["int4"]
+    write(tmp_path, tensors | {f"{EXPERT}.weight": torch.ones(48, 64)}, config)
+    with pytest.raises(CheckpointError, match=f"'{EXPERT}.weight' is stored twice"):
+        open_checkpoint(tmp_path, stored=True)
+
+
+VALUES = {
+    "NaN scale": ("fp8", "weight_scale_inv", first(torch.nan)),
+    "infinite scale": ("fp8", "weight_scale_inv", first(torch.inf)),
+    "scale that overflows": ("fp8", "weight_scale_inv", first(3e38)),
+    "NaN in one expert": ("fp8", "weight", first(torch.nan)),
+    "NaN group scale": ("int4", "weight_scale", first(torch.nan)),
+    "infinite group scale": ("int4", "weight_scale", first(-torch.inf)),
+    "group scale that overflows": ("int4", "weight_scale", lambda t: t.double().fill_(1e200)),
+    "exponent that means NaN": ("mxfp4", "scales", first(255)),
+    "exponents that overflow": ("mxfp4", "scales", lambda t: t.clone().fill_(254)),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_that_are_not_finite_are_refused(case, stored, tmp_path):
+    form, part, damage = VALUES[case]
+    tensors, config = stored[form]
+    name = PARTS[form][part]
+    write(tmp_path, tensors | {name: damage(tensors[name])}, config)
+    stem = STACK if form == "mxfp4" else EXPERT
+    with pytest.raises(CheckpointError, match=f"'{stem}.*holds NaN or infinity"):
+        load_model(tmp_path, dtype="float32")
+    with pytest.raises(CheckpointError, match=f"'{stem}.*holds NaN or infinity"):
+        load_model(tmp_path, dtype="float32", quantization="nf4")
+
+
+def test_a_weight_too_large_for_the_dtype_is_refused(stored, tmp_path):
+    tensors, config = stored["fp8"]
+    name = PARTS["fp8"]["weight_scale_inv"]
+    write(tmp_path, tensors | {name: tensors[name] * 1e9}, config)
+    with pytest.raises(CheckpointError, match=f"'{EXPERT}.weight'.*float16.*model.dtype"):
+        load_model(tmp_path, dtype="float16")
+
+
+def weights(**facts):
+    base = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 16}
+    return {"config_groups": {"group_0": {"weights": base | facts}}}
+
+
+CONFIGS = {
+    "block of a trillion": ("fp8", {"weight_block_size": [10**12, 40]}, r"wanted \[1, 2\]"),
+    "block of another size": ("fp8", {"weight_block_size": [16, 40]}, r"wanted \[12, 2\]"),
+    "block of one": ("fp8", {"weight_block_size": [1, 1]}, r"wanted \[192, 48\]"),
+    "block swapped": ("fp8", {"weight_block_size": [40, 24]}, r"wanted \[5, 2\]"),
+    "block of three": ("fp8", {"weight_block_size": [24, 40, 1]}, "only scales of blocks"),
+    "block of zero": ("fp8", {"weight_block_size": [0, 40]}, "only scales of blocks"),
+    "block of text": ("fp8", {"weight_block_size": "24"}, "only scales of blocks"),
+    "block a truth": ("fp8", {"weight_block_size": [True, 40]}, "only scales of blocks"),
+    "method a list": ("fp8", {"quant_method": ["fp8"]}, "which cannot be read"),
+    "method of another": ("fp8", {"quant_method": "mxfp4"}, "no tensor is stored that way"),
+    "group of another size": ("int4", weights(group_size=24), r"\[192, 3\]; wanted \[192, 2\]"),
+    "group of a trillion": ("int4", weights(group_size=10**12), "do not divide"),
+    "group of text": ("int4", weights(group_size="16"), "group_size '16'"),
+    "group a truth": ("int4", weights(group_size=True), "group_size True"),
+    "group of zero": ("int4", weights(group_size=0), "group_size 0"),
+    "group forgotten": ("int4", weights(group_size=None), "group_size None"),
+    "group by channel": (
+        "int4",
+        weights(strategy="channel", group_size=None),
+        r"wanted \[192, 1\]",
+    ),
+    "group by tensor": ("int4", weights(strategy="tensor", group_size=None), "strategy 'tensor'"),
+    "8 bits": ("int4", weights(num_bits=8), "num_bits 8"),
+    "bits forgotten": (
+        "int4",
+        {"config_groups": {"group_0": {"weights": {"group_size": 16}}}},
+        "num_bits 8",
+    ),
+    "bits of text": ("int4", weights(num_bits="4"), "num_bits '4'"),
+    "with zero points": ("int4", weights(symmetric=False), "symmetric False"),
+    "with an order": ("int4", weights(actorder="group"), "actorder 'group'"),
+    "groups a list": ("int4", {"config_groups": [1]}, r"config_groups \[1\]"),
+    "groups empty": ("int4", {"config_groups": {}}, r"config_groups \{\}"),
+    "groups of numbers": ("int4", {"config_groups": {"group_0": 7}}, "config_groups.group_0"),
+    "weights a list": (
+        "int4",
+        {"config_groups": {"group_0": {"weights": [4]}}},
+        "config_groups.group_0",
+    ),
+    "weights of text": (
+        "int4",
+        {"config_groups": {"group_0": {"weights": "int4"}}},
+        "config_groups.group_0",
+    ),
+    "groups of two sizes": (
+        "int4",
+        {
+            "config_groups": {
+                name: {"weights": {"num_bits": 4, "group_size": size}}
+                for name, size in (("a", 16), ("b", 32))
+            }
+        },
+        "whose group_size differ",
+    ),
+    "group of another format": (
+        "int4",
+        {
+            "config_groups": {
+                "a": {"format": "int-quantized", "weights": {"num_bits": 4, "group_size": 16}}
+            }
+        },
+        "format 'int-quantized'",
+    ),
+    "rotated": (
+        "int4",
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        "rotates",
+    ),
+    "another format": ("int4", {"format": "float-quantized"}, "format 'float-quantized'"),
+    "format a list": ("int4", {"format": []}, r"format \[\]"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_the_parts_contradict_is_refused(case, stored, tmp_path):
+    form, changes, words = CONFIGS[case]
+    tensors, config = stored[form]
+    write(tmp_path, tensors, config | {SECTION: config[SECTION] | changes})
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        open_checkpoint(tmp_path, stored=True)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("section", ["fp8", [], [{"quant_method": "fp8"}], 0, True, {}])
+def test_a_section_that_is_no_mapping_is_refused(section, stored, tmp_path):
+    tensors, config = stored["fp8"]
+    write(tmp_path, tensors, config | {SECTION: section})
+    with pytest.raises(UnsupportedModelError, match="an unnamed method"):
+        load_model(tmp_path)
+
+
+def test_scales_of_a_row_and_of_other_floats_are_read(stored, tmp_path):
+    tensors, config = stored["int4"]
+    ones = {
+        name: torch.full((len(tensor), 1), 0.5, dtype=torch.bfloat16)
+        for name, tensor in tensors.items()
+        if name.endswith(".weight_scale")
+    }
+    section = config[SECTION] | weights(strategy="channel", group_size=None)
+    write(tmp_path, tensors | ones, config | {SECTION: section})
+    loaded = load_model(tmp_path, dtype="float32")
+    packed = tensors[f"{EXPERT}.weight_packed"]
+    digits = torch.stack([(packed >> 4 * place) & 15 for place in range(8)], -1).flatten(1) - 8
+    up_ERC = loaded.model.layers[2].mlp.experts.gate_up_proj
+    assert torch.equal(up_ERC[5, 48:], digits * 0.5)
+
+
+@pytest.mark.parametrize("case", ["scales cut to a row", "packed transposed"])
+def test_training_ends_before_it_begins(case, stored, tmp_path, capsys):
+    form, part, damage, _ = CASES[case]
+    folder = tiny.save("qwen3_moe", tmp_path / "base")
+    tensors, config = stored[form]
+    name = PARTS[form][part]
+    write(folder, tensors | {name: damage(tensors[name])}, config)
+    (tmp_path / "data.jsonl").write_text('{"text": "one and two"}\n')
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{path: {folder}}}\ndata: {{train: {tmp_path / 'data.jsonl'}}}\n"
+        "export: {merge: false}\ntrainer: {max_steps: 1}\n"
+    )
+    command = ["train", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "run")]
+    for verb in (command, ["inspect", str(folder)]):
+        assert main(verb) == 2
+        message = capsys.readouterr().err
+        assert f"'{name}'" in message and "Traceback" not in message
+    assert not (tmp_path / "run").exists()
