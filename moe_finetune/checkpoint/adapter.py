@@ -22,7 +22,7 @@ BIAS_FILE = "router_bias.safetensors"
 PREFIX = "base_model.model."
 # Options that change what the factors mean; a merge that ignored them would be silently wrong.
 _REFUSED = (
-    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
+    "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "megatron_config",
     "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config",
     "velora_config", "monteclora_config",
 )  # fmt: skip

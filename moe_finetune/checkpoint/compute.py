@@ -24,7 +24,7 @@ from moe_finetune.checkpoint.tensors import (
     thread_buffer,
     typed,
 )
-from moe_finetune.checkpoint.updates import LowRank, Replace
+from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace
 from moe_finetune.checkpoint.values import all_finite, finite, not_finite
 from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
@@ -61,6 +61,11 @@ class Factors:
         if update.rows:
             left_Or = left_Or[slice(*update.rows)]
         return left_Or * (update.scale * self.adapters[update.adapter][1]), right_rI
+
+    def norms(self, update: Magnitude) -> Tensor:
+        """Norm of each row (O,) that DoRA gives the tensor."""
+        norms_O = self._get(update.adapter, update.key, lambda t: t)
+        return norms_O[slice(*update.rows)] if update.rows else norms_O
 
     def _get(self, number: int, key: str, unpack) -> Tensor:
         with self._lock:
@@ -130,6 +135,7 @@ class Merged:
         """Write one matrix of the tensor (its only one, or an expert's); square of its change."""
         left_OR, right_RI = self._low_rank(expert)
         squares = 0.0
+        magnitude = next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
         start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
             last = min(first + step, rows)
@@ -152,13 +158,18 @@ class Merged:
                         squares += self._replace(work_OI, update, begin + top * columns)
                 if left_OR is not None and right_RI is not None:
                     below = slice(first + rows_here.start, first + rows_here.stop)
+                    before_OI = work_OI.clone() if magnitude else None
                     work_OI.addmm_(left_OR[below], right_RI)
+                    if magnitude and before_OI is not None:
+                        norms_O = self.factors.norms(magnitude)[below]
+                        work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
+                        squares += (work_OI - before_OI).square().sum().item()
                 _check_range(work_OI, target)
                 out_OI[rows_here].copy_(work_OI)
                 if not finite(out_OI[rows_here]):
                     raise self._not_finite(source)
             out.write(out_OI.view(-1).view(torch.uint8), at)
-        if left_OR is not None and right_RI is not None:
+        if left_OR is not None and right_RI is not None and magnitude is None:
             # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
             gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
             squares += max(gram.sum().item(), 0.0)

@@ -96,7 +96,11 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     """Compare the keys with those that PEFT would save for this config and model."""
     family, chosen = base.family, adapter.metadata.experts
     config = json.dumps(adapter.config, sort_keys=True)
-    wanted = set(_peft_keys(base.folder, (base.folder / "config.json").stat().st_mtime_ns, config))
+    changed = (base.folder / "config.json").stat().st_mtime_ns
+    try:
+        wanted = set(_peft_keys(base.folder, changed, config))
+    except AdapterError as problem:
+        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
     if chosen is not None:
         stack = f".{family.experts_path}."
         left_out = {
@@ -155,7 +159,7 @@ def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
             state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     except Exception as error:  # PEFT's checks raise half a dozen types
         reason = reason_of(error)
-        raise AdapterError(f"{CONFIG}: PEFT cannot apply it to {base}: {reason:.300}") from error
+        raise AdapterError(f"PEFT cannot apply it to {base}: {reason:.300}") from error
     return tuple(key.removeprefix(PREFIX) for key in state)
 
 

@@ -20,7 +20,7 @@ from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.untrained import stale_head
-from moe_finetune.checkpoint.updates import LowRank, Replace, Update
+from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX, SINGLE, index_text
 from moe_finetune.io.json_file import read_object
@@ -53,7 +53,10 @@ class TensorPlan:
     @property
     def stacked(self) -> int:
         """How many experts the tensor's changes are on, one below the other; 1 for a matrix."""
-        if any(u.stacked if isinstance(u, Replace) else u.expert is not None for u in self.updates):
+        if any(
+            u.stacked if isinstance(u, Replace) else isinstance(u, LowRank) and u.expert is not None
+            for u in self.updates
+        ):
             return self.target.shape[0]
         return 1
 
@@ -150,6 +153,11 @@ def plan_merge(
     for number, (adapter, weight) in enumerate(adapters):
         if not math.isfinite(weight):
             raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
+        if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
+            raise AdapterError(
+                f"{adapter.folder}: use_dora is set, and DoRA's change is no sum of products: it "
+                "cannot be weighted or added to another adapter's; merge it by itself first"
+            )
         for name, update in resolve(adapter, base, number):
             updates.setdefault(name, []).append(update)
     values, config_changes, notes = plan_bias(base, bias, bias_export)
@@ -199,8 +207,10 @@ def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes
 
 
 def _in_order(updates: Sequence[Update]) -> list[Update]:
-    """Replacements first: factors are added to what is put in place, as PEFT loads them."""
-    return sorted(updates, key=lambda update: isinstance(update, LowRank))
+    """Replacements first: factors are added to what is put in place, as PEFT loads them; then
+    DoRA's norms.
+    """
+    return sorted(updates, key=lambda update: (Replace, LowRank, Magnitude).index(type(update)))
 
 
 def _target_header(
@@ -245,6 +255,8 @@ def _row(plan: TensorPlan) -> tuple[str, ...]:
 def _describe(update: Update) -> str:
     if isinstance(update, Replace):
         return f"adapter {update.adapter}: {update.key}"
+    if isinstance(update, Magnitude):
+        return f"adapter {update.adapter}: norms of rows (DoRA)"
     place = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
     if update.expert is not None:
         place = f" on each of {update.slots} experts"

@@ -58,14 +58,17 @@ def apply_adapters(
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
+    from moe_finetune.moe.lora_factors import quiet_patterns
+
     for number, (adapter, weight) in enumerate(adapters):
         folder, name = adapter.folder, f"adapter{number}"
         if adapter.metadata.experts is not None:
             folder = expand_selection(folder, base.folder, scratch / name)
-        if number == 0:
-            model = PeftModel.from_pretrained(model, folder, adapter_name=name)
-        else:
-            model.load_adapter(folder, adapter_name=name)
+        with quiet_patterns():
+            if number == 0:
+                model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+            else:
+                model.load_adapter(folder, adapter_name=name)
         for module in model.modules():
             if isinstance(module, LoraLayer) and name in module.scaling:
                 module.scaling[name] *= weight

@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from moe_finetune.checkpoint.adapter import Adapter, unused
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.updates import LowRank, Replace, Update
+from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError
 from moe_finetune.models.structure import name_on_disk, pieces_on_disk
 
 _LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
+_MAGNITUDE = ".lora_magnitude_vector"
 _EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
 
 
@@ -32,6 +33,13 @@ def resolve(adapter: Adapter, base: Checkpoint, number: int = 0) -> list[tuple[s
             partner, or a tensor is left over.
     """
     return list(_Resolver(adapter, base, number).run())
+
+
+def _shares(names: list[str], sizes: list[int]) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """Each tensor with its range of rows, or None where there is one tensor."""
+    for place, name in enumerate(names):
+        first = sum(sizes[:place])
+        yield name, (first, first + sizes[place]) if len(names) > 1 else None
 
 
 class _Resolver:
@@ -49,12 +57,15 @@ class _Resolver:
         pairs: dict[tuple[str, int], dict[str, str]] = {}
         embeddings: dict[str, dict[str, str]] = {}
         plain: list[str] = []
+        magnitudes: list[str] = []
         for key in self.adapter.tensors:
             if match := _LORA.fullmatch(key):
                 depth = match["depth"].count("base_layer")
                 pairs.setdefault((match["path"], depth), {})[match["factor"]] = key
             elif match := _EMBEDDING.fullmatch(key):
                 embeddings.setdefault(match["path"], {})[match["factor"]] = key
+            elif key.endswith(_MAGNITUDE):
+                magnitudes.append(key)
             elif ".lora_" not in key:
                 plain.append(key)
         for (path, depth), pair in pairs.items():
@@ -68,6 +79,8 @@ class _Resolver:
                 yield from self._linear(path, a, b)
         for path, pair in embeddings.items():
             yield self._embedding(path, *self._both(path, pair))
+        for key in magnitudes:
+            yield from self._magnitude(key)
         for key in plain:
             yield from self._saved(key)
         self._check_selection()
@@ -106,19 +119,30 @@ class _Resolver:
         parameter = f"{path}.weight"
         rule = parameter if self.adapter.targets_parameter(parameter) else path
         rank = self._rank(rule, a, 1)
-        pieces = [self._disk_name(parameter)]
-        if pieces == [parameter] and parameter not in self.base.tensors:
-            # Such as the two halves of a gate_up_proj, one below the other.
-            pieces = list(pieces_on_disk(self.base.config, parameter)) or pieces
-        names = [self._target(piece, a) for piece in pieces]
+        names = self._linear_names(parameter, a)
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
         self._shape(b, (sum(sizes), rank), names[0])
         whole = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
-        for place, name in enumerate(names):
-            first = sum(sizes[:place])
-            rows = (first, first + sizes[place]) if len(names) > 1 else None
+        for name, rows in _shares(names, sizes):
             yield name, replace(whole, rows=rows)
+
+    def _linear_names(self, parameter: str, key: str) -> list[str]:
+        """Tensors in the files that make up a linear layer's weight, one below the other."""
+        pieces = [self._disk_name(parameter)]
+        if pieces == [parameter] and parameter not in self.base.tensors:
+            # Such as the two halves of a gate_up_proj, one below the other.
+            pieces = list(pieces_on_disk(self.base.config, parameter)) or pieces
+        return [self._target(piece, key) for piece in pieces]
+
+    def _magnitude(self, key: str) -> Iterator[tuple[str, Update]]:
+        """DoRA's norms of the rows of a linear layer's weight."""
+        self.used.append(key)
+        names = self._linear_names(f"{key.removesuffix(_MAGNITUDE)}.weight", key)
+        sizes = [self._matrix(name)[0] for name in names]
+        self._shape(key, (sum(sizes),), names[0])
+        for name, rows in _shares(names, sizes):
+            yield name, Magnitude(self.number, key, rows)
 
     def _embedding(self, path: str, a: str, b: str) -> tuple[str, Update]:
         name = self._target(f"{path}.weight", a)

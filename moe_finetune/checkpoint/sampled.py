@@ -77,8 +77,10 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
+    from moe_finetune.moe.lora_factors import quiet_patterns
+
     config = parse_config(base.folder)
-    with torch.device("meta"):
+    with torch.device("meta"), quiet_patterns():
         model = class_of(config).from_config(config, dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))
     modules: dict[str, tuple[str, Any]] = {}
@@ -123,7 +125,15 @@ def _deltas(
     head, experts, _ = clean.rpartition(f".{family.experts_path}")
     if not experts or not clean.endswith(experts):
         lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
-        yield _stored_name(base, f"{clean}.weight"), module.scaling["default"] * (lora_b @ lora_a)
+        name = _stored_name(base, f"{clean}.weight")
+        delta = module.scaling["default"] * (lora_b @ lora_a)
+        norms = adapter.tensors.get(f"{path}.lora_magnitude_vector")
+        if norms is not None:
+            before = read_tensor(base.tensors[name]).float()
+            changed = before + delta
+            scales = read_tensor(norms).float() / torch.linalg.norm(changed, dim=1)
+            delta = scales[:, None] * changed - before
+        yield name, delta
         return
     layer, parameter = int(head.rpartition(".")[2]), module.parameter_name
     lhs, rhs, scaling = module.get_delta_factors("default")

@@ -42,4 +42,16 @@ class Replace:
     stacked: bool = False
 
 
-Update = LowRank | Replace
+@dataclass(frozen=True)
+class Magnitude:
+    """DoRA: scales each row of the tensor, after the low-rank sums, to the norm that ``key`` gives.
+
+    ``rows`` is the range of the vector that belongs to this tensor, all when None.
+    """
+
+    adapter: int
+    key: str
+    rows: tuple[int, int] | None = None
+
+
+Update = LowRank | Replace | Magnitude

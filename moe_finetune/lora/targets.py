@@ -11,6 +11,7 @@ Two traps of PEFT 0.21 shape this file:
 from __future__ import annotations
 
 import logging
+import re
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.lora.initial import initialize
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.models.base import GATED_MLP
 from moe_finetune.moe.layers import causal_lm, family_in, moe_layers
-from moe_finetune.moe.lora_factors import parameter_wrappers
+from moe_finetune.moe.lora_factors import parameter_wrappers, quiet_patterns
 from moe_finetune.moe.lora_selected import SelectedExpertsLora, materialize
 from moe_finetune.quantization.weight import quantized
 
@@ -49,7 +51,9 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     names = [name for name, _ in model.named_modules()]
     modules: list[str] = []
     parameters: list[str] = []
+    of_part: dict[str, list[str]] = {}
     for group in lora.targets:
+        before = len(modules), len(parameters)
         if group == "attention":
             found = [t for t in family.attention_targets if _any_ends(names, t)]
             # PEFT takes these names for a part of the experts' stacks.
@@ -62,11 +66,18 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
         else:
             found = list(family.expert_targets)
             parameters += found
+        of_part[group] = [*modules[before[0] :], *parameters[before[1] :]]
         # The default names all three, so that a model with shared experts trains them.
         if not found and "targets" in lora.model_fields_set:
             log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
     if router == "lora":
         parameters.append(family.router_target)
+        of_part["router"] = [family.router_target]
+    if lora.use_dora and parameters:
+        raise RecipeError(
+            f"lora.use_dora: PEFT has no DoRA for parameters, and adapts '{parameters[0]}' of "
+            f"{family.title} as one; leave use_dora out"
+        )
     modules, parameters = _scoped(model, modules), _scoped(model, parameters)
     if not modules and not parameters:
         raise RecipeError(
@@ -74,9 +85,19 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
             "choose from attention, shared_experts, experts"
         )
     assert lora.rank is not None and lora.alpha is not None
+    patterns = {
+        re.escape(target): lora.parts[part]
+        for part, targets in of_part.items()
+        if part in lora.parts
+        for target in _scoped(model, targets)
+    }
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        rank_pattern={name: part.rank for name, part in patterns.items()},
+        alpha_pattern={name: part.alpha for name, part in patterns.items()},
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         lora_dropout=0.0,
         target_modules=modules or [],
         target_parameters=parameters or None,
@@ -115,14 +136,16 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             widen(layer.router)
         return model
     chosen, config = read_selection(model, lora), lora_config(model, lora, router)
-    adapted = get_peft_model(
-        model,  # type: ignore[arg-type]
-        config,
-        low_cpu_mem_usage=chosen is not None,
-    )
+    with quiet_patterns():
+        adapted = get_peft_model(
+            model,  # type: ignore[arg-type]
+            config,
+            low_cpu_mem_usage=chosen is not None,
+        )
     if chosen is not None:
         keep_chosen(adapted, config, chosen)
         materialize(adapted)
+    initialize(adapted, config, lora)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
     # DDP would send rank 0's weights to all; each has read its own from the files.

@@ -6,6 +6,9 @@ slowest index, in ``lora_B`` (O, r*E) the fastest.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +23,14 @@ from moe_finetune.moe.experts import LoraFactors
 from moe_finetune.moe.lora_selected import SelectedExpertsLora
 
 RANK_MULTIPLE = 8
+
+
+@contextmanager
+def quiet_patterns() -> Iterator[None]:
+    """Without PEFT 0.21's warning that a rank or alpha of a parameter is ignored: it is applied."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        yield
 
 
 def parameter_wrappers(module: nn.Module) -> tuple[nn.Module, dict[str, ParamWrapper]]:

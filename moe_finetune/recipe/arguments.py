@@ -40,8 +40,6 @@ OWNED = {
     "do_train": "use the verb `train`",
     "do_eval": "set data.validation",
     "do_predict": "use the verb `eval`",
-    "use_liger_kernel": "it replaces the experts' forward that the losses read",
-    "liger_kernel_config": "it replaces the experts' forward that the losses read",
     "deepspeed": "use FSDP2; see recipes/hardware",
     "parallelism_config": "use an accelerate config; see recipes/hardware",
     "push_to_hub": "use `merge --push`",
@@ -103,11 +101,32 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
             "trainer.fp16: its loss scaling would scale the main loss and not the losses added "
             "inside the layers; use bf16 (model.dtype: bfloat16)"
         )
+    yield from _liger(trainer)
     kwargs = trainer.get("gradient_checkpointing_kwargs")
     if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         yield (
             "trainer.gradient_checkpointing_kwargs: reentrant checkpointing gives wrong gradients "
             "of losses that join two layers; set use_reentrant: false"
+        )
+
+
+def _liger(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of Liger's kernels that would replace what the losses read."""
+    config = trainer.get("liger_kernel_config") or {}
+    if not trainer.get("use_liger_kernel"):
+        if config:
+            yield "trainer.liger_kernel_config: has no effect; set use_liger_kernel: true"
+        return
+    if isinstance(config, dict) and config.get("swiglu", True):
+        yield (
+            "trainer.liger_kernel_config: Liger's swiglu, on unless it is named, replaces the "
+            "experts' forward that the losses read; set liger_kernel_config: {swiglu: false}, "
+            "which keeps its RoPE, norm and cross-entropy kernels"
+        )
+    if isinstance(config, dict) and config.get("fused_linear_cross_entropy"):
+        yield (
+            "trainer.liger_kernel_config: fused_linear_cross_entropy replaces the model's forward, "
+            "and TRL fuses the loss itself; leave it out"
         )
 
 

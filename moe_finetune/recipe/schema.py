@@ -198,6 +198,27 @@ def _unspreadable(recipe: Recipe) -> Iterator[str]:
             yield f"trainer.{name}: does not go with {key}; leave one of them out"
 
 
+def _unstartable(recipe: Recipe, lora: LoraSection) -> Iterator[str]:
+    """Why the adapter of this run cannot begin as ``lora.init`` and ``lora.use_dora`` ask."""
+    others = {
+        f"model.quantization '{recipe.model.quantization}'": recipe.model.quantization != "none",
+        f"model.offload '{recipe.model.offload}'": recipe.model.offload != "none",
+        f"parallel.experts: {recipe.parallel.experts}": recipe.parallel.experts != 1,
+    }
+    for other in (name for name, active in others.items() if active):
+        if lora.changes_base or (lora.init == "orthogonal" and "parallel" in other):
+            yield f"lora.init: '{lora.init}' does not go with {other}; set one to its default"
+        if lora.loraplus_lr_ratio is not None and "parallel" in other:
+            yield f"lora.loraplus_lr_ratio: does not go with {other}; leave one of them out"
+        if lora.use_dora:
+            yield f"lora.use_dora: does not go with {other}; set one to its default"
+    if lora.changes_base and recipe.stage not in ("sft", "pretrain"):
+        yield (
+            f"lora.init: '{lora.init}' changes the base's weights while it trains, and stage "
+            f"{recipe.stage} needs them as the reference; use kaiming, gaussian or orthogonal"
+        )
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     lora, router, data = recipe.lora, recipe.router.train, recipe.data
@@ -218,12 +239,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if router == "lora":
             yield "router.train: 'lora' needs a `lora:` section with a rank"
     else:
-        if lora.rank is None:
-            yield "lora.rank: required, but missing; wanted a whole number such as 32"
-        if not lora.targets and router == "frozen":
-            yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
-        if lora.experts != "all" and "experts" not in lora.targets:
-            yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
+        yield from lora.problems(router)
+        yield from _unstartable(recipe, lora)
     yield from _stage_contradictions(recipe)
     if data.columns and data.template:
         yield "data.template: cannot be combined with data.columns; keep one of them"

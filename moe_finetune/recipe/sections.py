@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from moe_finetune.recipe.family import FamilySection
+from moe_finetune.recipe.lora import LoraSection as LoraSection
 from moe_finetune.recipe.section import Section
 
 # transformers' own; it would also take a hub id, and fetch code from there.
@@ -84,25 +85,6 @@ class RouterSection(Section):
     replay: bool = Field(
         default=False, description="of stage grpo: train with the experts of the rollout"
     )
-
-
-class LoraSection(Section):
-    """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
-
-    rank: int | None = Field(default=None, ge=1, description="of every adapted matrix")
-    alpha: float | None = Field(default=None, gt=0, le=1e6, description="default: 4 x rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
-    targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
-        default=["attention", "shared_experts", "experts"],
-        description="what is adapted, beside the routers",
-    )
-    experts: str = Field(default="all", description="all, or a selection file")
-
-    @model_validator(mode="after")
-    def _alpha(self) -> LoraSection:
-        if self.alpha is None and self.rank is not None:
-            self.alpha = 4.0 * self.rank
-        return self
 
 
 class DataSource(Section):

@@ -67,7 +67,7 @@ def checkpoint_parts(
         if sharded:
             adopt_shards(staged, entries, folder)
         if adapted:
-            write_adapter(model, weights, folder)
+            write_adapter(model.peft_config[model.active_adapter], weights, folder)
             for callback in callbacks:
                 callback.describe_adapter(folder)
         elif not sharded:

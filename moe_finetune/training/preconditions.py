@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.errors import DependencyError, ObjectiveError, RecipeError
 from moe_finetune.quantization.codec import check_kind
 from moe_finetune.recipe.method import Method
 
@@ -70,15 +71,21 @@ def check_quantization(kind: str) -> None:
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:
-    """Refuse a recipe's ``trainer:`` keys that need an accelerator where there is none.
+    """Refuse a recipe's ``trainer:`` keys that need an accelerator where there is none,
+    or a package that is missing.
 
     Raises:
-        RecipeError: names the key.
+        RecipeError, DependencyError: name the key.
     """
     if trainer.get("activation_offloading") and not torch.accelerator.is_available():
         raise RecipeError(
             "trainer.activation_offloading: moves activations from a GPU to the CPU's memory, and "
             "there is no GPU here; leave it out"
+        )
+    if trainer.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        raise DependencyError(
+            "trainer.use_liger_kernel: Liger is not installed; pip install liger-kernel, or leave "
+            "the key out"
         )
 
 

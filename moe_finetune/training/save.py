@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.io import output_folder, sync
+from moe_finetune.lora.initial import ordinary_adapter
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.lora_selected import selected_experts
@@ -51,7 +52,8 @@ def save_trained(
     with output_folder(target, size) as partial:
         if adapted:
             name_base(model, recipe)
-            write_adapter(model, weights, partial)
+            weights, config = ordinary_adapter(model, weights, _peft_config(model))
+            write_adapter(config, weights, partial)
             assert recipe.lora is not None
             describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
             tokenizer.save_pretrained(partial)
@@ -106,7 +108,7 @@ def name_base(model: Any, recipe: Recipe) -> None:
     """Let the adapter name its base: a hub id and revision as such (not the folder of the local
     cache), a folder by its whole path, which holds from any other folder too.
     """
-    config, folder = model.peft_config[model.active_adapter], Path(recipe.model.path).expanduser()
+    config, folder = _peft_config(model), Path(recipe.model.path).expanduser()
     if folder.is_dir():
         config.base_model_name_or_path = str(folder.resolve())
     else:
@@ -158,12 +160,15 @@ def describe_adapter(
         save_beside(balancer, moe_layers(model), folder)
 
 
-def write_adapter(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _peft_config(model: Any) -> Any:
+    return model.peft_config[model.active_adapter]
+
+
+def write_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write PEFT's two files. Its own ``save_pretrained`` cannot gather sharded tensors, and adds
     a card that holds the base's local path.
     """
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = model.peft_config[model.active_adapter]
     mode, config.inference_mode = config.inference_mode, True
     try:
         config.save_pretrained(str(folder))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
@@ -98,7 +99,13 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
     """Checkpoints that resume exactly, and a guard over loss and gradients; a mixin.
 
     A model on the meta device stays there: that of a rehearsal.
+
+    Attributes:
+        loraplus_lr_ratio: LoRA+'s ratio of learning rates, or None for one rate.
     """
+
+    loraplus_lr_ratio: float | None = None
+    optimizer: Any
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; at step 0 without using up random numbers, so that training is the same."""
@@ -109,6 +116,27 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
             return super().evaluate(*args, **kwargs)
         finally:
             set_random_state(state)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is not None or self.loraplus_lr_ratio is None:
+            return super().create_optimizer(model)
+        from peft.optimizers import create_loraplus_optimizer
+
+        trained = self.model if model is None else model
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
+        if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):
+            raise RecipeError(
+                f"lora.loraplus_lr_ratio: trainer.optim '{self.args.optim}' groups parameters "
+                "itself; use adamw_torch, or leave the ratio out"
+            )
+        self.optimizer = create_loraplus_optimizer(
+            trained,
+            kind,
+            loraplus_lr_ratio=self.loraplus_lr_ratio,
+            loraplus_weight_decay=self.args.weight_decay,
+            **options,
+        )
+        return self.optimizer
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if next(model.parameters()).device.type != "meta":
@@ -235,6 +263,7 @@ def build_trainer(
     for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
         trainer.remove_callback(theirs)
     callback.attach(trainer)
+    trainer.loraplus_lr_ratio = recipe.lora.loraplus_lr_ratio if recipe.lora else None
     if isinstance(trainer, FollowsRollouts | RoutesAsTeacher):
         trainer.callback = callback
     if isinstance(trainer, FollowsRollouts):

@@ -23,6 +23,8 @@ from moe_finetune.recipe.validation import from_tree
 
 EPOCHS = "num_train_epochs"
 
+_NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "loraplus_lr_ratio"}
+
 
 class PretrainSection(Section):
     """A small Llama made on the spot; heads of 32 (64 from a hidden size of 512 on)."""
@@ -306,3 +308,6 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
     for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):
         if lora is not None and lora.rank is None:
             yield f"{place}.lora.rank: required, but missing; wanted a whole number such as 32"
+        for key in sorted(_NOT_HERE & lora.model_fields_set) if lora is not None else ():
+            if getattr(lora, key) != LoraSection.model_fields[key].default:
+                yield f"{place}.lora.{key}: cannot be set in an upcycling; leave it out"

@@ -238,3 +238,48 @@ def test_from_preset():
     recipe = Recipe.from_preset("erc", "my/model", "my.jsonl", trainer={"max_steps": 5})
     assert recipe.method.preset == "erc" and recipe.trainer == {"max_steps": 5}
     assert yaml.safe_load(recipe.to_yaml())["model"]["path"] == "my/model"
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    (["lora.parts={experts: {rank: 0}}"], "lora.parts.experts.rank: must be 1 or more, not 0"),
+    (["lora.parts={exprts: {rank: 2}}"], "lora.parts.exprts"),
+    (["lora.parts={router: {rank: 2}}"], "lora.parts.router: this part has no adapter"),
+    (["lora.parts={experts: {rank: 2}}", "lora.targets=[attention]"], "lora.parts.experts"),
+    (["lora.use_dora=true"], "PEFT has no DoRA for parameters, and experts, shared_experts"),
+    (["lora.use_dora=true", "lora.targets=[attention]", "router.train=lora"], "and router is one"),
+    (["lora.use_dora=true", "lora.targets=[attention]", "lora.init=pissa"], "lora.init 'pissa'"),
+    (["lora.init=pisa"], "lora.init: must be kaiming, gaussian, orthogonal, pissa"),
+    (["lora.init=eva"], "lora.init: 'eva' needs activations or gradients of data"),
+    (["lora.init=orthogonal", "lora.rank=7"], "lora.rank: lora.init 'orthogonal' needs an even"),
+    (["lora.init=pissa", "model.quantization=nf4"], "does not go with model.quantization 'nf4'"),
+    (["lora.init=olora", "model.offload=experts"], "does not go with model.offload 'experts'"),
+    (["lora.init=orthogonal", "parallel.experts=2"], "does not go with parallel.experts: 2"),
+    (["lora.loraplus_lr_ratio=0.5"], "lora.loraplus_lr_ratio: must be 1 or more, not 0.5"),
+    (["lora.loraplus_lr_ratio=8", "lora.targets=[]"], "nothing has an adapter"),
+    (["lora.loraplus_lr_ratio=8", "parallel.experts=2"], "does not go with parallel.experts: 2"),
+    (["trainer.use_liger_kernel=true"], "set liger_kernel_config: {swiglu: false}"),
+    (["trainer.liger_kernel_config={rope: true}"], "has no effect; set use_liger_kernel: true"),
+    (["trainer.use_liger_kernel=true", "trainer.liger_kernel_config={swiglu: true}"], "swiglu"),
+])  # fmt: skip
+def test_adapters_that_cannot_train_so(write, changes, reason):
+    assert any(reason in line for line in refused(write("r.yaml", BASE), changes))
+
+
+def test_a_reference_needs_the_base_as_it_is(write):
+    text = "stage: dpo\nmodel: {path: m}\nlora: {rank: 4, init: pissa}\ndata: {train: a.jsonl}"
+    assert "needs them as the reference" in refused(write("r.yaml", text))[0]
+
+
+def test_parts_of_liger_that_leave_experts_alone_are_allowed(write):
+    config = "trainer.liger_kernel_config={swiglu: false, rms_norm: true}"
+    recipe = load_recipe(write("r.yaml", BASE), ["trainer.use_liger_kernel=true", config])
+    assert recipe.trainer["liger_kernel_config"] == {"swiglu": False, "rms_norm": True}
+
+
+def test_a_part_keeps_the_ratio_of_alpha_to_rank(write):
+    parts = "lora.parts={experts: {rank: 2}, attention: {rank: 6, alpha: 5}}"
+    recipe = load_recipe(write("r.yaml", BASE), [parts])
+    again = load_recipe(write("again.yaml", recipe.to_yaml()))
+    assert again.hash == recipe.hash
+    found = {name: (part.rank, part.alpha) for name, part in again.lora.parts.items()}
+    assert found == {"experts": (2, 4.0), "attention": (6, 5.0)}  # BASE: rank 8, alpha 16

@@ -1,0 +1,117 @@
+"""The ``lora:`` section of a recipe: what is adapted, with which rank, scaling and beginning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from moe_finetune.recipe.section import Section
+
+Part = Literal["attention", "shared_experts", "experts", "router"]
+_RESIDUAL = re.compile(r"pissa(_niter_[1-9]\d?)?|olora")
+_INITS = "kaiming, gaussian, orthogonal, pissa, pissa_niter_N (N from 1 to 99) or olora"
+_NEEDS_DATA = ("corda", "eva", "lora_ga")
+
+
+class LoraPart(Section):
+    """Rank and alpha of one part; ``alpha`` keeps the section's ratio of alpha to rank."""
+
+    rank: int = Field(ge=1, description="of every adapted matrix of this part")
+    alpha: float | None = Field(
+        default=None, gt=0, le=1e6, description="default: the section's ratio of alpha to rank"
+    )
+
+
+class LoraSection(Section):
+    """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
+
+    rank: int | None = Field(default=None, ge=1, description="of every adapted matrix")
+    alpha: float | None = Field(default=None, gt=0, le=1e6, description="default: 4 x rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
+    targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
+        default=["attention", "shared_experts", "experts"],
+        description="what is adapted, beside the routers",
+    )
+    experts: str = Field(default="all", description="all, or a selection file")
+    parts: dict[Part, LoraPart] = Field(
+        default={},
+        description="rank and alpha of a part: attention, shared_experts, experts or router",
+    )
+    use_rslora: bool = Field(
+        default=False, description="scale by alpha / sqrt(rank) instead of alpha / rank"
+    )
+    use_dora: bool = Field(
+        default=False, description="DoRA; attention only, because PEFT has none for parameters"
+    )
+    init: str = Field(
+        default="kaiming",
+        description="kaiming, gaussian, orthogonal, pissa, pissa_niter_N or olora",
+    )
+    loraplus_lr_ratio: float | None = Field(
+        default=None, ge=1, le=1e6, description="LoRA+: learning rate of B over that of the rest"
+    )
+
+    @field_validator("init")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in _NEEDS_DATA:
+            raise ValueError(f"'{value}' needs activations or gradients of data; use {_INITS}")
+        if value not in ("kaiming", "gaussian", "orthogonal") and not _RESIDUAL.fullmatch(value):
+            raise ValueError(f"must be {_INITS}, not {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _alpha(self) -> LoraSection:
+        if self.alpha is None and self.rank is not None:
+            self.alpha = 4.0 * self.rank
+        if self.alpha is not None and self.rank is not None:
+            for part in self.parts.values():
+                if part.alpha is None:
+                    part.alpha = self.alpha / self.rank * part.rank
+        return self
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether ``init`` takes the first product of the factors out of the base's weights."""
+        return _RESIDUAL.fullmatch(self.init) is not None
+
+    def adapted(self, router: str) -> set[str]:
+        """The parts that have factors when ``router.train`` is ``router``."""
+        return {*self.targets, *(["router"] if router == "lora" else [])}
+
+    def problems(self, router: str) -> Iterator[str]:
+        """Combinations of the section's keys that cannot run, one line each."""
+        if self.rank is None:
+            yield "lora.rank: required, but missing; wanted a whole number such as 32"
+        if not self.targets and router == "frozen":
+            yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
+        if self.experts != "all" and "experts" not in self.targets:
+            yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
+        for part in self.parts:
+            if part not in self.adapted(router):
+                remedy = "set router.train: lora" if part == "router" else "add it to lora.targets"
+                yield f"lora.parts.{part}: this part has no adapter; {remedy}, or leave it out"
+        beside = sorted(self.adapted(router) - {"attention"})
+        if self.use_dora and beside:
+            yield (
+                f"lora.use_dora: PEFT has no DoRA for parameters, and {', '.join(beside)} "
+                f"{'is one' if len(beside) == 1 else 'are such'}; set lora.targets: [attention] "
+                "and router.train: full or frozen, or leave use_dora out"
+            )
+        if self.use_dora and self.changes_base:
+            yield (
+                f"lora.use_dora: does not go with lora.init '{self.init}', which changes the "
+                "weights whose norms DoRA learns; set one of them to its default"
+            )
+        if self.init == "orthogonal":
+            ranks = {"lora.rank": self.rank} | {
+                f"lora.parts.{name}.rank": part.rank for name, part in self.parts.items()
+            }
+            for key, rank in ranks.items():
+                if rank is not None and rank % 2:
+                    yield f"{key}: lora.init 'orthogonal' needs an even rank, not {rank}"
+        if self.loraplus_lr_ratio is not None and not self.adapted(router):
+            yield "lora.loraplus_lr_ratio: nothing has an adapter; add a part to lora.targets"
