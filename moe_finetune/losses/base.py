@@ -22,6 +22,9 @@ Need = Literal[
     "activations_gram", "outputs_gram", "activations", "outputs", "previous", "expert_factors"
 ]
 
+LARGEST_WEIGHT = 1e12
+"""Of a term, times the tokens of a sum: the squares of its gradients must fit into float32."""
+
 
 class Schedule(BaseModel):
     """How a term's weight moves over training: constant, linear warm-up, or cosine to 0."""
@@ -96,6 +99,12 @@ class TermOptions(BaseModel):
             raise ValueError("weight is missing; give a weight, or a share such as 0.1")
         if self.share is not None and self.weight:
             self.weight = None
+        if (self.weight or 0.0) * (self.tokens or 1) > LARGEST_WEIGHT:
+            raise ValueError(
+                f"weight: {self.weight:g}"
+                + (f" x tokens {self.tokens:g}" if self.tokens else "")
+                + f" is more than {LARGEST_WEIGHT:g}, where float32 gradients overflow; lower it"
+            )
         if self.every is not None and self.share is None:
             raise ValueError("every: says when a share's weight is found again; give a share")
         if self.reduction == "sum" and self.tokens is None:

@@ -56,6 +56,7 @@ def measure_strength(
             Specialization(model, method, accumulation=len(window)) as work,
         ):
             work.strength.first = True
+            work.strength.tries = 1
             work.strength.begin(0)
             for batch, tokens in zip(window, learned, strict=True):
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()

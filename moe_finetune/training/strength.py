@@ -20,7 +20,7 @@ from torch import distributed, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import Term
+from moe_finetune.losses.base import LARGEST_WEIGHT, Term
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.training import ranks
@@ -29,6 +29,8 @@ from moe_finetune.training.replay import Gradients, Replay, product
 PARTS = ("router", "experts")
 WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
 """Shares: below the first nothing shows; above the last the language loss is drowned."""
+FIRST_WINDOWS = 50
+"""Windows that may go by before a share's first weight is found."""
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +64,16 @@ class TermStrength:
         return self.weight * self.at_one
 
     def weight_for(self, share: float) -> float | None:
-        """The weight that gives this share; None for a term without a gradient."""
-        return share / self.at_one if self.at_one > 0 else None
+        """The weight that gives this share; None where a gradient is missing or vanishes."""
+        weight = share / self.at_one if self.at_one > 0 else math.inf
+        return weight if weight <= LARGEST_WEIGHT else None
+
+    @property
+    def missing(self) -> str:
+        """Why no weight gives it a share."""
+        if all(share is None for share in self.shares.values()):
+            return "the trainer's own loss has no gradient where the term acts"
+        return "the term has no gradient (its aim is met)"
 
     def row(self) -> dict[str, Any]:
         """What :func:`measure_strength` returns."""
@@ -83,6 +93,8 @@ class StrengthMeter:
     Due are the first window, every ``every``-th after it, and those of terms whose share says so. A
     window is measured right before its optimizer step; a weight found there acts from the next step
     on, so that the step that is measured has no share's term in it unless one was found before.
+    Where a window gives no weight, since the term or the trainer's loss has no gradient in it, the
+    term keeps the weight that it has; without one, the next window is due, up to ``tries`` of them.
 
     Args:
         recorder: whose objective is measured.
@@ -92,6 +104,7 @@ class StrengthMeter:
 
     Attributes:
         rows: of the last measurement.
+        tries: windows after which a share without a weight is an error.
         on_measured: called with the step and the rows, on every rank.
     """
 
@@ -110,6 +123,8 @@ class StrengthMeter:
         self._replay = Replay(recorder, objective)
         self._step = 0
         self._due: set[str] = set()
+        self.tries = FIRST_WINDOWS
+        self._misses: dict[str, int] = {}
         self._hook: Any = None
 
     def begin(self, step: int) -> None:
@@ -145,22 +160,57 @@ class StrengthMeter:
         self._replay.forget()
 
     def end(self) -> None:
-        """After an optimizer step: say so where the window was noted and could not be measured.
+        """After an optimizer step: report a window that was due and could not be measured.
 
         Raises:
             ObjectiveError: the weight of a share was to be found.
         """
-        if self._replay.count:
-            self.close()
+        if self._hook is None:
+            return
+        forwards = self._replay.count
+        self.close()
+        if forwards:
             self._give_up("no torch.optim.Optimizer took a step over these parameters")
+        else:
+            self._miss("no gradient came back through the model")
 
     def _give_up(self, reason: str) -> None:
-        if self._due:
+        """The window cannot be measured, and no later one can."""
+        missing = sorted(name for name in self._due if self.objective.full_weights[name] is None)
+        if missing:
             raise ObjectiveError(
-                f"method.terms.{min(self._due)}.share: its weight cannot be found: {reason}; give "
+                f"method.terms.{missing[0]}.share: its weight cannot be found: {reason}; give "
                 "a weight instead"
             )
         log.warning("the losses' strength is not measured: %s", reason)
+
+    def _miss(self, reason: str) -> None:
+        """This window gives none of the due terms a weight."""
+        for name in sorted(self._due):
+            self._miss_one(name, reason)
+
+    def _miss_one(self, name: str, reason: str) -> None:
+        weight, key = self.objective.full_weights[name], f"method.terms.{name}.share"
+        where = f"step {self._step + 1}: {key}"
+        if weight is not None:
+            log.warning("%s: %s in this window; its weight stays %.3g", where, reason, weight)
+            return
+        self._misses[name] = self._misses.get(name, 0) + 1
+        if self._misses[name] >= self.tries:
+            share = next(t.options.share for t in self.objective.terms if t.name == name)
+            windows = "the window" if self.tries == 1 else f"the first {self.tries} windows"
+            raise ObjectiveError(
+                f"{key}: no weight gives it a share of {share:g} in {windows}: {reason}; give a "
+                "weight instead, or remove the term"
+            )
+        if self._misses[name] == 1:
+            log.warning(
+                "%s: %s in this window; the term has no effect until a window gives it a weight "
+                "(up to %d are measured)",
+                where,
+                reason,
+                self.tries,
+            )
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         own = {id(parameter) for parameter in self._replay.parameters()}
@@ -171,10 +221,10 @@ class StrengthMeter:
     def measure(self) -> list[TermStrength]:
         """Measure the forwards noted so far and set the weights that are due; on every rank.
 
-        A window whose gradients are not finite is left out, and the next one is due.
+        A window whose gradients are not finite is left out.
 
         Raises:
-            ObjectiveError: a share, and its term or the language loss has no gradient.
+            ObjectiveError: a share has no weight after so many windows without a gradient.
         """
         if not ranks.equal_on_ranks(self._replay.count):
             self.close()
@@ -190,13 +240,15 @@ class StrengthMeter:
         rows = _same_on_ranks(rows)
         if not all(_finite(row) for row in rows):
             log.warning(
-                "step %d: a gradient is not finite; its strength is not measured", self._step
+                "step %d: a gradient is not finite; its strength is not measured", self._step + 1
             )
+            self._miss("a gradient is not finite")
             return []
         self.rows = [self._with_found(row) for row in rows]
         if ranks.rank() == 0:
             for row in self.rows:
-                _say(row)
+                if row.weight or row.term not in self._due:
+                    _say(row)
         for call in self.on_measured:
             call(self._step, self.rows)
         return self.rows
@@ -209,11 +261,9 @@ class StrengthMeter:
         assert wanted is not None
         weight = row.weight_for(wanted)
         if weight is None:
-            raise ObjectiveError(
-                f"method.terms.{row.term}.share: no weight gives it a share of {wanted:g}: on the "
-                "first batches its gradient is 0 (its aim is already met), or the language "
-                "loss has none where it acts; give a weight instead"
-            )
+            self._miss_one(row.term, row.missing)
+            return row
+        self._misses.pop(row.term, None)
         self.objective.set_full_weight(row.term, weight)
         return TermStrength(row.term, row.trains, weight, row.shares, row.cosines)
 
@@ -261,6 +311,9 @@ def _finite(row: TermStrength) -> bool:
 
 def _say(row: TermStrength) -> None:
     """A line; a warning where the term whispers or drowns the language loss."""
+    if all(share is None for share in row.shares.values()):
+        log.info("method.terms.%s: not compared, since %s", row.term, row.missing)
+        return
     aim = row.weight_for(AIM)
     advice = (
         "no weight changes that while its aim is met"

@@ -9,6 +9,7 @@ from trl import DPOConfig, DPOTrainer
 
 from moe_finetune import SpecializationCallback, measure_strength
 from moe_finetune.errors import ObjectiveError
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.training.policy import COMMON, Policy, adapted, explicit, gradients
@@ -174,3 +175,77 @@ def test_a_share_under_dpo_is_one_of_the_preference_losss_gradient(tmp_path):
         return sum(g.double().square().sum() for n, g in grads.items() if ".experts." in n) ** 0.5
 
     assert float(norm(own) / norm(preference)) == pytest.approx(0.2, rel=1e-3)
+
+
+def loop(work, model, factors):
+    """Optimizer steps whose language loss is multiplied by each of ``factors``."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for factor in factors:
+        (model(**BATCHES[0]).loss * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        work.step()
+        yield work.objective.full_weights["dpp"]
+
+
+def test_a_window_without_a_gradient_keeps_the_weight_and_a_first_one_tries_the_next(caplog):
+    model = adapted().train()
+    with Specialization(model, {"terms": {"dpp": {"share": 0.3, "every": 3}}}) as work:
+        found = list(loop(work, model, (0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)))
+    assert found[:2] == [None, None] and found[2] > 0
+    assert found[2:6] == [found[2]] * 4 and found[6] != found[2]
+    lines = [r.getMessage() for r in caplog.records if "dpp.share" in r.getMessage()]
+    assert len(lines) == 2, lines
+    assert "step 1: " in lines[0] and "own loss has no gradient" in lines[0]
+    assert "no effect until" in lines[0]
+    assert "step 4: " in lines[1] and f"its weight stays {found[2]:.3g}" in lines[1]
+    # The weight is the one that the window gives by itself.
+    model = adapted().train()
+    with Specialization(model, {"terms": {"dpp": {"share": 0.3}}}) as fresh:
+        (weight,) = loop(fresh, model, (1.0,))
+    assert found[2] == pytest.approx(weight, rel=1e-6)
+
+
+def test_a_share_that_no_window_gives_a_weight_is_an_error_after_so_many(caplog):
+    model = adapted().train()
+    with Specialization(model, {"terms": {"dpp": {"share": 0.3}}}) as work:
+        work.strength.tries = 3
+        with pytest.raises(ObjectiveError, match=r"dpp\.share: .* in the first 3 windows: the tr"):
+            list(loop(work, model, (0.0,) * 4))
+    assert work.steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*alpha")
+def test_a_share_whose_aim_is_met_later_keeps_its_weight(caplog):
+    model = adapted().train()
+    method = {"terms": {"erc": {"share": 1.0, "every": 1, "noise": False}, "dpp": {"weight": 0.1}}}
+    with Specialization(model, method) as work:
+        list(loop(work, model, (1.0,)))
+        weight = work.objective.full_weights["erc"]
+        work.objective.terms[0].options.alpha = 1e6  # every row of the hinge is 0 from here on
+        list(loop(work, model, (1.0, 1.0)))
+    assert weight > 0 and work.objective.full_weights["erc"] == weight
+    assert caplog.text.count("erc.share: the term has no gradient (its aim is met)") == 2
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_grpo_goes_on_over_equal_rewards(tmp_path, every):
+    from tests.training.test_rollout import trainer_for
+
+    trainer = trainer_for(
+        tmp_path, "qwen3_moe", False, max_steps=4, num_iterations=1, beta=0.0, max_grad_norm=1.0
+    )
+    trainer.callback.method = resolve_method({"terms": {"dpp": {"share": 0.2, "every": every}}})
+    calls = []
+
+    def rewards(completions, **_):
+        calls.append(len(completions))
+        varied = len(calls) == 2
+        return [float(i) if varied else 0.5 for i in range(len(completions))]
+
+    trainer.reward_funcs = [rewards]
+    trainer.train()
+    weights = {step: logged(trainer, step).get("dpp/weight") for step in (1, 2, 3, 4)}
+    assert len(calls) == 4 and weights[1] == 0 and weights[2] > 0
+    assert weights[3] == weights[4] == (None if every is None else weights[2])
+    assert trainer.callback.specialization.objective.full_weights["dpp"] == weights[2]
