@@ -64,7 +64,7 @@ def run_recipe(
         OutputExistsError: ``output`` holds something already (without ``resume``).
         OutputBusyError: another process is at work in ``output``.
         ConnectionError: another rank of this run has ended.
-        RecipeError: ``resume`` with another recipe than the run's.
+        RecipeError: ``resume`` with a recipe that trains something else than the run's.
     """
     from moe_finetune.training import ranks
 
@@ -161,15 +161,22 @@ def plan_run(
 
 
 def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
-    """Refuse a folder that holds something else, or another recipe's run."""
+    """Refuse a folder that holds something else, or a run that another recipe trained."""
+    from moe_finetune.evaluation.steps import step_results
+    from moe_finetune.recipe.resume import check_resumable
     from moe_finetune.recipe.schema import load_recipe
 
     saved = output / RECIPE_FILE
     if enter_folder(output, RECIPE_FILE, "a run", resume):
-        if load_recipe(saved).hash != recipe.hash:
-            raise RecipeError(
-                f"--resume: the recipe differs from {saved}, with which this run was started; "
-                "resume with that file, or choose another --output"
+        changed = check_resumable(load_recipe(saved), recipe, str(saved))
+        if changed:
+            log.warning("--resume: changed since the run was started: %s", ", ".join(changed))
+        kept = [step for step in step_results(output) if "evaluation.every" not in changed]
+        if kept and any(key.startswith("evaluation.") for key in changed):
+            log.warning(
+                "--resume: the scores after steps %s stay those of the earlier evaluation: the "
+                "weights of these steps are gone",
+                ", ".join(map(str, kept)),
             )
     elif resume and output.is_dir():
         log.warning("--resume: %s is empty, so the run starts at its beginning", output)
@@ -180,11 +187,15 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
 def begin(recipe: Recipe, output: Path) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
     from moe_finetune.io.environment import describe_environment
+    from moe_finetune.recipe.schema import load_recipe
+    from moe_finetune.training.trainer import noted_weights, with_weights
 
-    # The recipe makes the folder a run that can be resumed, so it comes first, and whole. A resumed
-    # run's is equal, and has the weights found for shares in it.
-    if not (output / RECIPE_FILE).exists():
-        write_atomic(output / RECIPE_FILE, recipe.to_yaml())
+    # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
+    saved = output / RECIPE_FILE
+    if not saved.exists():
+        write_atomic(saved, recipe.to_yaml())
+    elif load_recipe(saved).hash != recipe.hash:
+        write_atomic(saved, with_weights(recipe, noted_weights(saved)).to_yaml())
     environment = json.dumps(describe_environment(), indent=2) + "\n"
     write_atomic(output / "environment.json", environment)
 

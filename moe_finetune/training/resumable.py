@@ -184,6 +184,8 @@ class ResumableTrainer(_Trainer):
         # The mean loss of this session must not count what an earlier one had summed.
         self._total_loss_scalar -= float(state["loss"])
         self._globalstep_last_logged = state["last_logged"]
+        # The checkpoint's state has the intervals of the run that wrote it.
+        self.state.compute_steps(self.args, self.state.max_steps)
         for mode, held in state["metrics"].items():
             self._metrics[mode].update(held)
         if state["tokens"] is not None:

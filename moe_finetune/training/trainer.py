@@ -18,6 +18,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
+from moe_finetune.recipe.tree import load_tree
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.live import LiveTable
@@ -352,3 +353,13 @@ def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
     }
     method = recipe.method.model_copy(update={"terms": terms})
     return recipe.model_copy(update={"method": method})
+
+
+def noted_weights(path: Path) -> dict[str, float]:
+    """The weights that :class:`FoundWeights` noted in a run's recipe, by term."""
+    terms = load_tree([path]).values["method"]["terms"]
+    return {
+        name: options["weight"]
+        for name, options in terms.items()
+        if options.get("share") is not None and options.get("weight")
+    }

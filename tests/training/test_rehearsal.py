@@ -13,7 +13,9 @@ from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
 from moe_finetune.training import trainer as stage_trainer
+from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.start import check_inputs
+from moe_finetune.training.trainer import noted_weights
 
 
 @pytest.fixture
@@ -165,3 +167,44 @@ def test_experts_that_are_to_be_spread_over_one_process_are_warned_of(recipe, ca
     assert "nothing is spread" not in caplog.text
     check_inputs(load_recipe(recipe, ["parallel.experts=all"]))
     assert "parallel.experts: all, and one process was started: nothing is spread" in caplog.text
+
+
+def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
+    capsys, caplog, recipe, tmp_path, monkeypatch
+):
+    def stop_in_step_3(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+    common = ["method={terms: {variance: {share: 0.1}}}", "trainer.max_steps=6", "lora.dropout=0.1"]
+    often = [*common, "trainer.save_steps=1", "trainer.logging_steps=1"]
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert train(capsys, recipe, *often, "--output", straight)[0] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(KeepSteps, "on_step_end", stop_in_step_3)
+        assert train(capsys, recipe, *often, "--output", run)[0] == 130
+    code, _, err = train(capsys, recipe, *often, "lora.rank=5", "--output", run, "--resume")
+    assert code == 2 and "lora.rank: 4, now 5" in err and "max_steps" not in err
+    seldom = [*common, "trainer.save_steps=3", "trainer.logging_steps=3", "numerics.on_nan=skip"]
+    weight = noted_weights(run / "recipe.yaml")
+    assert weight == noted_weights(straight / "recipe.yaml") and weight["variance"] > 0
+    assert train(capsys, recipe, *seldom, "--output", run, "--resume")[0] == 0
+    assert "changed since the run was started: numerics.on_nan, trainer.logging" in caplog.text
+    name = Path("adapter") / "adapter_model.safetensors"
+    assert (run / name).read_bytes() == (straight / name).read_bytes()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 6]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "checkpoint-3",
+        "checkpoint-6",
+    }
+    saved = load_recipe(run / "recipe.yaml")
+    assert saved.trainer["save_steps"] == 3 and saved.numerics.on_nan == "skip"
+    assert noted_weights(run / "recipe.yaml") == weight
+    # What comes after training can still be asked for.
+    trained = (run / name).stat().st_mtime_ns
+    merged = [*seldom, "export.merge=true"]
+    assert train(capsys, recipe, *merged, "--output", run, "--resume")[0] == 0
+    assert (run / "merged" / "config.json").exists()
+    assert (run / name).stat().st_mtime_ns == trained
+    assert noted_weights(run / "recipe.yaml") == weight
