@@ -89,7 +89,7 @@ def train(
     tree = load_tree(*split_items(items))
     if int(os.environ.get("RANK", "0")) == 0:
         terminal().say(headline(tree.values, output))  # what follows imports for some seconds
-    from moe_finetune.experiments.chain import chain_of, check_later, run_chain
+    from moe_finetune.experiments.chain import chain_of, check_later, describe_starts, run_chain
     from moe_finetune.recipe.schema import recipe_from_tree
     from moe_finetune.report.outcome import end_run, next_commands
     from moe_finetune.run import plan_run, run_recipe
@@ -98,7 +98,7 @@ def train(
         if dry_run:
             print(plan_run(runs[0][1], runs[0][0], resume, ignore_memory).text())
             check_later(runs, ignore_memory)
-            print(f"then           {', '.join(folder.name for folder, _ in runs[1:])}")
+            print(describe_starts(runs))
             return
         page = run_chain(output, runs, resume, ignore_memory)
         if int(os.environ.get("RANK", "0")) == 0:

@@ -1,9 +1,11 @@
 """Stages in a row: ``stages: [{stage: sft, ...}, {stage: dpo, ...}]``, each from the one before.
 
-An entry of ``stages:`` holds keys of a recipe, laid over the recipe's others. The first starts from
-``model.path``, every other from the merged checkpoint of the one before it. The output folder has a
-run's folder for each, ``1-sft``, ``2-dpo``, ..., and one ``report/`` of all of them. A stage is
-what a run is, and a run itself knows what of it is done, so the ledger of steps is not kept here.
+An entry of ``stages:`` has keys of a recipe, laid over the recipe's others. The first starts as
+``model:`` says, every other from the merged checkpoint of the one before it: what the common keys
+say about the start (``path``, ``init``, ``config``, ``revision``, ``tokenizer``) is the first
+stage's. The output folder has a run's folder for each, ``1-sft``, ``2-dpo``, ..., and one
+``report/`` of all of them. A stage is what a run is, and a run itself knows what of it is done, so
+the ledger of steps is not kept here.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from moe_finetune.io import output_lock
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
-from moe_finetune.recipe.tree import Key, Tree, merge_mappings
+from moe_finetune.recipe.tree import Key, Tree
 
 STAGES_KEY = "stages"
+START_KEYS = ("path", "init", "config", "revision")
+"""Of ``model:``: where training starts. A later stage has none of them."""
 
 
 def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
@@ -61,19 +65,35 @@ def _recipe(tree: Tree, index: int, entry: dict[str, Any], start: Path | None) -
     merged = Tree(values, origins)
     merged.merge(Tree(entry))
     if start is not None:
-        if "path" in (entry.get("model") or {}):
-            where = merged.origin(("model", "path"))
-            raise RecipeError(
-                f"{where}: stages.{index}: model.path: a later stage starts from the one before"
-            )
-        merged.values = merge_mappings(merged.values, {"model": {"path": str(start)}})
+        stage_model = _mapping(entry.get("model"))
+        for name in START_KEYS:
+            if name in stage_model:
+                raise RecipeError(
+                    f"{merged.origin(('model', name))}: stages.{index}: model.{name}: a later "
+                    "stage starts from the one before; remove the key"
+                )
+        dropped = {*START_KEYS, "tokenizer"} - stage_model.keys()
+        common = _mapping(merged.values.get("model")).items()
+        model = {name: value for name, value in common if name not in dropped}
+        merged.values = {**merged.values, "model": {**model, "path": str(start)}}
     return recipe_from_tree(merged)
 
 
-def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False) -> None:
-    """Check the stages behind the first on what the first starts from, before it takes its time.
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
-    Not where the first makes new weights: there is no checkpoint yet.
+
+def describe_starts(runs: Sequence[tuple[Path, Recipe]]) -> str:
+    """What each stage starts from, a line each."""
+    lines = []
+    for folder, recipe in runs:
+        weights = "random weights, config of " if recipe.model.init == "random" else ""
+        lines.append(f"{folder.name} starts from {weights}{recipe.model.path}")
+    return "\n".join(f"{'' if i else 'stages':<15}{line}" for i, line in enumerate(lines))
+
+
+def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False) -> None:
+    """Check the later stages on what the first starts from, before it takes its time.
 
     Raises:
         MoeFinetuneError: what would end a stage's start, with its folder's name.
@@ -81,10 +101,10 @@ def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False
     from moe_finetune.training.start import check_inputs
 
     start = runs[0][1].model
-    if start.init == "random":
-        return
     for folder, recipe in runs[1:]:
-        model = recipe.model.model_copy(update={"path": start.path})
+        first = {key: getattr(start, key) for key in START_KEYS}
+        tokenizer = recipe.model.tokenizer or start.tokenizer
+        model = recipe.model.model_copy(update={**first, "tokenizer": tokenizer})
         try:
             check_inputs(recipe.model_copy(update={"model": model}), ignore_memory)
         except MoeFinetuneError as error:

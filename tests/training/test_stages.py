@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_finetune import cli
 from moe_finetune.data.stage_form import StageFormer
 from moe_finetune.errors import DataError, OutputExistsError, RecipeError
 from moe_finetune.experiments.chain import chain_of, run_chain
@@ -290,13 +291,57 @@ def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
     assert torch.equal(load_file(output / "2-dpo" / "merged" / "model.safetensors")[name], again)
 
 
+def test_a_later_stage_starts_from_the_stage_before_whatever_the_first_starts_from(
+    made, checkpoint, tmp_path, capsys
+):
+    pretrain, sft = made("pretrain", 2), made("sft", 3)
+    shared = {
+        "model": {
+            "path": str(checkpoint / "model"),
+            "tokenizer": str(checkpoint / "teacher"),
+            "init": "random",
+            "config": {"num_hidden_layers": 3},
+            "dtype": "float32",
+        },
+        "lora": None,
+        "data": {"max_length": 96},
+        "export": {"verify": False},
+        "stages": [
+            {"stage": "pretrain", "data": {"train": pretrain.data.train},
+             "trainer": pretrain.trainer},
+            {"stage": "sft", "data": {"train": sft.data.train},
+             "trainer": {**sft.trainer, "learning_rate": 0.0}},
+        ],
+    }  # fmt: skip
+    recipe, output = tmp_path / "chain.yaml", tmp_path / "chain"
+    recipe.write_text(json.dumps(shared))
+    command = ["train", str(recipe), "--output", str(output)]
+    assert cli.main([*command, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"1-pretrain starts from random weights, config of {checkpoint / 'model'}" in shown
+    assert f"2-sft starts from {output / '1-pretrain' / 'merged'}\n" in shown
+    broken = json.dumps({**shared, "stages": [shared["stages"][0], {"data": {"train": "gone"}}]})
+    (tmp_path / "broken.yaml").write_text(broken)
+    assert cli.main(["train", str(tmp_path / "broken.yaml"), *command[2:], "--dry-run"]) == 2
+    assert "2-sft: " in capsys.readouterr().err
+    assert cli.main(command) == 0
+    first, second = (output / name / "merged" for name in ("1-pretrain", "2-sft"))
+    weights = [load_file(folder / "model.safetensors") for folder in (first, second)]
+    assert weights[0].keys() == weights[1].keys()
+    assert any(name.startswith("model.layers.2.") for name in weights[0])
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), f"{name}: a learning rate of 0 keeps it"
+
+
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
         ({}, "stages: wanted a list of mappings"),
         (["sft"], "stages.0: wanted a mapping"),
         ([{"export": {"merge": False}}, {"stage": "dpo"}], "leaves the next stage nothing"),
-        ([{}, {"model": {"path": "x"}}], "a later stage starts from the one before"),
+        ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the one before"),
+        ([{}, {"model": {"init": "random"}}], "stages.1: model.init: a later stage starts from"),
+        ([{}, {"model": {"config": {"hidden_size": 8}}}], "stages.1: model.config: a later stage"),
         ([{}, {"stage": "dpa"}], "unknown stage 'dpa'"),
     ],
 )
