@@ -123,11 +123,11 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
             "lora: null trains all weights, and this model's are quantised; give a `lora:` section "
             "with a rank, or load it without quantization"
         )
+    without_gradient = _without_gradient(model)
     if lora is None:
-        model.requires_grad_(True)
         for name, parameter in model.named_parameters():
-            if router == "frozen" and _is_router(model, name):
-                parameter.requires_grad_(False)
+            frozen = router == "frozen" and _is_router(model, name)
+            parameter.requires_grad_(not frozen and name not in without_gradient)
         return model
     if not adapts(lora, router):
         for name, parameter in model.named_parameters():
@@ -148,6 +148,9 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     initialize(adapted, config, lora)
     set_dropout(adapted, lora.dropout)
     widen_routers(adapted)
+    for name, parameter in adapted.named_parameters():
+        if _own_name(name) in without_gradient:
+            parameter.requires_grad_(False)
     # DDP would send rank 0's weights to all; each has read its own from the files.
     adapted._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
         name
@@ -155,6 +158,17 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
         if quantized(parameter) or hasattr(parameter, "device_mesh")
     ]
     return adapted
+
+
+def _without_gradient(model: nn.Module) -> set[str]:
+    """Parameters that the model's class itself holds still, such as a selection bias."""
+    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return still if len(still) < len(list(model.parameters())) else set()
+
+
+def _own_name(name: str) -> str:
+    """The name in the model of what PEFT copied to train in full."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
 
 
 def adapts(lora: LoraSection | None, router: str) -> bool:

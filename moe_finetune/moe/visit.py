@@ -77,6 +77,11 @@ class LayerVisits:
         path = layer.family.router_logits
         return [each.get_submodule(path) for each in variants(layer.router)] if path else []
 
+    @property
+    def router_selects(self) -> bool:
+        """Whether the router itself returns the selected experts."""
+        return "index" in self.layer.family.router_returns
+
     def after_router(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.layer
         returns = layer.family.router_returns
@@ -89,8 +94,8 @@ class LayerVisits:
         named = dict(zip(returns, given, strict=True))
         if "logits" in named:
             layer.router_logits = named["logits"]
-        if "index" not in named:
-            return output  # selected outside of the router: taken at the experts
+        if not self.router_selects:
+            return output  # selected between router and experts: taken at the experts
         routed = self._route(named["weights"], named["index"])
         named["weights"], named["index"] = routed
         return tuple(named[name] for name in returns)
@@ -109,6 +114,12 @@ class LayerVisits:
             layer.router_output = (logits, weights, index)
         return weights, index
 
+    def before_experts(self, module: nn.Module, args: tuple) -> tuple:
+        """Reroute the arguments of experts that run themselves behind a router of scores."""
+        hidden_TH, index_TK, weights_TK, *rest = args
+        weights_TK, index_TK = self._route(weights_TK, index_TK)
+        return (hidden_TH, index_TK, weights_TK, *rest)
+
     def run_experts_of(
         self,
         experts: Any,
@@ -119,7 +130,7 @@ class LayerVisits:
     ) -> Tensor:
         layer, recorder = self.layer, self.recorder
         context = layer.context
-        if "index" not in layer.family.router_returns:
+        if not self.router_selects:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
         _, wrappers = parameter_wrappers(layer.outer_experts)
         needs, expert_dropout = self._asked_of_experts()

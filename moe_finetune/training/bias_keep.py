@@ -23,7 +23,9 @@ from moe_finetune.checkpoint.bias import bias_config, bias_name
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import MoeLayer, moe_layers
+from moe_finetune.moe.visit import LayerVisits
 from moe_finetune.training.state import save_state
 
 log = logging.getLogger(__name__)
@@ -35,15 +37,22 @@ class KeptBias:
     Args:
         model: whose ``save_pretrained`` is extended; under PEFT the adapted model.
         balancer: the bias, as it is at each call.
+        recorder: of the training that the bias was learned in, which has the balancer.
         owner: kept alive as long as the model has the bias.
         in_checkpoints: whether a whole model is saved with it; an adapter always is.
     """
 
     def __init__(
-        self, model: nn.Module, balancer: BiasBalancer, owner: object, in_checkpoints: bool = True
+        self,
+        model: nn.Module,
+        balancer: BiasBalancer,
+        recorder: Recorder,
+        owner: object,
+        in_checkpoints: bool = True,
     ):
         self.model: Any = getattr(model, "module", model)
         self.balancer = balancer
+        self.recorder = recorder
         self.owner = owner
         self._wanted = in_checkpoints or isinstance(self.model, PeftModel)
         self._unhook: list[Callable[[], None]] = []
@@ -62,18 +71,23 @@ class KeptBias:
             return
         self.balancer.install(self.model)
         for layer in moe_layers(self.model):
-            hook = layer.router.register_forward_hook(partial(self._after_router, layer))
-            self._unhook.append(hook.remove)
+            visits = LayerVisits(self.recorder, layer)
+            hooks = [layer.router.register_forward_hook(visits.after_router)]
+            hooks += [
+                head.register_forward_hook(visits.note_logits) for head in visits.logits_modules()
+            ]
+            if not visits.router_selects:
+                hooks += [
+                    experts.register_forward_pre_hook(visits.before_experts)
+                    for experts in layer.every_experts
+                ]
+            self._unhook += [hook.remove for hook in hooks]
 
     def remove(self) -> None:
         """Leave the model without the bias."""
         while self._unhook:
             self._unhook.pop()()
         self.model.__dict__.pop("save_pretrained", None)
-
-    def _after_router(self, layer: MoeLayer, module: nn.Module, args: tuple, output: Any) -> Any:
-        logits, weights, index = output
-        return logits, *self.balancer.routing(layer, logits, weights, index)
 
     def _save(self, original: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         folder, layers = Path(save_directory), moe_layers(self.model)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
@@ -214,20 +216,20 @@ def observing(
 
 
 def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:
-    """Routing of the first batches of an evaluation, of this rank's share of the data.
+    """Routing of the first batches of an evaluation, the same on any number of ranks.
 
     None where batches have no tokens: GRPO evaluates on prompts that its trainer completes.
 
-    Every rank must call: with a sharded model each takes part in the others' forwards, which is why
-    batches are counted and not tokens.
+    Every rank runs the same batches, those of a single rank: what accelerate deals out to each
+    repeats rows where they do not divide evenly. Every rank must call, since with a sharded model
+    each takes part in the others' forwards.
     """
     from moe_finetune.moe.layers import in_mode, model_facts
 
     model: Any = recorder.model
     sample = Sample(model_facts(model), pictures=False)
     device = next(model.parameters()).device
-    # Left before its end, accelerate's wrapper would stay the "active" loader and confuse training.
-    batches = getattr(batches, "base_dataloader", batches)
+    batches = undivided(batches)
     has_tokens = False
     with (
         in_mode(model, train=False),
@@ -255,6 +257,23 @@ def _token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
                 yield {
                     name: batch[key] for name, key in names.items() if batch.get(key) is not None
                 }
+
+
+def undivided(batches: Any) -> Iterable[Any]:
+    """The loader that accelerate divided among ranks; others as they are.
+
+    Without accelerate's wrapper, too: left before its end, it would stay the "active" loader and
+    confuse training.
+    """
+    loader = getattr(batches, "base_dataloader", batches)
+    sampler, dataset = (getattr(loader, name, None) for name in ("batch_sampler", "dataset"))
+    if isinstance(sampler, BatchSamplerShard):
+        whole = sampler.batch_sampler
+        return DataLoader(loader.dataset, batch_sampler=whole, collate_fn=loader.collate_fn)
+    if isinstance(dataset, IterableDatasetShard):
+        whole = dataset.dataset
+        return DataLoader(whole, batch_size=dataset.batch_size, collate_fn=loader.collate_fn)
+    return loader
 
 
 def evaluation_metrics(sample: Sample) -> dict[str, float]:

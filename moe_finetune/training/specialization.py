@@ -129,7 +129,7 @@ class Specialization:
         self._kept: KeptBias | None = None
         if self.balancer is not None:
             exported = self.method.export_bias == "write"
-            self._kept = KeptBias(model, self.balancer, self, exported)
+            self._kept = KeptBias(model, self.balancer, self.recorder, self, exported)
         self._unhook: Callable[[], None] | None = None
         self._trained_on = False
         self._said_eval = False

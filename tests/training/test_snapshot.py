@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -255,3 +256,40 @@ def test_measuring_draws_nothing_that_training_would(model):
         before = torch.get_rng_state()
         evaluation_sample(recorder, loader)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_two_ranks_measure_what_one_does(model, streamed):
+    """Seven rows of which accelerate would repeat one."""
+    generator = torch.Generator().manual_seed(6)
+    rows = [{"input_ids": torch.randint(4, 260, (17,), generator=generator)} for _ in range(7)]
+    data = Stream(rows) if streamed else rows
+
+    def measured(world, rank):
+        loader = prepare_data_loader(
+            torch.utils.data.DataLoader(data, batch_size=2, generator=generator),
+            num_processes=world,
+            process_index=rank,
+            put_on_device=False,
+            dispatch_batches=False,
+        )
+        if world > 1:
+            divided = [len(batch["input_ids"]) for batch in loader.base_dataloader]
+            assert sum(divided) == 4, "half of seven, and one again"
+        recorder = Recorder(model)
+        with recorder:
+            return evaluation_sample(recorder, loader)
+
+    samples = [measured(1, 0), measured(2, 0), measured(2, 1)]
+    assert [sample.routing() for sample in samples[1:]] == [samples[0].routing()] * 2
+    assert samples[0].routing()["tokens"] == 7 * 17
+    wanted = evaluation_metrics(samples[0])
+    assert all(evaluation_metrics(sample) == wanted for sample in samples[1:])
