@@ -55,6 +55,14 @@ class Method(Section):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     preset: str | None = Field(default=None, description="a file of `recipes/methods`")
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        exclude=True,  # becomes the share of each term
+        description="share of each of the preset's terms except balance and z-loss, instead of the "
+        "paper's weight; 0.1 is a start",
+    )
     terms: dict[str, SerializeAsAny[BaseModel]] = Field(
         default={}, description="loss -> its options, see [losses](losses.md)"
     )
@@ -98,10 +106,13 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     preset = given.get("preset")
     if preset is not None and not isinstance(preset, str):
         raise RecipeError(f"method.preset: {preset!r} is not the name of a preset")
-    given = merge_mappings(_preset(preset), given) if preset else given
+    if preset:
+        given = merge_mappings(_preset(preset), _with_share(preset, given))
+    elif given.get("share") is not None:
+        raise RecipeError("method.share: needs a preset; without one give each term its share")
     given["terms"] = _terms(given.get("terms") or {})
     try:
-        return Method.model_validate(given)
+        return Method.model_validate(given).model_copy(update={"share": None})
     except ValidationError as error:
         raise RecipeError("\n".join(describe(Method, error, ("method",)))) from None
 
@@ -115,6 +126,29 @@ def _preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
     return PRESETS[name].method()
+
+
+WEIGHTED = ("load_balance", "z_loss")
+"""Terms that keep their weight where ``method.share`` is set: they are no aim but a limit."""
+
+
+def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
+    """Lay ``method.share`` over each of the preset's terms that ``terms`` gives no strength."""
+    share = method.get("share")
+    if share is None:
+        return method
+    aims = [name for name in _preset(preset).get("terms", {}) if name not in WEIGHTED]
+    if not aims:
+        raise RecipeError(f"method.share: preset '{preset}' has no loss that a share could set")
+    changes = method.get("terms") or {}
+    if not isinstance(changes, dict):
+        return method
+    shares = {
+        name: {"share": share}
+        for name in aims
+        if not {"weight", "share"} & set(changes.get(name) or {})
+    }
+    return {**method, "terms": merge_mappings(shares, changes)}
 
 
 def _terms(terms: Any) -> dict[str, BaseModel]:

@@ -15,6 +15,7 @@ from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import family_of
 from moe_finetune.models.loading import load_config
+from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import DataSection, DataSource
 from moe_finetune.recipe.tree import Tree
@@ -81,7 +82,7 @@ def starter(answers: Answers) -> str:
         f"# {said}",
         _section(model={"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"}),
         f"# Should show: {PRESETS[answers.method].shows} ({PRESETS[answers.method].source}).",
-        _section(method=answers.method),
+        *_method(answers.method),
         _section(lora={"rank": 16}, router={"train": "full"}),
         f"# {answers.data}: {layout(answers.data)}. 'moe-finetune preview' shows what rows become.",
         _section(data=data),
@@ -99,6 +100,16 @@ def starter(answers: Answers) -> str:
     if answers.suite is not None:
         lines.append(_section(evaluation={"suite": answers.suite}))
     return "\n".join(lines)
+
+
+def _method(preset: str) -> list[str]:
+    """The method at a strength that shows, whatever the model and the batch."""
+    if set(PRESETS[preset].terms) <= set(WEIGHTED):
+        return [_section(method={"preset": preset})]
+    return [
+        "# Each loss's gradient, over the language loss's; without it, the paper's weights.",
+        _section(method={"preset": preset, "share": 0.1}),
+    ]
 
 
 def layout(source: str) -> str:

@@ -1,0 +1,47 @@
+"""A method: a preset, its changes, and one share for all of its losses."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.recipe.method import WEIGHTED, resolve_method
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_share_sets_every_loss_but_balance_and_z(name):
+    paper = resolve_method(name).terms
+    aims = set(paper) - set(WEIGHTED)
+    if not aims:
+        with pytest.raises(RecipeError, match=f"preset '{name}' has no loss that a share"):
+            resolve_method(name, share=0.3)
+        return
+    method = resolve_method(name, share=0.3)
+    for term, options in method.terms.items():
+        expected = {"weight": None, "share": 0.3} if term in aims else {}
+        assert options == paper[term].model_copy(update=expected)
+    assert resolve_method(method) == method
+    assert resolve_method(method.model_dump(mode="json")) == method
+
+
+def test_a_term_that_has_its_own_strength_keeps_it():
+    changes = {"variance": {"weight": 3e-3}, "orthogonality": {"layers": ["0-1"]}}
+    terms = resolve_method("orthogonal_variance", share=0.2, terms=changes).terms
+    assert (terms["variance"].weight, terms["variance"].share) == (3e-3, None)
+    assert (terms["orthogonality"].share, terms["orthogonality"].layers) == (0.2, ["0-1"])
+    removed = {"variance": {"weight": 0}}
+    assert "variance" not in resolve_method("orthogonal_variance", share=0.2, terms=removed).terms
+
+
+@pytest.mark.parametrize(
+    ("method", "share", "message"),
+    [
+        ("erc", -0.1, "share: must be more than 0"),
+        ("erc", "much", "share: must be a number"),
+        ({"terms": {"erc": {"weight": 1.0}}}, 0.1, "method.share: needs a preset"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(method, share, message):
+    with pytest.raises(RecipeError, match=message):
+        resolve_method(method, share=share)
