@@ -22,7 +22,7 @@ from moe_finetune.upcycle.clustering import cluster_categories
 from moe_finetune.upcycle.dense import load_dense_config
 from moe_finetune.upcycle.files import CLUSTERS_FILE, CURVES, MEASURED_FILE, TABLE_FILE
 from moe_finetune.upcycle.frequencies import count_table, tokenizer_hash
-from moe_finetune.upcycle.texts import Texts, split_texts
+from moe_finetune.upcycle.texts import SPLITS, Texts, training_texts
 from moe_finetune.upcycle.workspace import Upcycle
 
 
@@ -36,13 +36,11 @@ def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
     if section is None:
         tokenizer = load_tokenizer(upcycle.dense)
     else:
-        parts = (split_texts(texts, seed)["train"] for texts in categories.values())
-        tokenizer = train_tokenizer((text for part in parts for text in part), section.vocab_size)
-    texts = Texts.tokenize(categories, tokenizer, seed)
-    if recipe.evaluation.judgement is not None:
-        questions(tokenizer, texts, recipe.evaluation.judgement)
+        tokenizer = train_tokenizer(training_texts(categories, seed), section.vocab_size)
     with _appearing(attempt) as made:
-        texts.save(made)
+        texts = Texts.tokenize(categories, tokenizer, seed, made)
+        if recipe.evaluation.judgement is not None:
+            questions(tokenizer, texts, recipe.evaluation.judgement)
         tokenizer.save_pretrained(made)
 
 
@@ -60,11 +58,17 @@ def pretrain(upcycle: Upcycle, attempt: Attempt) -> None:
 
 
 def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
-    """Categories -> clusters, and the table of token frequencies; every expert has a row."""
+    """Categories -> clusters, and the table of token frequencies; every expert has a row.
+
+    A ready table names the clusters, or the pins do, and it must be the one of these texts.
+    """
     section, names = upcycle.recipe.clusters, upcycle.texts.categories
     counts_CV = upcycle.texts.counts(int(load_dense_config(upcycle.dense).vocab_size))
-    clusters_C = np.arange(len(names)) % section.count
-    if upcycle.recipe.counts_clusters:
+    tokenizer, ready = upcycle.output / "texts", None
+    if section.table is not None:
+        ready = upcycle.load_table(Path(section.table), tokenizer)
+        clusters_C = ready.assignment(names, section.pinned)
+    else:
         clusters_C = cluster_categories(
             counts_CV,
             section.count,
@@ -78,14 +82,16 @@ def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
         for n in range(section.count):
             own = np.flatnonzero(clusters_C == n).tolist()
             upcycle.texts.check_rows(own, upcycle.recipe.texts.max_length)
-    tokenizer = upcycle.output / "texts"
-    if section.table is not None:
-        table = upcycle.load_table(Path(section.table), tokenizer)
-    else:
-        table = count_table(counts_CV, clusters_C, section.count, tokenizer_hash(tokenizer))
     cluster = {name: int(n) for name, n in zip(names, clusters_C, strict=True)}
-    tokens = {name: int(counts.sum()) for name, counts in zip(names, counts_CV, strict=True)}
-    text = json.dumps({"cluster": cluster, "train_tokens": tokens}, indent=2) + "\n"
+    counted_with = tokenizer_hash(tokenizer)
+    table = count_table(counts_CV, clusters_C, section.count, counted_with, cluster)
+    if ready is not None:
+        ready.check_counts(table)
+    tokens = {
+        name: {split: upcycle.texts.tokens(split, c) for split in SPLITS}
+        for c, name in enumerate(names)
+    }
+    text = json.dumps({"cluster": cluster, "tokens": tokens}, indent=2, ensure_ascii=False) + "\n"
     with _appearing(attempt) as made:
         table.save(made / TABLE_FILE)
         write_atomic(made / CLUSTERS_FILE, text)
@@ -135,12 +141,14 @@ def train_arm(upcycle: Upcycle, seed: int, name: str, attempt: Attempt) -> None:
 def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
     """A seed's experts put together, or the recipe's ready ones."""
     from moe_finetune.upcycle.merge import merge_experts
+    from moe_finetune.upcycle.pairing import check_pairing
 
     recipe = upcycle.recipe
     experts = upcycle.output / f"seed-{seed}" / "experts"
     folders = [experts / str(n) for n in range(upcycle.experts)]
     if recipe.experts.checkpoints is not None:
         folders = [local_folder(path) for path in recipe.experts.checkpoints]
+        check_pairing(folders, upcycle.texts, upcycle.clusters_C, recipe.dense.dtype)
     top_k, std = recipe.merge.top_k, recipe.merge.router_std
     merge_experts(folders, attempt.target, top_k=top_k, router_std=std, seed=seed)
 

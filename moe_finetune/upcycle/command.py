@@ -18,7 +18,8 @@ from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger, StepFailedError
 from moe_finetune.io.lock import helpers_only
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.loading import load_tokenizer, local_folder
+from moe_finetune.upcycle.categories import remark_on_repetitions
 from moe_finetune.upcycle.clustering import sizes_of
 from moe_finetune.upcycle.dense import dense_facts, load_dense_config
 from moe_finetune.upcycle.experts import check_alike, open_expert
@@ -27,7 +28,7 @@ from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.judgement import check_file
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.stages import STAGES, Plan
-from moe_finetune.upcycle.texts import remark_on_repetitions
+from moe_finetune.upcycle.texts import check_vocabulary
 from moe_finetune.upcycle.workspace import Upcycle
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def run_upcycle(
         chosen = STAGES if stage is None else (stage,)
         ledger.check_nothing_lost([name for each in chosen for name in ledger.of_stage(each)])
         if expert is None:  # else another process may be writing the same
-            if remark := remark_on_repetitions(upcycle.read):
+            if remark := remark_on_repetitions(upcycle.categories):
                 log.warning("%s", remark)
             digest.save()
             write_atomic(output / RECIPE_FILE, recipe.to_yaml())
@@ -167,22 +168,35 @@ def check(upcycle: Upcycle) -> None:
     if dense is not None:
         # The whole way: config, options that a MoE has no place for, tensors and their values.
         open_expert(dense)
-        check_weights(dense, load_dense_config(dense))
+        config = load_dense_config(dense)
+        check_weights(dense, config)
+        check_vocabulary(load_tokenizer(dense), int(config.vocab_size), dense)
+        _check_layer(upcycle.recipe.evaluation.passage_layer, config.num_hidden_layers)
+    elif (section := upcycle.recipe.dense.pretrain) is not None:
+        _check_layer(upcycle.recipe.evaluation.passage_layer, section.layers)
     _check_pins(upcycle)
     given = upcycle.recipe.experts.checkpoints
     if given is not None:
         _check_experts([local_folder(path) for path in given], dense)
     table = upcycle.recipe.clusters.table
     if table is not None and dense is not None:
-        upcycle.load_table(Path(table), dense)
+        ready = upcycle.load_table(Path(table), dense)
+        ready.assignment(list(upcycle.categories), upcycle.recipe.clusters.pinned)
     judged = upcycle.recipe.evaluation.judgement
     if judged is not None and judged.file is not None:
         check_file(judged)
 
 
+def _check_layer(layer: int | None, layers: int) -> None:
+    if layer is not None and layer >= layers:
+        raise RecipeError(
+            f"evaluation.passage_layer: {layer}; the model has {layers} layers, 0 to {layers - 1}"
+        )
+
+
 def _check_pins(upcycle: Upcycle) -> None:
     section, names = upcycle.recipe.clusters, list(upcycle.categories)
-    if not upcycle.recipe.counts_clusters:
+    if section.table is not None:
         return
     for name in section.pinned:
         if name not in names:

@@ -1,39 +1,48 @@
 """The table of supervised routing: how a token's occurrences share out over the experts' data.
 
 Shape legend: V vocabulary, N experts, C categories. The file is safetensors with
-``token_frequencies`` (V, N) float32, rows that sum to 1, and ``token_counts`` (V, N) int64, and
-names the tokenizer by a hash. Source: P3 §3.1.
+``token_frequencies`` (V, N) float32, rows that sum to 1, and ``token_counts`` (V, N) int64; it
+names the tokenizer by a hash, and the cluster of each category. Source: P3 §3.1.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.io.json_file import parse_json
 
 FREQUENCIES, COUNTS, TOKENIZER = "token_frequencies", "token_counts", "tokenizer"
+CLUSTERS = "clusters"
+REMEDY = "; make it again with the stage 'cluster'"
 # What decides how text becomes ids; the rest of the file is padding and truncation of a batch.
 _DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
 @dataclass(frozen=True)
 class FrequencyTable:
-    """``frequencies_VN`` sums to 1 over N; ``counts_VN`` are what they were made from."""
+    """``frequencies_VN`` sums to 1 over N; ``counts_VN`` are what they were made from.
+
+    ``clusters`` is the column of each category; it is empty in a table made elsewhere.
+    """
 
     frequencies_VN: np.ndarray
     counts_VN: np.ndarray
     tokenizer: str
+    clusters: Mapping[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         from safetensors.numpy import save_file
 
         tensors = {FREQUENCIES: self.frequencies_VN, COUNTS: self.counts_VN}
-        save_file(tensors, path, metadata={TOKENIZER: self.tokenizer})
+        clusters = json.dumps(dict(self.clusters), ensure_ascii=False)
+        save_file(tensors, path, metadata={TOKENIZER: self.tokenizer, CLUSTERS: clusters})
 
     @classmethod
     def load(cls, path: Path, tokenizer: str, vocabulary: int, experts: int) -> FrequencyTable:
@@ -46,12 +55,17 @@ class FrequencyTable:
 
         try:
             with safe_open(path, "np") as file:
-                held = (file.metadata() or {}).get(TOKENIZER, "")
-                table = cls(file.get_tensor(FREQUENCIES), file.get_tensor(COUNTS), held)
-        except (OSError, SafetensorError) as error:
+                metadata = file.metadata() or {}
+                counted_with = metadata.get(TOKENIZER, "")
+                clusters = {
+                    str(k): int(v) for k, v in parse_json(metadata.get(CLUSTERS, "{}")).items()
+                }
+                table = cls(
+                    file.get_tensor(FREQUENCIES), file.get_tensor(COUNTS), counted_with, clusters
+                )
+        except (OSError, SafetensorError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
-                f"clusters.table: {path} is not a table of token frequencies ({error}); make it "
-                "with the stage 'cluster'"
+                f"clusters.table: {path} is not a table of token frequencies ({error}){REMEDY}"
             ) from None
         wanted = (vocabulary, experts)
         for name, array in ((FREQUENCIES, table.frequencies_VN), (COUNTS, table.counts_VN)):
@@ -61,20 +75,71 @@ class FrequencyTable:
                     f"{vocabulary} tokens and {experts} experts; make the table with this model's "
                     "own tokenizer"
                 )
-        if held != tokenizer:
+        if counted_with != tokenizer:
             raise DataError(
-                f"clusters.table: {path} was counted with another tokenizer ({held[:12] or 'none'} "
-                f"instead of {tokenizer[:12]}); make it again with the stage 'cluster'"
+                f"clusters.table: {path} was counted with another tokenizer "
+                f"({counted_with[:12] or 'none'} instead of {tokenizer[:12]}){REMEDY}"
             )
         return table
 
+    def assignment(self, categories: Sequence[str], pinned: Mapping[str, int]) -> np.ndarray:
+        """Column of each category, ``(C,)`` int, from the table or else from the pins.
+
+        Raises:
+            DataError: neither names every category's column, or they contradict each other.
+        """
+        clusters = self.clusters or pinned
+        if set(clusters) != set(categories):
+            wrong = sorted(set(clusters) ^ set(categories))[0]
+            reason = (
+                f"has other categories than texts.categories ('{wrong}' is in one of them)"
+                if self.clusters
+                else f"does not name the categories of its columns, and '{wrong}' is not pinned"
+            )
+            raise DataError(
+                f"clusters.table: the table {reason}; pin every category in clusters.pinned, or "
+                "make the table with the stage 'cluster'"
+            )
+        for name, cluster in pinned.items():
+            if clusters[name] != cluster:
+                raise DataError(
+                    f"clusters.pinned.{name}: {cluster}, and clusters.table has it in column "
+                    f"{clusters[name]}; remove the pin, or make the table again"
+                )
+        return np.array([clusters[name] for name in categories], np.int64)
+
+    def check_counts(self, counted: FrequencyTable) -> None:
+        """Refuse a table that is not the one ``counted`` from the texts.
+
+        Raises:
+            DataError: other counts, or frequencies that do not follow from them.
+        """
+        for column, counts_V in enumerate(counted.counts_VN.T):
+            if (counts_V == self.counts_VN[:, column]).all():
+                continue
+            same = (self.counts_VN == counts_V[:, None]).all(0)
+            reason = (
+                f"the counts of cluster {column} are in column {int(same.argmax())}"
+                if same.any()
+                else f"column {column} counts {int(self.counts_VN[:, column].sum())} tokens, and "
+                f"the training texts of cluster {column} have {int(counts_V.sum())}, or other ones"
+            )
+            raise DataError(f"clusters.table: {reason}{REMEDY} from these texts")
+        if not np.allclose(self.frequencies_VN, counted.frequencies_VN, atol=1e-6):
+            raise DataError(f"clusters.table: its frequencies are not those of its counts{REMEDY}")
+
 
 def count_table(
-    counts_CV: np.ndarray, clusters_C: np.ndarray, experts: int, tokenizer: str
+    counts_CV: np.ndarray,
+    clusters_C: np.ndarray,
+    experts: int,
+    tokenizer: str,
+    clusters: Mapping[str, int] | None = None,
 ) -> FrequencyTable:
     """Sum the categories' counts by cluster and divide each token's by their sum.
 
-    A token that occurs nowhere gets ``1 / N`` for every expert.
+    A token that occurs nowhere gets ``1 / N`` for every expert: the paper wants rows that sum to 1
+    and leaves those tokens open. ``clusters`` names the categories' clusters for the file.
 
     Raises:
         DataError: a cluster without any token.
@@ -92,7 +157,9 @@ def count_table(
     totals_V1 = counts_VN.sum(1, keepdims=True)
     uniform = np.full(counts_VN.shape, 1.0 / experts)
     shares_VN = np.divide(counts_VN, totals_V1, out=uniform, where=totals_V1 > 0)
-    return FrequencyTable(shares_VN.astype(np.float32), counts_VN.astype(np.int64), tokenizer)
+    return FrequencyTable(
+        shares_VN.astype(np.float32), counts_VN.astype(np.int64), tokenizer, dict(clusters or {})
+    )
 
 
 def tokenizer_hash(folder: Path) -> str:

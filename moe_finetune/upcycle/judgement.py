@@ -5,27 +5,38 @@ questions are made from texts: two pieces of a text that follow each other (yes)
 of another text of the same category (no). Solved questions come from the training texts, asked ones
 from the test texts.
 
+A prompt and its answer are tokenized together, as the model would meet them, with what the
+tokenizer puts before a sequence; an answer is scored from where the continuations differ.
+
 The two words may be of different numbers of tokens (``はい`` and ``いいえ``), and a sum of
 log-probabilities falls with every token. The mean per token is compared, as lm-evaluation-harness
-does by length; what sums would have said is kept beside it, and equals it where the words are of
-equal length. The prompts are in our own words: the paper's are not known here.
+does by length; the answer by sums is reported too, and equals it where the words are of equal
+length. The prompts are in our own words: the paper does not print its own.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moe_finetune.errors import DataError
+from moe_finetune.upcycle.texts import opening_ids
 
 if TYPE_CHECKING:
     from moe_finetune.upcycle.recipe import JudgementSection
     from moe_finetune.upcycle.texts import Split, Texts
 
+log = logging.getLogger(__name__)
+
 SEED = 20
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+DRAWS = 100
+"""Draws of pieces for each made question, until one is whole text."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +70,9 @@ PROMPTS: dict[str, Prompts] = {
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids of a question up to its answer, whether that is yes, and its category if known."""
+    """A question up to its answer, whether that is yes, and its category if known."""
 
-    ids: list[int]
+    text: str
     answer: bool
     category: str | None = None
 
@@ -70,8 +81,8 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
     """Accuracy over the questions: ``accuracy``, ``stderr``, ``count``, ``yes`` (share of yes).
 
     An answer's score is the mean of its tokens' log-probabilities; a tie is a no. With them are
-    ``accuracy_of_sums``, ``answer_tokens`` (of no and yes), and ``categories``: right answers and
-    questions of each category.
+    ``accuracy_of_sums``, ``answer_tokens`` (of the first question's no and yes), and
+    ``categories``: right answers and questions of each category.
 
     Raises:
         DataError: a file without questions for both shots and test, or with other fields.
@@ -79,28 +90,27 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
     import torch
 
     solved, asked = questions(tokenizer, texts, section)
-    words = PROMPTS[section.language].answers
-    answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in words]
-    end = tokenizer.encode("\n\n", add_special_tokens=False)
-    prompt: list[int] = []
-    for question in solved:
-        prompt += question.ids + answers[question.answer] + end
+    answers = PROMPTS[section.language].answers
+    prompt = "".join(f"{each.text}{answers[each.answer]}\n\n" for each in solved)
+    answer_tokens: list[int] = []
     right = said_yes = right_by_sum = 0
     categories: dict[str, list[int]] = {}
     device = next(model.parameters()).device
     with torch.no_grad():
         for question in asked:
-            start = prompt + question.ids
+            start, continued = _continuations(tokenizer, prompt + question.text, answers)
+            lengths = [len(ids) - start for ids in continued]
+            answer_tokens = answer_tokens or lengths
             scores = []
-            for answer in answers:
-                ids_S = torch.tensor(start + answer, device=device)
+            for ids, length in zip(continued, lengths, strict=True):
+                ids_S = torch.tensor(ids, device=device)
                 logits_SV = model(
-                    input_ids=ids_S[None], use_cache=False, logits_to_keep=len(answer) + 1
+                    input_ids=ids_S[None], use_cache=False, logits_to_keep=length + 1
                 ).logits[0, :-1]
-                chosen_S = ids_S[len(start) :, None]
+                chosen_S = ids_S[start:, None]
                 scores.append(float(logits_SV.float().log_softmax(-1).gather(1, chosen_S).sum()))
             no_mean, yes_mean = (
-                score / len(answer) for score, answer in zip(scores, answers, strict=True)
+                score / length for score, length in zip(scores, lengths, strict=True)
             )
             yes = yes_mean > no_mean
             said_yes += yes
@@ -119,9 +129,25 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
         "yes": said_yes / count,
         "shots": len(solved),
         "accuracy_of_sums": right_by_sum / count,
-        "answer_tokens": [len(answer) for answer in answers],
+        "answer_tokens": answer_tokens,
         "categories": categories,
     }
+
+
+def _continuations(
+    tokenizer: Any, context: str, answers: tuple[str, str]
+) -> tuple[int, list[list[int]]]:
+    """Ids of the context with each answer, and from which place on they are the answers'.
+
+    A tokenizer may join an answer's beginning with the context's end; the place is then before it.
+    """
+    opening = opening_ids(tokenizer)
+    continued = [
+        opening + tokenizer.encode(context + answer, add_special_tokens=False) for answer in answers
+    ]
+    asked = opening + tokenizer.encode(context, add_special_tokens=False)
+    common = takewhile(lambda ids: len(set(ids)) == 1, zip(asked, *continued, strict=False))
+    return len(list(common)), continued
 
 
 def questions(
@@ -129,7 +155,7 @@ def questions(
 ) -> tuple[list[Question], list[Question]]:
     """Solved and asked questions; answers alternate in made ones, so chance is one half."""
     if section.file is not None:
-        return _of_file(tokenizer, section)
+        return _of_file(section)
     generator = np.random.default_rng(SEED)
     solved = _made(tokenizer, texts, "train", section.shots, section, generator)
     asked = _made(tokenizer, texts, "test", section.items, section, generator)
@@ -166,13 +192,22 @@ def check_file(section: JudgementSection) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_file(tokenizer: Any, section: JudgementSection) -> tuple[list[Question], list[Question]]:
-    found = []
-    for row in check_file(section):
-        text = PROMPTS[section.language].question.format(question=row["question"])
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        found.append(Question(ids, row["answer"], row.get("category")))
-    return found[: section.shots], found[section.shots :][: section.items]
+def _of_file(section: JudgementSection) -> tuple[list[Question], list[Question]]:
+    pattern = PROMPTS[section.language].question
+    found = [
+        Question(pattern.format(question=row["question"]), row["answer"], row.get("category"))
+        for row in check_file(section)
+    ]
+    solved, asked = found[: section.shots], found[section.shots :]
+    if len(asked) > section.items:
+        log.warning(
+            "%s: the first %d of %d questions are asked; raise evaluation.judgement.items to ask "
+            "them all",
+            section.file,
+            section.items,
+            len(asked),
+        )
+    return solved, asked[: section.items]
 
 
 def _made(
@@ -184,27 +219,31 @@ def _made(
     generator: np.random.Generator,
 ) -> list[Question]:
     prompts, piece = PROMPTS[section.language], section.piece
-    first, second, asked = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in (prompts.first, prompts.second, prompts.follows)
-    )
-    long = [
-        (name, [ids for ids in texts.documents(split, category) if len(ids) >= 2 * piece])
-        for category, name in enumerate(texts.categories)
-    ]
+    long = []
+    for category, name in enumerate(texts.categories):
+        numbers = texts.numbers(split, category)
+        # A text's special ids, at most two, are no part of a piece.
+        long.append((name, numbers[texts.lengths_T[numbers] >= 2 * piece + 2]))
     # A no needs a second text of the category.
-    usable = [(name, documents) for name, documents in long if len(documents) > 1]
+    usable = [(name, numbers) for name, numbers in long if len(numbers) > 1]
     found: list[Question] = []
-    while usable and len(found) < count:
-        name, documents = usable[generator.integers(len(usable))]
-        one, other = generator.choice(len(documents), 2, replace=False)
+    for _ in range(DRAWS * count if usable else 0):
+        if len(found) == count:
+            break
+        name, numbers = usable[generator.integers(len(usable))]
+        pair = texts.ids(generator.choice(numbers, 2, replace=False))
+        one, other = (ids[~np.isin(ids, tokenizer.all_special_ids)] for ids in pair)
+        if len(one) < 2 * piece or len(other) < piece:
+            continue
         answer = len(found) % 2 == 0
-        start = int(generator.integers(len(documents[one]) - 2 * piece + 1))
-        head = documents[one][start : start + piece]
-        tail = documents[one][start + piece : start + 2 * piece]
+        start = int(generator.integers(len(one) - 2 * piece + 1))
+        pieces = [one[start : start + piece], one[start + piece : start + 2 * piece]]
         if not answer:
-            there = int(generator.integers(len(documents[other]) - piece + 1))
-            tail = documents[other][there : there + piece]
-        ids = [*first, *head.tolist(), *second, *tail.tolist(), *asked]
-        found.append(Question(ids, answer, name))
+            there = int(generator.integers(len(other) - piece + 1))
+            pieces[1] = other[there : there + piece]
+        head, tail = (tokenizer.decode(ids) for ids in pieces)
+        if REPLACED in head + tail:  # a piece begins or ends inside a character
+            continue
+        text = prompts.first + head + prompts.second + tail + prompts.follows
+        found.append(Question(text, answer, name))
     return found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moe_finetune.errors import RecipeError
 from moe_finetune.metrics import conditional_mean_rank, top_choice
 from moe_finetune.metrics.arrays import entropy
 from moe_finetune.upcycle.texts import SPLITS, Split
@@ -118,7 +119,9 @@ def measure(
         config = model.config
         found["top_k"] = int(config.num_experts_per_tok)
         tokenizer = load_tokenizer(folder)
-        found["passages"] = passages(model, tokenizer, texts, table.counts_VN, section.passages)
+        found["passages"] = passages(
+            model, tokenizer, texts, table.counts_VN, section.passages, section.passage_layer
+        )
     if section.judgement is not None:
         tokenizer = load_tokenizer(folder)
         found["judgement"] = judge(model, tokenizer, texts, section.judgement)
@@ -214,13 +217,22 @@ def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
 
 
 def passages(
-    model: Any, tokenizer: Any, texts: Texts, counts_VN: np.ndarray, count: int
+    model: Any,
+    tokenizer: Any,
+    texts: Texts,
+    counts_VN: np.ndarray,
+    count: int,
+    layer: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The beginning of ``count`` test texts of different categories, as the report colours them (P3
-    Fig. 1): by the expert that weighs most in the middle MoE layer.
+    """The beginning of ``count`` test texts of different categories, as the report colors them (P3
+    Figure 1): by the expert that weighs most in one layer, by default the middle one.
 
-    Each has ``category``, ``layer``, ``tokens`` (their text), ``experts`` and ``frequent``: the
-    expert of the token's largest count, -1 where the training texts have none.
+    The paper shows an excerpt of one text in layer 16. Each passage has ``category``, ``layer``,
+    ``tokens`` (their text), ``experts`` and ``frequent``: the expert of the token's largest count,
+    -1 where the training texts have none.
+
+    Raises:
+        RecipeError: the model has no such MoE layer.
     """
     import torch
 
@@ -228,7 +240,11 @@ def passages(
     from moe_finetune.moe.layers import model_facts
 
     layers = model_facts(model).moe_layers
-    middle = len(layers) // 2
+    if layer is not None and layer not in layers:
+        raise RecipeError(
+            f"evaluation.passage_layer: {layer}; the MoE layers are {layers[0]} to {layers[-1]}"
+        )
+    shown = len(layers) // 2 if layer is None else layers.index(layer)
     records: list[Any] = []
     chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
     found = []
@@ -246,11 +262,11 @@ def passages(
             found.append(
                 {
                     "category": texts.categories[category],
-                    "layer": layers[middle],
+                    "layer": layers[shown],
                     "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
                     "experts": top_choice(
-                        records[middle].index_TK.cpu().numpy(),
-                        records[middle].scores_TK.cpu().numpy(),
+                        records[shown].index_TK.cpu().numpy(),
+                        records[shown].scores_TK.cpu().numpy(),
                     ).tolist(),
                     "frequent": frequent_T.tolist(),
                 }

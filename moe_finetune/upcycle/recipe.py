@@ -1,8 +1,8 @@
 """What ``moe-finetune upcycle`` does: a recipe of its own, read and checked as the others are.
 
 The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense
-(which trains for an expert's steps too), Branch-Train-MiX and SvMoE, both without and with load
-balancing (gshard on top-k scores, 0.01).
+(which trains for an expert's steps too, and once more at the experts' learning rate),
+Branch-Train-MiX and SvMoE, both without and with load balancing (gshard on top-k scores, 0.01).
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from moe_finetune.recipe.section import Section, WholeRecipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
+from moe_finetune.upcycle.corpus import SOURCES
 
 EPOCHS = "num_train_epochs"
+ALL_TARGETS = ("attention", "shared_experts", "experts")
+DENSE_TARGETS: dict[str, tuple[str, ...]] = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "experts": ("gate_proj", "up_proj", "down_proj"),
+}
+"""``lora.targets`` -> modules of a dense model; its feed-forward is what becomes an expert."""
 
 _NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "loraplus_lr_ratio"}
 
@@ -72,7 +79,9 @@ class ClusterSection(Section):
         max_length=2,
         description="fewest and most categories of a cluster; default: equal, or as pinned",
     )
-    table: str | None = Field(default=None, description="a ready table; nothing is counted then")
+    table: str | None = Field(
+        default=None, description="a ready table of these texts; it decides the clusters"
+    )
     restarts: int = Field(default=16, ge=1, description="of the clustering; the best is kept")
     seed: int = Field(default=0, description="of the clustering")
 
@@ -84,7 +93,10 @@ class ClusterSection(Section):
 class ExpertSection(Section):
     """Continual training of the dense model on each cluster; or ready checkpoints."""
 
-    checkpoints: list[str] | None = Field(default=None, description="one a cluster, in order")
+    checkpoints: list[str] | None = Field(
+        default=None,
+        description="one a cluster, in order; needs `clusters.table`, or every category pinned",
+    )
     lora: LoraSection | None = Field(default=None, description="default: the whole model")
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
     processes: int = Field(default=1, ge=1, description="1: in turn; more: as many at once")
@@ -165,12 +177,32 @@ class EvaluationSection(Section):
     tokens_per_batch: int = Field(default=4096, ge=1, description="of one forward")
     judgement: JudgementSection | None = JudgementSection()
     passages: int = Field(default=4, ge=0, description="texts coloured by expert")
+    passage_layer: int | None = Field(
+        default=None, ge=0, description="layer whose experts color them; default: the middle one"
+    )
 
 
-def _paper_arms() -> dict[str, ArmSection]:
+def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
+    """P3's five arms, and Dense at the experts' learning rate where fine-tuning has another.
+
+    The paper does not print its rates; at fine-tuning's rate, Dense is the weaker baseline.
+    """
     balance = {"preset": "supervised_routing_baseline"}
+    rates = [
+        recipe[place].trainer.get("learning_rate") if place in recipe else None
+        for place in ("experts", "finetune")
+    ]
+    fast = {}
+    if rates[0] not in (None, rates[1]):
+        fast["dense_experts_rate"] = ArmSection(
+            start="dense",
+            label="Dense, experts' rate",
+            expert_steps=True,
+            trainer={"learning_rate": rates[0]},
+        )
     return {
         "dense": ArmSection(start="dense", label="Dense", expert_steps=True),
+        **fast,
         "btx": ArmSection(start="merged", label="BTX"),
         "btx_balance": ArmSection(
             start="merged", label="BTX + balance", method=resolve_method(balance)
@@ -196,7 +228,8 @@ class UpcycleRecipe(WholeRecipe):
     finetune: FinetuneSection = FinetuneSection()
     arms: dict[str, ArmSection] = Field(
         default_factory=_paper_arms,
-        description="models that are fine-tuned and compared; default: P3's five",
+        description="models that are fine-tuned and compared; default: P3's five, and Dense at the "
+        "experts' learning rate where fine-tuning has another",
     )
     evaluation: EvaluationSection = EvaluationSection()
     seeds: list[int] = Field(default=[0], description="of experts, routers and fine-tuning")
@@ -207,11 +240,6 @@ class UpcycleRecipe(WholeRecipe):
         if problems:
             raise RecipeError("\n".join(problems))
         return self
-
-    @property
-    def counts_clusters(self) -> bool:
-        """Whether categories are clustered here: experts or table are still to be made."""
-        return self.clusters.table is None or self.experts.checkpoints is None
 
     def adds_expert_steps(self, arm: ArmSection) -> bool:
         """Whether an expert's steps are known and the arm does not set its own."""
@@ -249,14 +277,20 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
         yield "dense: wanted either `path` (a checkpoint) or `pretrain` (a small Llama made here)"
     if (texts.categories is None) == (texts.corpus is None):
         yield "texts: wanted either `categories` (name: file) or `corpus: python`"
-    if texts.categories is not None:
-        counted = recipe.counts_clusters
-        yield from _cluster_problems(clusters, list(texts.categories), counted)
+    names = list(texts.categories or (SOURCES if texts.corpus is not None else ()))
+    yield from _cluster_problems(clusters, names)
     if recipe.merge.top_k > clusters.count:
         yield f"merge.top_k: {recipe.merge.top_k} is more than the {clusters.count} experts"
     given = recipe.experts.checkpoints
     if given is not None and len(given) != clusters.count:
         yield f"experts.checkpoints: got {len(given)}, wanted one for each of {clusters.count}"
+    free = sorted(set(names) - set(clusters.pinned))
+    if given is not None and clusters.table is None and free:
+        yield (
+            f"experts.checkpoints: '{free[0]}' is not pinned, and clusters that are computed anew "
+            "need not be the ones that the experts were trained on; give their clusters.table, or "
+            "pin every category"
+        )
     for name, arm in recipe.arms.items():
         steps = ["max_steps" in each.trainer for each in (recipe.experts, recipe.finetune)]
         if recipe.adds_expert_steps(arm) and steps[0] != steps[1]:
@@ -276,8 +310,8 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
         yield f"arms: {', '.join(labels)}: a label is used twice"
 
 
-def _cluster_problems(clusters: ClusterSection, names: list[str], counted: bool) -> Iterator[str]:
-    if counted and len(names) < clusters.count:
+def _cluster_problems(clusters: ClusterSection, names: list[str]) -> Iterator[str]:
+    if names and clusters.table is None and len(names) < clusters.count:
         yield (
             f"texts.categories: {len(names)} categories are fewer than the {clusters.count} "
             "clusters; give more categories or lower clusters.count"
@@ -305,9 +339,35 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
             yield from (f"{place}.{line}" for line in check_trainer(trainer, STAGES["sft"]))
         if "seed" in trainer:
             yield f"{place}.trainer.seed: cannot be set here: set `seeds`"
-    for place, lora in (("experts", recipe.experts.lora), ("finetune", recipe.finetune.lora)):
-        if lora is not None and lora.rank is None:
-            yield f"{place}.lora.rank: required, but missing; wanted a whole number such as 32"
-        for key in sorted(_NOT_HERE & lora.model_fields_set) if lora is not None else ():
-            if getattr(lora, key) != LoraSection.model_fields[key].default:
-                yield f"{place}.lora.{key}: cannot be set in an upcycling; leave it out"
+    yield from _lora_problems("experts", recipe.experts.lora, dense=True)
+    dense_arms = any(arm.start == "dense" for arm in recipe.arms.values())
+    yield from _lora_problems("finetune", recipe.finetune.lora, dense=dense_arms)
+    targets = recipe.experts.lora.targets if recipe.experts.lora else ["experts"]
+    if "experts" not in targets:
+        yield (
+            f"experts.lora.targets: {targets} leaves out the feed-forwards, and these are all that "
+            "experts differ in after the merge; add 'experts'"
+        )
+
+
+def _lora_problems(place: str, lora: LoraSection | None, dense: bool) -> Iterator[str]:
+    """What of an adapter these models cannot have; ``dense`` trains with it a dense model."""
+    if lora is None:
+        return
+    if lora.rank is None:
+        yield f"{place}.lora.rank: required, but missing; wanted a whole number such as 32"
+    for key in sorted(_NOT_HERE & lora.model_fields_set):
+        if getattr(lora, key) != LoraSection.model_fields[key].default:
+            yield f"{place}.lora.{key}: cannot be set in an upcycling; leave it out"
+    if "shared_experts" in lora.targets and len(lora.targets) < len(ALL_TARGETS):
+        yield f"{place}.lora.targets: these models have no shared_experts; leave them out"
+    if dense and not set(DENSE_TARGETS) & set(lora.targets):
+        yield (
+            f"{place}.lora.targets: {lora.targets} adapts nothing of a dense model; wanted some of "
+            f"{', '.join(DENSE_TARGETS)}"
+        )
+    if dense and lora.experts != "all":
+        yield (
+            f"{place}.lora.experts: a dense model has no experts to choose from; leave it out"
+            + (", or compare no arm that starts from 'dense'" if place == "finetune" else "")
+        )

@@ -12,14 +12,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.io.hashes import KnownDigests, checkpoint_hash, sha256_json
+from moe_finetune.io.hashes import KnownDigests, checkpoint_hash
 from moe_finetune.io.ledger import Step
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.upcycle import actions
 from moe_finetune.upcycle.frequencies import tokenizer_hash
+from moe_finetune.upcycle.texts import opening_ids
 from moe_finetune.upcycle.workspace import Upcycle
 
-MEASURED_FORMAT = 3
+MEASURED_FORMAT = 4
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
 
 
@@ -56,11 +57,11 @@ class Plan:
         recipe, upcycle = self.recipe, self.upcycle
         pretrain = recipe.dense.pretrain
         of_texts: dict[str, Any] = {
-            "texts": sha256_json(upcycle.categories),
+            "texts": {name: each.digest for name, each in upcycle.categories.items()},
             "seed": recipe.texts.seed,
             "tokenizer": pretrain.vocab_size
             if pretrain
-            else tokenizer_hash(upcycle.given_dense or Path()),
+            else [tokenizer_hash(upcycle.dense), opening_ids(load_tokenizer(upcycle.dense))],
         }
         yield Step("texts", partial(actions.make_texts, upcycle), of_texts, stage="dense")
         if pretrain is not None:

@@ -1,152 +1,169 @@
-"""Texts by category, split 8:1:1 and tokenized, kept in one safetensors file.
+"""Texts by category, split 8:1:1 and tokenized; the ids stay in a file and are read piece by piece.
 
-A text is one row of its source. Splits are drawn text by text within each category, so that every
-category is in all three. A text's tokens end with the end-of-text token where there is one.
+Splits are drawn text by text within each category, so that every category is in all three. A text's
+ids begin as its tokenizer begins a sequence (a BOS token, where the model expects one) and end with
+the end-of-text token where there is one. Training, perplexity, counts and questions use these ids.
+
+Shape legend: T texts, C categories, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io.json_file import parse_json
-from moe_finetune.io.safetensors_header import TensorInfo, read_header
-
-if TYPE_CHECKING:
-    from moe_finetune.upcycle.recipe import TextSection
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-LEAST_TEXTS = 3
-TOKENS_FILE, INDEX_FILE = "tokens.safetensors", "texts.json"
+TOKENS_FILE, LENGTHS_FILE, INDEX_FILE = "tokens.bin", "lengths.npy", "texts.json"
+BATCH_CHARACTERS = 1 << 18
+"""Characters tokenized at a time: the tokenizer takes some thirty times their memory."""
+_SCAN_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class Read:
-    """A category's different texts, in their sources' order, and what was left out of them.
+class SizedTexts(Protocol):
+    """Texts that are read as often as they are needed."""
 
-    ``rows`` counts the sources' rows, ``repeated`` those that repeat an earlier one.
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+def splits_of(count: int, seed: int) -> np.ndarray:
+    """Split of each of ``count`` texts, ``(count,)`` int8 places in :data:`SPLITS`.
+
+    Eight, one and one tenths, at least one in each (three texts or more), drawn with ``seed``.
     """
-
-    texts: list[str]
-    rows: int
-
-    @property
-    def repeated(self) -> int:
-        return self.rows - len(self.texts)
-
-
-def read_categories(section: TextSection) -> dict[str, Read]:
-    """Texts of every category; equal texts of a category count once, and are counted.
-
-    Raises:
-        DataError: a source that cannot be read, or a category with fewer than three texts.
-    """
-    if section.corpus == "python":
-        from moe_finetune.upcycle.corpus import read_corpus
-
-        found = read_corpus()
-    else:
-        found = {name: _read(name, paths) for name, paths in (section.categories or {}).items()}
-    categories = {}
-    for name, texts in found.items():
-        different = list(dict.fromkeys(texts))
-        if len(different) < LEAST_TEXTS:
-            repeated = len(texts) - len(different)
-            raise DataError(
-                f"texts.categories.{name}: {len(different)} different texts"
-                + (f" ({repeated} of {len(texts)} rows repeat others)" if repeated else "")
-                + f", wanted at least {LEAST_TEXTS} (train, validation and test); add texts or "
-                "leave the category out"
-            )
-        kept = different[: section.limit]
-        categories[name] = Read(kept, len(texts) - (len(different) - len(kept)))
-    return categories
-
-
-def remark_on_repetitions(found: Mapping[str, Read]) -> str | None:
-    """What to say of texts that occur more than once, or None without any."""
-    lines = [
-        f"{name} {each.repeated} of {each.rows}" for name, each in found.items() if each.repeated
-    ]
-    if not lines:
-        return None
-    return f"rows that repeat another of their category are left out: {', '.join(lines)}"
-
-
-def _read(category: str, paths: str | list[str]) -> list[str]:
-    from moe_finetune.data.rows import Former
-    from moe_finetune.data.sources import read_rows
-
-    texts = []
-    for source in [paths] if isinstance(paths, str) else paths:
-        try:
-            former = Former("text")
-            texts += [former(place, row)["text"] for place, row in read_rows(source)]
-        except DataError as error:
-            raise DataError(f"texts.categories.{category}: {error}") from error
-    return texts
-
-
-def _mapped(info: TensorInfo) -> np.ndarray:
-    dtype = {"I32": "<i4", "I64": "<i8"}[info.dtype]
-    if not info.size:
-        return np.zeros(info.shape, dtype)
-    return np.memmap(info.file, dtype, "r", info.offset, info.shape)
-
-
-def split_texts(texts: Sequence[str], seed: int) -> dict[Split, list[str]]:
-    """Eight, one and one tenths of the texts, at least one in each, drawn with ``seed``."""
-    count = len(texts)
     tenth = max(1, round(count / 10))
     order = np.random.default_rng([seed, count]).permutation(count)
-    ends = {
-        "test": order[:tenth],
-        "validation": order[tenth : 2 * tenth],
-        "train": order[2 * tenth :],
-    }
-    return {split: [texts[i] for i in sorted(ends[split])] for split in SPLITS}
+    split_T = np.zeros(count, np.int8)
+    split_T[order[:tenth]] = SPLITS.index("test")
+    split_T[order[tenth : 2 * tenth]] = SPLITS.index("validation")
+    return split_T
+
+
+def training_texts(categories: Mapping[str, SizedTexts], seed: int) -> Iterator[str]:
+    """The texts of the training split, category by category."""
+    for texts in categories.values():
+        yield from (t for t, s in zip(texts, splits_of(len(texts), seed), strict=True) if s == 0)
+
+
+def opening_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a sequence: ``[bos]``, or nothing."""
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    raise DataError(
+        f"dense: its tokenizer turns 'a' into {plain} and, with special tokens, into {whole}; "
+        "wanted the same ids between them"
+    )
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokenized texts: for each split and category a flat array of ids and the texts' lengths."""
+    """Tokenized texts: categories, and where each text's ids are in the file of tokens.
+
+    ``starts_T1`` has one more entry than texts, the end of the last; ``split_T`` are places in
+    :data:`SPLITS` and ``category_T`` in ``categories``.
+    """
 
     categories: tuple[str, ...]
-    arrays: Mapping[str, np.ndarray]
+    folder: Path
+    starts_T1: np.ndarray
+    split_T: np.ndarray
+    category_T: np.ndarray
 
     @classmethod
-    def tokenize(cls, categories: Mapping[str, Sequence[str]], tokenizer: Any, seed: int) -> Texts:
-        arrays: dict[str, np.ndarray] = {}
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        for number, texts in enumerate(categories.values()):
-            for split, part in split_texts(texts, seed).items():
-                rows = [ids + end for ids in tokenizer(part, add_special_tokens=False)["input_ids"]]
-                arrays[f"{split}.{number}.ids"] = np.array([*chain.from_iterable(rows)], np.int32)
-                arrays[f"{split}.{number}.lengths"] = np.array([len(r) for r in rows], np.int64)
-        return cls(tuple(categories), arrays)
+    def tokenize(
+        cls, categories: Mapping[str, SizedTexts], tokenizer: Any, seed: int, folder: Path
+    ) -> Texts:
+        """Tokenize into ``folder``, some texts at a time, and open the result."""
+        opening = opening_ids(tokenizer)
+        ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        lengths: list[np.ndarray] = []
+        with (folder / TOKENS_FILE).open("wb") as stream:
+            for batch in _batches(chain.from_iterable(categories.values())):
+                encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
+                rows = [np.array(opening + ids + ending, "<i4") for ids in encoded["input_ids"]]
+                lengths.append(np.array([len(row) for row in rows], np.int64))
+                np.concatenate(rows).tofile(stream)
+        np.save(folder / LENGTHS_FILE, np.concatenate(lengths))
+        counts = {name: len(texts) for name, texts in categories.items()}
+        index = {"categories": counts, "split_seed": seed, "opening": opening, "ending": ending}
+        text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        return cls.load(folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> Texts:
+        """Open what :meth:`tokenize` wrote; its ids stay in their file."""
+        try:
+            index = parse_json((folder / INDEX_FILE).read_bytes())
+            lengths_T = np.load(folder / LENGTHS_FILE, allow_pickle=False)
+            counts = list(index["categories"].values())
+            splits = [splits_of(count, index["split_seed"]) for count in counts]
+            starts_T1 = np.concatenate([[0], np.cumsum(lengths_T)])
+            size = (folder / TOKENS_FILE).stat().st_size
+            if sum(counts) != len(lengths_T) or size != 4 * starts_T1[-1]:
+                raise ValueError(f"{size} bytes of tokens, wanted {4 * starts_T1[-1]}")
+            return cls(
+                tuple(index["categories"]),
+                folder,
+                starts_T1,
+                np.concatenate(splits),
+                np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder}: the tokenized texts cannot be read ({error}); remove the folder and "
+                "run the stage 'dense' again"
+            ) from None
+
+    @property
+    def lengths_T(self) -> np.ndarray:
+        return np.diff(self.starts_T1)
+
+    def numbers(self, split: Split, category: int) -> np.ndarray:
+        """Numbers of a category's texts in a split, in the order of the sources."""
+        chosen_T = (self.category_T == category) & (self.split_T == SPLITS.index(split))
+        return np.flatnonzero(chosen_T)
+
+    def ids(self, numbers: Iterable[int], length: int | None = None) -> Iterator[np.ndarray]:
+        """Ids of some texts, or their first ``length``, read one text at a time."""
+        with (self.folder / TOKENS_FILE).open("rb", buffering=0) as stream:
+            for number in numbers:
+                start, end = (int(place) for place in self.starts_T1[number : number + 2])
+                end = end if length is None else min(end, start + length)
+                yield np.frombuffer(os.pread(stream.fileno(), 4 * (end - start), 4 * start), "<i4")
 
     def documents(self, split: Split, category: int) -> list[np.ndarray]:
-        """Token ids of every text of a category's split."""
-        ids = self.arrays[f"{split}.{category}.ids"]
-        ends = np.cumsum(self.arrays[f"{split}.{category}.lengths"])
-        return np.split(ids, ends[:-1])
+        """Ids of every text of a category's split, in memory."""
+        return list(self.ids(self.numbers(split, category)))
+
+    def tokens(self, split: Split, category: int) -> int:
+        """How many ids a category's split has."""
+        return int(self.lengths_T[self.numbers(split, category)].sum())
 
     def windows(
         self, split: Split, category: int, length: int, limit: int | None = None
     ) -> list[np.ndarray]:
-        """The first ``length`` tokens of each text that has two or more; evenly thinned."""
-        found = [ids[:length] for ids in self.documents(split, category) if len(ids) > 1]
-        if limit is not None and len(found) > limit:
-            found = [found[i] for i in np.linspace(0, len(found) - 1, limit).round().astype(int)]
-        return found
+        """The first ``length`` ids of each text that has two or more; evenly thinned."""
+        numbers = self.numbers(split, category)
+        numbers = numbers[self.lengths_T[numbers] > 1]
+        if limit is not None and len(numbers) > limit:
+            numbers = numbers[np.linspace(0, len(numbers) - 1, limit).round().astype(int)]
+        return list(self.ids(numbers, length))
 
     def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> np.ndarray:
         """Training texts of some categories in a random order, laid end to end: ``(rows, length)``.
@@ -159,16 +176,17 @@ class Texts:
         """
         chosen = list(categories)
         self.check_rows(chosen, length)
-        documents = [ids for category in chosen for ids in self.documents("train", category)]
+        numbers = np.concatenate([self.numbers("train", category) for category in chosen])
+        order = np.random.default_rng(seed).permutation(len(numbers))
         with file.open("wb") as stream:
-            for place in np.random.default_rng(seed).permutation(len(documents)):
-                documents[place].astype("<i4", copy=False).tofile(stream)
+            for ids in self.ids(numbers[order]):
+                stream.write(ids.data)
             rows = stream.tell() // (4 * length)
         return np.memmap(file, "<i4", "r", shape=(rows, length))
 
     def check_rows(self, categories: Sequence[int], length: int) -> None:
         """Raise DataError where the categories' training texts are shorter than one row."""
-        tokens = sum(self.arrays[f"train.{c}.ids"].size for c in categories)
+        tokens = sum(self.tokens("train", category) for category in categories)
         if tokens < length:
             names = ", ".join(self.categories[c] for c in categories) or "no category"
             raise DataError(
@@ -178,35 +196,50 @@ class Texts:
 
     def counts(self, vocabulary: int) -> np.ndarray:
         """Occurrences of every token id in each category's training texts: ``(C, V)`` int64."""
-        return np.stack(
-            [
-                np.bincount(self.arrays[f"train.{c}.ids"], minlength=vocabulary)
-                for c in range(len(self.categories))
-            ]
+        counts_CV = np.zeros((len(self.categories), vocabulary), np.int64)
+        for category, counts_V in enumerate(counts_CV):
+            for part in _parts(self.ids(self.numbers("train", category))):
+                counts_V += np.bincount(part, minlength=vocabulary)
+        return counts_CV
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Texts put together to parts of some megabytes."""
+    part: list[np.ndarray] = []
+    size = 0
+    for ids in texts:
+        part.append(ids)
+        size += ids.nbytes
+        if size >= _SCAN_BYTES:
+            yield np.concatenate(part)
+            part, size = [], 0
+    if part:
+        yield np.concatenate(part)
+
+
+def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding of.
+
+    Raises:
+        CheckpointError: an id of ``vocabulary`` or more.
+    """
+    last = max(tokenizer.get_vocab().values())
+    if last >= vocabulary:
+        raise CheckpointError(
+            f"{folder}: its tokenizer has ids up to {last}, and the model's vocab_size is "
+            f"{vocabulary}; resize the model's embedding, or give the tokenizer that it was "
+            "trained with"
         )
-
-    def save(self, folder: Path) -> None:
-        from safetensors.numpy import save_file
-
-        save_file(dict(self.arrays), folder / TOKENS_FILE)
-        sizes = {
-            name: {s: int(self.arrays[f"{s}.{i}.lengths"].size) for s in SPLITS}
-            | {"train_tokens": int(self.arrays[f"train.{i}.ids"].size)}
-            for i, name in enumerate(self.categories)
-        }
-        text = json.dumps({"categories": sizes}, indent=2, ensure_ascii=False) + "\n"
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> Texts:
-        """Read what :meth:`save` wrote; the arrays are mapped from the file, not read."""
-        try:
-            index = parse_json((folder / INDEX_FILE).read_bytes())
-            header = read_header(folder / TOKENS_FILE, CheckpointError)
-            arrays = {name: _mapped(info) for name, info in header.tensors.items()}
-            return cls(tuple(index["categories"]), arrays)
-        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-            raise CheckpointError(
-                f"{folder}: the tokenized texts cannot be read ({error}); remove the folder and "
-                "run the stage 'dense' again"
-            ) from None

@@ -6,6 +6,7 @@ as it runs, so that a killed one goes on; ``output`` appears when it is done.
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from moe_finetune.io import write_atomic
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, LoraSection, ModelSection
+from moe_finetune.upcycle.recipe import DENSE_TARGETS
 
 if TYPE_CHECKING:
     from torch import nn
 
-_QUIET = {"report_to": [], "logging_steps": 20, "save_strategy": "steps", "save_steps": 200}
+RELEASE_STEPS = 50
+# A log every fiftieth of a training: enough points for its curve.
+_QUIET = {"report_to": [], "logging_steps": 0.02, "save_strategy": "steps", "save_steps": 200}
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     dtype = "float32" if whole else job.dtype
     model: Any
     if job.method is None:
-        model = _dense_lora(load_dense(job.start, dtype), job.lora)
+        model = dense_lora(load_dense(job.start, dtype), job.lora)
     else:
         model = add_lora(load_model(job.start, dtype), recipe.lora, "full")
     work.mkdir(parents=True, exist_ok=True)
@@ -181,7 +185,7 @@ def build(
         callback.attach(trainer)
     trainer.guard = NumericsGuard(work, "stop", callback)
     place = 1 if job.method is not None else 0
-    for own in (RunLog(work), trainer.guard):
+    for own in (RunLog(work), trainer.guard, _released_rows(job.rows_RS)):
         trainer.callback_handler.callbacks.insert(place, own)
         place += 1
     return trainer, callback.close
@@ -191,21 +195,44 @@ def dataset_of(rows_RS: np.ndarray) -> Any:
     """The rows as a dataset that shares their memory, and their file where they are mapped."""
     import pyarrow as pa
     from datasets import Dataset
+    from datasets.fingerprint import generate_random_fingerprint
     from datasets.table import InMemoryTable
 
     flat = pa.array(rows_RS.reshape(-1))
     rows = pa.FixedSizeListArray.from_arrays(flat, rows_RS.shape[1])
-    return Dataset(InMemoryTable(pa.table({"input_ids": rows, "labels": rows})))
+    # Without a name of its own a dataset is hashed, for which all of it is copied.
+    name = generate_random_fingerprint()
+    table = InMemoryTable(pa.table({"input_ids": rows, "labels": rows}))
+    return Dataset(table, fingerprint=name)
 
 
-def _dense_lora(model: Any, lora: LoraSection | None) -> Any:
-    """The dense model with an adapter on attention and feed-forward, or all of it trainable."""
+def release(rows_RS: np.ndarray) -> None:
+    """Let go of the pages of mapped rows that were read; they are read again when needed."""
+    mapping = rows_RS.base
+    if isinstance(mapping, mmap.mmap):
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _released_rows(rows_RS: np.ndarray) -> Any:
+    """A callback without which the rows that were trained on would stay resident to the end."""
+    from transformers import TrainerCallback
+
+    class ReleasedRows(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % RELEASE_STEPS == 0:
+                release(rows_RS)
+
+    return ReleasedRows()
+
+
+def dense_lora(model: Any, lora: LoraSection | None) -> Any:
+    """The dense model with an adapter where ``lora.targets`` has it, or all of it trainable."""
     if lora is None:
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
 
     assert lora.rank is not None and lora.alpha is not None
-    targets = [f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")]
+    targets = [name for group in lora.targets for name in DENSE_TARGETS.get(group, ())]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]

@@ -11,11 +11,12 @@ import numpy as np
 from moe_finetune.errors import RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models.loading import local_folder
+from moe_finetune.upcycle.categories import Category, read_categories
 from moe_finetune.upcycle.dense import load_dense_config
 from moe_finetune.upcycle.files import CLUSTERS_FILE, REMEDY, TABLE_FILE
 from moe_finetune.upcycle.frequencies import FrequencyTable, tokenizer_hash
 from moe_finetune.upcycle.recipe import UpcycleRecipe
-from moe_finetune.upcycle.texts import Read, Texts, read_categories
+from moe_finetune.upcycle.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,8 @@ class Upcycle:
     output: Path
 
     @cached_property
-    def read(self) -> dict[str, Read]:
+    def categories(self) -> dict[str, Category]:
         return read_categories(self.recipe.texts)
-
-    @property
-    def categories(self) -> dict[str, list[str]]:
-        return {name: found.texts for name, found in self.read.items()}
 
     @cached_property
     def texts(self) -> Texts:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import RecipeError
@@ -86,29 +86,101 @@ def test_lora_processes_of_their_own_and_a_model_made_here(warm, tmp_path, capsy
     assert not torch.equal(routed[name], arm[name])
 
 
-@pytest.mark.slow
-def test_ready_experts_and_a_ready_table_are_used(finished, tmp_path, capsys):
+def _ready(finished, folder, order, table=None, **clusters):
+    """A recipe of ready experts in some order, with the table of the run that trained them."""
     recipe, whole = finished
-    ready = [str(whole / f"seed-0/experts/{n}") for n in (2, 1, 0)]
-    table = whole / "clusters/table.safetensors"
-    recipe = write_recipe(
-        tmp_path,
+    ready = [str(whole / f"seed-0/experts/{n}") for n in order]
+    held = {"count": 3, "table": str(table or whole / "clusters/table.safetensors"), **clusters}
+    return write_recipe(
+        folder,
         dense={"path": str(dense_of(recipe)), "dtype": "float32"},
         experts={"checkpoints": ready},
-        clusters={"count": 3, "table": str(table)},
+        clusters={name: value for name, value in held.items() if value is not None},
     )
-    output = tmp_path / "run"
+
+
+def _merge(capsys, recipe, output):
     for stage in ("cluster", "merge"):
         code, said = run(
             capsys, "upcycle", recipe, "--output", output, "--stage", stage,
             *(["--resume"] if output.exists() else []),
         )  # fmt: skip
-        assert code == 0, said
-    merged, expert = weights(output / "seed-0/merged"), weights(Path(ready[0]))
-    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-    assert torch.equal(merged[name], expert["model.layers.0.mlp.gate_proj.weight"])
-    held = load_file(output / "clusters/table.safetensors")["token_counts"]
-    assert torch.equal(held, load_file(table)["token_counts"])
+        if code:
+            break
+    return code, said
+
+
+@pytest.mark.slow
+def test_ready_experts_and_a_ready_table_are_used(finished, tmp_path, capsys):
+    whole, output = finished[1], tmp_path / "run"
+    code, said = _merge(capsys, _ready(finished, tmp_path, (0, 1, 2)), output)
+    assert code == 0, said
+    merged, experts = (weights(at / "seed-0/merged") for at in (output, whole))
+    assert all(torch.equal(merged[name], experts[name]) for name in experts)
+    ours, theirs = (load_file(at / "clusters/table.safetensors") for at in (output, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = ((at / "clusters/clusters.json").read_text() for at in (output, whole))
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
+def test_ready_experts_in_another_order_end_with_2(finished, tmp_path, capsys, order):
+    code, said = _merge(capsys, _ready(finished, tmp_path, order), tmp_path / "run")
+    assert code == 2 and "expert n must be the one of cluster n" in said
+    first, second, third = (said.index(f"seed-0/experts/{n}") for n in range(3))
+    assert first < second < third, "the message has the right order"
+    assert not (tmp_path / "run/seed-0/merged").exists()
+
+
+def _permuted(table, columns, names=True):
+    with safe_open(table, "pt") as file:
+        metadata = file.metadata()
+    clusters = json.loads(metadata["clusters"])
+    if names:
+        clusters = {name: columns.index(n) for name, n in clusters.items()}
+    tensors = {k: v[:, list(columns)].contiguous() for k, v in load_file(table).items()}
+    return tensors, metadata | {"clusters": json.dumps(clusters)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["permuted", "permuted with names", "without names", "frequencies"]
+)
+def test_a_ready_table_of_other_columns_ends_with_2(finished, tmp_path, capsys, kind):
+    """Whatever the table's columns were made to be, experts and columns meet or nothing is made."""
+    table = finished[1] / "clusters/table.safetensors"
+    tensors, metadata = _permuted(table, (1, 2, 0), names=kind == "permuted with names")
+    if kind == "without names":
+        tensors, metadata["clusters"] = load_file(table), "{}"
+    if kind == "frequencies":
+        tensors["token_counts"] = load_file(table)["token_counts"]
+    save_file(tensors, tmp_path / "table.safetensors", metadata)
+    recipe = _ready(finished, tmp_path, (0, 1, 2), tmp_path / "table.safetensors")
+    code, said = _merge(capsys, recipe, tmp_path / "run")
+    wanted = {
+        "permuted": "the counts of cluster 0 are in column 2",
+        "permuted with names": "expert n must be the one of cluster n",
+        "without names": "does not name the categories of its columns, and 'kind0' is not pinned",
+        "frequencies": "its frequencies are not those of its counts",
+    }
+    assert code == 2 and wanted[kind] in said and not (tmp_path / "run/seed-0/merged").exists()
+
+
+@pytest.mark.slow
+def test_experts_with_every_category_pinned_need_no_table(finished, tmp_path, capsys):
+    clusters = json.loads((finished[1] / "clusters/clusters.json").read_text())["cluster"]
+    recipe = _ready(finished, tmp_path, (0, 1, 2), pinned=clusters)
+    text = yaml.safe_load(recipe.read_text())
+    del text["clusters"]["table"]
+    recipe.write_text(yaml.safe_dump(text))
+    code, said = _merge(capsys, recipe, tmp_path / "run")
+    assert code == 0, said
+    other = {name: (n + 1) % 3 for name, n in clusters.items()}
+    code, said = _merge(
+        capsys, _ready(finished, tmp_path, (0, 1, 2), pinned=other), tmp_path / "other"
+    )
+    assert code == 2 and "clusters.pinned.kind0" in said and not (tmp_path / "other").exists()
 
 
 def test_a_resolved_recipe_reads_back_equal(tmp_path):
@@ -135,7 +207,9 @@ def test_the_papers_recipe_takes_a_file_of_ones_own(tmp_path):
         )
     )
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/paper.yaml", own])
-    assert list(recipe.arms) == ["dense", "btx", "btx_balance", "svmoe_balance", "svmoe"]
+    assert list(recipe.arms) == [
+        "dense", "dense_experts_rate", "btx", "btx_balance", "svmoe_balance", "svmoe"
+    ]  # fmt: skip
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
     pinned = {names.index(name): n for name, n in recipe.clusters.pinned.items()}
     sizes = sizes_of(
@@ -148,7 +222,11 @@ def test_the_papers_recipe_takes_a_file_of_ones_own(tmp_path):
 def test_the_miniature_is_the_papers_setting():
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
-    assert list(recipe.arms) == ["dense", "btx", "btx_balance", "svmoe"]
+    assert list(recipe.arms) == [
+        "dense", "dense_experts_rate", "btx", "btx_balance", "svmoe_balance", "svmoe"
+    ]  # fmt: skip
+    rates = [recipe.trainer_of(recipe.arms[n])["learning_rate"] for n in list(recipe.arms)[:2]]
+    assert rates == [5e-4, recipe.experts.trainer["learning_rate"]]
     assert recipe.trainer_of(recipe.arms["dense"])["max_steps"] == 30 + 40
     assert recipe.trainer_of(recipe.arms["svmoe"])["max_steps"] == 40
     balance = recipe.arms["btx_balance"].method.terms["load_balance"]
@@ -171,5 +249,10 @@ def test_dense_trains_as_long_as_an_expert_and_its_mixture(tmp_path):
     assert "num_train_epochs" not in found.trainer_of(found.arms["svmoe"])
     with pytest.raises(RecipeError, match=r"arms\.dense\.expert_steps: steps and epochs"):
         load_upcycle_recipe([file], ["finetune.trainer.max_steps=4"])
+    fast = load_upcycle_recipe([file], ["experts.trainer.learning_rate=0.0003"])
+    trainer = fast.trainer_of(fast.arms["dense_experts_rate"])
+    assert trainer["learning_rate"] == 3e-4 and "learning_rate" not in fast.finetune.trainer
+    assert trainer["num_train_epochs"] == pytest.approx(3 + 2 / 3)
+    assert "dense_experts_rate" not in both.arms, "where both rates are equal"
     own = load_upcycle_recipe([file], ["arms={dense: {start: dense, trainer: {max_steps: 7}}}"])
     assert own.trainer_of(own.arms["dense"])["max_steps"] == 7

@@ -10,6 +10,7 @@ import torch
 
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.padding import fill
+from moe_finetune.errors import RecipeError
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
@@ -29,7 +30,7 @@ def texts(tmp_path_factory):
     for name, file in files.items():
         with open(file) as lines:
             categories[name] = [json.loads(line)["text"] for line in lines]
-    return Texts.tokenize(categories, tiny.tokenizer(), seed=0)
+    return Texts.tokenize(categories, tiny.tokenizer(), 0, tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,10 @@ def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts, t
     hook.remove()
     assert shown[1]["experts"] == outputs[0].argmax(-1).tolist()
     assert shown[1]["layer"] == 1
+    (other,) = passages(model, tiny.tokenizer(), texts, counts_VN, 1, layer=2)
+    assert other["layer"] == 2 and other["experts"] != shown[0]["experts"]
+    with pytest.raises(RecipeError, match=r"passage_layer: 3; the MoE layers are 0 to 2"):
+        passages(model, tiny.tokenizer(), texts, counts_VN, 1, layer=3)
     for token, frequent in zip(ids.tolist(), shown[1]["frequent"], strict=True):
         most = max(counts_VN[token])
         assert frequent == (-1 if most == 0 else counts_VN[token].tolist().index(most))
@@ -232,7 +237,7 @@ def test_made_questions_have_the_right_answers(texts):
     }
     for split, found in (("train", solved), ("test", asked)):
         for number, question in enumerate(found):
-            first, second = pieces(tokenizer.decode(question.ids))
+            first, second = pieces(question.text)
             follows = any(first + second in text for text in whole[split])
             assert question.answer == follows == (number % 2 == 0)
 
@@ -265,6 +270,62 @@ def test_questions_of_a_file(texts, tmp_path):
     assert (found["accuracy"], found["count"], found["shots"]) == (1.0, 7, 2)
     assert even.prompts[0].startswith("Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1")
     assert found["categories"] == {}
+
+
+def test_questions_beyond_the_limit_are_named(texts, tmp_path, caplog):
+    file = tmp_path / "questions.jsonl"
+    rows = [json.dumps({"question": str(i), "answer": i % 3 == 0}) for i in range(12)]
+    file.write_text("\n".join(rows))
+    section = JudgementSection(file=str(file), shots=2, items=7)
+    _, asked = questions(tiny.tokenizer(), texts, section)
+    assert [question.text.split()[1] for question in asked] == [str(i) for i in range(2, 9)]
+    assert "the first 7 of 10 questions are asked; raise evaluation.judgement.items" in caplog.text
+
+
+def word_marked():
+    """A tokenizer like Llama 2's: a word mark before every text, spaces as marks, and a BOS."""
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted({*"▁\nQuestion: {}\nAnswer:noyes0123456789even? Is"})
+    merges = [("▁", "y"), ("▁y", "e"), ("▁ye", "s"), ("▁", "n")]
+    words = [*letters, *(left + right for left, right in merges)]
+    vocabulary = {word: number + 3 for number, word in enumerate(dict.fromkeys(words))}
+    core = Tokenizer(
+        BPE({"<unk>": 0, "<s>": 1, "</s>": 2, **vocabulary}, merges, unk_token="<unk>")
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    core.add_special_tokens([AddedToken(each, special=True) for each in ("<unk>", "<s>", "</s>")])
+    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def test_a_prompt_is_tokenized_whole_with_the_models_bos(texts, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    rows = [json.dumps({"question": f"Is {i} even?", "answer": i % 2 == 0}) for i in range(4)]
+    file.write_text("\n".join(rows))
+    tokenizer, seen = word_marked(), []
+
+    class Model(Oracle):
+        def __call__(self, input_ids, use_cache, logits_to_keep):
+            seen.append((input_ids[0].tolist(), logits_to_keep))
+            return SimpleNamespace(logits=torch.zeros(1, logits_to_keep, 99))
+
+    found = judge(Model(None), tokenizer, texts, JudgementSection(file=str(file), shots=2))
+    solved = "Question: Is 0 even?\nAnswer: yes\n\nQuestion: Is 1 even?\nAnswer: no\n\n"
+    whole = [f"{solved}Question: Is {i} even?\nAnswer:{a}" for i in (2, 3) for a in (" no", " yes")]
+    assert [ids for ids, _ in seen] == [tokenizer(text)["input_ids"] for text in whole]
+    assert all(ids[0] == 1 and ids.count(1) == 1 for ids, _ in seen)
+    # "▁n", "o" and "▁yes": an answer apart would have a mark of its own.
+    assert [count - 1 for _, count in seen] == [2, 1, 2, 1]
+    assert found["answer_tokens"] == [2, 1]
 
 
 class PerToken(Oracle):
@@ -309,8 +370,8 @@ def test_questions_in_japanese(texts, tmp_path):
     solved, asked = questions(
         tokenizer, texts, JudgementSection(file=str(file), shots=1, language="ja")
     )
-    assert tokenizer.decode(solved[0].ids) == "質問：0は偶数ですか\n答え："
+    assert solved[0].text == "質問：0は偶数ですか\n答え："
     assert [question.category for question in asked] == ["数"] * 3
     section = JudgementSection(shots=1, items=4, piece=5, language="ja")
     _, made = questions(tokenizer, texts, section)
-    assert tokenizer.decode(made[0].ids).endswith("\n後半は前半の続きですか：")
+    assert made[0].text.endswith("\n後半は前半の続きですか：")

@@ -7,26 +7,28 @@ import numpy as np
 import pytest
 
 from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.upcycle.categories import read_categories, remark_on_repetitions
 from moe_finetune.upcycle.corpus import PIECE, SOURCES, read_corpus
 from moe_finetune.upcycle.recipe import TextSection
-from moe_finetune.upcycle.texts import (
-    SPLITS,
-    Texts,
-    read_categories,
-    remark_on_repetitions,
-    split_texts,
-)
+from moe_finetune.upcycle.texts import SPLITS, Texts, opening_ids, splits_of, training_texts
 from tests import tiny
 from tests.upcycle import dense
 
 
+def split_texts(texts, seed):
+    split_T = splits_of(len(texts), seed).tolist()
+    pairs = list(zip(texts, split_T, strict=True))
+    return {split: [t for t, s in pairs if s == n] for n, split in enumerate(SPLITS)}
+
+
 @pytest.fixture
-def texts():
+def texts(tmp_path):
     categories = {
         "short": [f"text {i}" for i in range(13)],
         "long": [f"{i} is a longer text, with {i * i}." * 3 for i in range(21)],
     }
-    return categories, Texts.tokenize(categories, tiny.tokenizer(), seed=4)
+    (tmp_path / "texts").mkdir()
+    return categories, Texts.tokenize(categories, tiny.tokenizer(), 4, tmp_path / "texts")
 
 
 @pytest.mark.parametrize("count", [3, 10, 23, 200])
@@ -37,6 +39,7 @@ def test_texts_are_split_eight_one_one(count):
     assert [len(parts[split]) for split in SPLITS] == [count - 2 * tenth, tenth, tenth]
     assert sorted(text for part in parts.values() for text in part) == sorted(given)
     assert parts == split_texts(given, seed=1)
+    assert list(training_texts({"one": given, "two": given}, 1)) == 2 * parts["train"]
     if count > 3:
         assert parts != split_texts(given, seed=2)
 
@@ -53,13 +56,9 @@ def test_documents_are_the_texts_with_their_end(texts):
 
 def test_blocks_are_the_training_texts_end_to_end(texts, tmp_path):
     _, tokenized = texts
-    tokenized.save(tmp_path)
-    mapped, file = Texts.load(tmp_path), tmp_path / "rows.bin"
-    rows = mapped.blocks([0, 1], 11, 3, file)
+    file = tmp_path / "rows.bin"
+    rows = tokenized.blocks([0, 1], 11, 3, file)
     assert isinstance(rows, np.memmap) and file.stat().st_size < 4 * (rows.size + 11)
-    assert all(isinstance(held, np.memmap) for held in mapped.arrays.values() if held.size)
-    for name, held in tokenized.arrays.items():
-        np.testing.assert_array_equal(mapped.arrays[name], held)
     stream = [ids for c in (0, 1) for ids in tokenized.documents("train", c)]
     total = sum(map(len, stream))
     assert rows.shape == (total // 11, 11)
@@ -99,30 +98,83 @@ def test_counts_are_those_of_the_training_texts(texts):
 
 
 def test_saved_is_loaded(texts, tmp_path):
-    _, tokenized = texts
-    tokenized.save(tmp_path)
-    loaded = Texts.load(tmp_path)
-    assert loaded.categories == tokenized.categories
-    assert all(np.array_equal(loaded.arrays[k], v) for k, v in tokenized.arrays.items())
-    (tmp_path / "tokens.safetensors").write_bytes(b"x")
+    categories, tokenized = texts
+    loaded = Texts.load(tmp_path / "texts")
+    assert loaded.categories == tuple(categories)
+    for split in SPLITS:
+        for category in (0, 1):
+            ids = tokenized.documents(split, category)
+            assert loaded.tokens(split, category) == sum(map(len, ids)) > 0
+            for ours, theirs in zip(loaded.documents(split, category), ids, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    with (tmp_path / "texts/tokens.bin").open("ab") as stream:
+        stream.write(b"x")
     with pytest.raises(CheckpointError, match="run the stage 'dense' again"):
-        Texts.load(tmp_path)
+        Texts.load(tmp_path / "texts")
+
+
+def with_bos(tokenizer, bos="<|im_start|>"):
+    """The tokenizer with a BOS token before every sequence, as Llama's has."""
+    from tokenizers.processors import TemplateProcessing
+
+    bos_id = tokenizer.convert_tokens_to_ids(bos)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+    )
+    return tokenizer, bos_id
+
+
+def test_texts_begin_as_the_tokenizer_begins_a_sequence(texts, tmp_path):
+    categories, plain = texts
+    tokenizer, bos = with_bos(tiny.tokenizer())
+    assert (opening_ids(tiny.tokenizer()), opening_ids(tokenizer)) == ([], [bos])
+    (tmp_path / "bos").mkdir()
+    opened = Texts.tokenize(categories, tokenizer, 4, tmp_path / "bos")
+    for split in SPLITS:
+        pairs = zip(opened.documents(split, 1), plain.documents(split, 1), strict=True)
+        for ids, without in pairs:
+            assert ids.tolist() == [bos, *without.tolist()]
+            assert ids[:-1].tolist() == tokenizer(tokenizer.decode(ids[1:-1]))["input_ids"]
+    assert opened.windows("test", 1, 5)[0].tolist() == [bos, *plain.windows("test", 1, 4)[0]]
+    counts_CV = opened.counts(tiny.VOCABULARY)
+    assert counts_CV[:, bos].tolist() == [len(opened.numbers("train", c)) for c in (0, 1)]
+
+
+def test_a_text_of_two_categories_counts_in_the_first(tmp_path):
+    files = dense.write_categories(tmp_path, 3)
+    shared = Path(files["kind0"]).read_text().splitlines()[4:7]
+    lines = Path(files["kind2"]).read_text().splitlines()
+    Path(files["kind2"]).write_text(
+        "\n".join([*lines[:9], *shared, lines[2], *lines[9:], shared[1]])
+    )
+    found = read_categories(TextSection(categories=files))
+    assert list(found["kind2"]) == [json.loads(line)["text"] for line in lines]
+    assert len(found["kind0"]) == 20 and (found["kind2"].repeated, found["kind2"].elsewhere) == (
+        1,
+        4,
+    )
+    remark = remark_on_repetitions(found) or ""
+    assert "repeat another of their category are dropped: kind2 1 of 25" in remark
+    assert "in an earlier category too are dropped: kind2 4 of 25" in remark
+    Path(files["kind2"]).write_text("\n".join([*shared, *lines[:2]]))
+    with pytest.raises(DataError, match=r"kind2: 2 different .*3 of 5 are in earlier categories"):
+        read_categories(TextSection(categories=files))
 
 
 def test_categories_are_read_from_files(tmp_path):
     files = dense.write_categories(tmp_path, 3)
     found = read_categories(TextSection(categories=files, limit=12))
-    assert list(found) == ["kind0", "kind1", "kind2"] and len(found["kind1"].texts) == 12
+    assert list(found) == ["kind0", "kind1", "kind2"] and len(found["kind1"]) == 12
     assert remark_on_repetitions(found) is None
-    line = Path(files["kind1"]).read_text().splitlines()[0]
+    line, *others = Path(files["kind1"]).read_text().splitlines()
     Path(files["kind1"]).write_text(f"{line}\n" * 5)
     said = r"texts\.categories\.kind1: 1 different texts \(4 of 5 rows repeat others\)"
     with pytest.raises(DataError, match=said):
         read_categories(TextSection(categories=files))
-    rows = [*Path(files["kind0"]).read_text().splitlines()[:4], line, line]
+    rows = [*others[:4], line, line]
     Path(files["kind1"]).write_text("\n".join(rows))
     found = read_categories(TextSection(categories=files))
-    assert len(found["kind1"].texts) == 5
+    assert len(found["kind1"]) == 5
     assert "kind1 1 of 6" in (remark_on_repetitions(found) or "")
     Path(files["kind1"]).write_text(json.dumps({"txt": "no"}) + "\n")
     with pytest.raises(DataError, match=r"kind1\.jsonl:1: no field 'text'"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.functional import supervised_routing_loss
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.training import Job, build, dataset_of, run_job
+from moe_finetune.upcycle.training import Job, build, dataset_of, dense_lora, release, run_job
 from tests import tiny
 from tests.upcycle import dense
 
@@ -104,6 +106,21 @@ def test_rows_share_the_memory_that_they_come_from():
     assert values.buffers()[1].address == rows_RS.ctypes.data
 
 
+def test_rows_that_were_read_are_released(tmp_path):
+    (np.arange(3_000_000, dtype="<i4") % 251).tofile(tmp_path / "rows.bin")
+    rows_RS = np.memmap(tmp_path / "rows.bin", "<i4", "r", shape=(1000, 3000))
+
+    def resident() -> int:
+        """KiB of the mapping in memory."""
+        lines = Path("/proc/self/smaps").read_text().split(str(tmp_path / "rows.bin"))[1]
+        return int(lines.split("Rss:")[1].split()[0])
+
+    total = int(rows_RS.sum())
+    assert resident() > 10_000
+    release(rows_RS)
+    assert resident() == 0 and int(rows_RS.sum()) == total
+
+
 def _rows(seed):
     return np.random.default_rng(seed).integers(4, 260, (24, LENGTH)).astype(np.int32)
 
@@ -130,3 +147,15 @@ def test_small_updates_add_up_in_bfloat16(merged, tmp_path, kind):
     large = old.abs() > 0.0625  # neighbours in bfloat16 are 4.9e-4 apart there, or more
     assert large.sum() > 1000
     assert (old != new)[large].float().mean() > 0.3
+
+
+@pytest.mark.parametrize("targets", [["attention"], ["experts"], ["attention", "experts"]])
+def test_an_adapter_of_a_dense_model_is_where_its_targets_are(targets):
+    lora = LoraSection(rank=3, alpha=6.0, targets=targets)
+    adapted = dense_lora(dense.model("llama", 1), lora)
+    adapted_names = [n for n, p in adapted.named_parameters() if p.requires_grad and "lora_A" in n]
+    layers = {name.split(".lora_A")[0].split(".")[-2] for name in adapted_names}
+    blocks = {"attention": "self_attn", "experts": "mlp"}
+    assert layers == {blocks[target] for target in targets}
+    ranks = {p.shape[0] for name, p in adapted.named_parameters() if ".lora_A" in name}
+    assert ranks == {3}

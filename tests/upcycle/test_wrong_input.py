@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from moe_finetune.upcycle.frequencies import count_table
+from tests import tiny
 from tests.upcycle import dense
 from tests.upcycle.small import run, write_recipe
+
+IDS = len(tiny.tokenizer())
+PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,31 @@ from tests.upcycle.small import run, write_recipe
         ),
         (["merge.top_k=4"], "merge.top_k: 4 is more than the 3 experts"),
         (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, wanted one for each of 3"),
+        (
+            ["experts.checkpoints=[a,b,c]", "clusters.pinned.kind0=1"],
+            "'kind1' is not pinned, and clusters that are computed anew need not be the ones",
+        ),
+        (
+            ["experts.lora={rank: 2, targets: [attention]}"],
+            "experts.lora.targets: ['attention'] leaves out the feed-forwards",
+        ),
+        (
+            ["experts.lora={rank: 2, targets: [experts, shared_experts]}"],
+            "experts.lora.targets: these models have no shared_experts",
+        ),
+        (
+            ["experts.lora={rank: 2, experts: chosen.json}"],
+            "experts.lora.experts: a dense model has no experts to choose from",
+        ),
+        (
+            ["finetune.lora={rank: 2, experts: chosen.json}"],
+            "finetune.lora.experts: a dense model has no experts to choose from; leave it out, or",
+        ),
+        (
+            ["finetune.lora={rank: 2, targets: []}"],
+            "finetune.lora.targets: [] adapts nothing of a dense model",
+        ),
+        (["evaluation.passage_layer=3"], "evaluation.passage_layer: 3; the model has 3 layers"),
         (["experts.trainer.max_step=3"], "experts.trainer.max_step: unknown key"),
         (["experts.trainer.seed=3"], "experts.trainer.seed: cannot be set here: set `seeds`"),
         (["dense.path=null"], "wanted either `path`"),
@@ -117,7 +146,7 @@ def test_experts_that_differ_end_with_2(tmp_path, capsys, changes, spoil, said):
     if spoil is not None:
         spoil(tmp_path / "other")
     ready = [str(tmp_path / name) for name in ("dense", "dense", "other")]
-    recipe = write_recipe(tmp_path, experts={"checkpoints": ready})
+    recipe = write_recipe(tmp_path, experts={"checkpoints": ready}, clusters=PINNED)
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
     assert code == 2 and said in err, err
     assert not (tmp_path / "run").exists()
@@ -126,9 +155,17 @@ def test_experts_that_differ_end_with_2(tmp_path, capsys, changes, spoil, said):
 def test_experts_of_another_tokenizer_than_the_texts_end_with_2(tmp_path, capsys):
     dense.save("llama", tmp_path / "other", 2)
     _other_tokenizer(tmp_path / "other")
-    recipe = write_recipe(tmp_path, experts={"checkpoints": [str(tmp_path / "other")] * 3})
+    ready = [str(tmp_path / "other")] * 3
+    recipe = write_recipe(tmp_path, experts={"checkpoints": ready}, clusters=PINNED)
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
     assert code == 2 and "has another tokenizer than the dense model" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_ends_with_2(tmp_path, capsys):
+    dense.save("llama", tmp_path / "dense", 1, vocab_size=IDS - 1)
+    code, err = run(capsys, "upcycle", write_recipe(tmp_path), "--output", tmp_path / "run")
+    assert code == 2 and f"ids up to {IDS - 1}, and the model's vocab_size is {IDS - 1}" in err
     assert not (tmp_path / "run").exists()
 
 

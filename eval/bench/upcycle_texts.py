@@ -1,0 +1,127 @@
+"""Measure the memory that reading, tokenizing, counting and laying out texts takes.
+
+A child process reads texts from JSONL files as ``moe-finetune upcycle`` does, tokenizes them,
+counts tokens, clusters, lays out all training rows and reads them. The figures are its peak of
+resident memory above what it had with everything imported, after each step; the last also as
+anonymous memory, without the pages of files that the system drops when it needs to. Pages of rows
+are released as the trainer does. The texts are shuffled lines of the built-in corpus. What is made
+is deleted. Results go to ``eval/bench/results/upcycle_texts.json``.
+
+    python eval/bench/upcycle_texts.py --gigabytes 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from saved import add_save, finish
+
+EXPERTS, LENGTH, VOCABULARY, ROW_LINES = 8, 512, 8192, 40
+CHILD = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.upcycle.categories import read_categories
+from moe_finetune.upcycle.clustering import cluster_categories
+from moe_finetune.upcycle.recipe import TextSection
+from moe_finetune.upcycle.texts import Texts
+from moe_finetune.upcycle.training import dataset_of, release
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+folder, vocabulary, experts, length = Path(sys.argv[1]), *map(int, sys.argv[2:])
+tokenizer = load_tokenizer(folder / "tokenizer")
+tokenizer(["warm"])
+cluster_categories(np.random.default_rng(0).integers(1, 9, (experts + 3, 11)), experts)
+dataset_of(np.zeros((2, 3), np.int32))[0]
+start, anonymous = resident("VmRSS"), resident("RssAnon")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+peaks, seconds, began = {}, {}, time.perf_counter()
+
+def done(name):
+    peaks[name] = resident("VmHWM") - start
+    seconds[name] = round(time.perf_counter() - began, 1)
+
+files = {path.stem: str(path) for path in sorted(folder.glob("*.jsonl"))}
+categories = read_categories(TextSection(categories=files, max_length=length))
+done("read")
+texts = Texts.tokenize(categories, tokenizer, 0, folder)
+done("tokenized")
+cluster_categories(texts.counts(vocabulary), experts)
+done("clustered")
+rows_RS = texts.blocks(range(len(files)), length, 0, folder / "rows.bin")
+done("laid out")
+dataset = dataset_of(rows_RS)
+for i in range(len(rows_RS)):
+    dataset[i]
+    if i % 500 == 499:
+        release(rows_RS)
+done("rows read")
+anonymous = resident("RssAnon") - anonymous
+print(json.dumps({"start": start, "anonymous": anonymous, "peaks": peaks, "seconds": seconds,
+                  "tokens": int(texts.starts_T1[-1]), "texts": len(texts.split_T)}))
+"""
+
+
+def write_texts(folder: Path, size: int) -> int:
+    """Write about ``size`` characters of shuffled lines, a file a category; return how many."""
+    from moe_finetune.upcycle.corpus import read_corpus
+
+    generator = np.random.default_rng(0)
+    written = 0
+    corpus = list(read_corpus().values())
+    for category, texts in enumerate(corpus):
+        lines = "\n".join(texts).splitlines()
+        with (folder / f"kind{category:02d}.jsonl").open("w") as stream:
+            while written < size * (category + 1) / len(corpus):
+                picks = generator.integers(0, len(lines), ROW_LINES)
+                text = "\n".join([lines[i] for i in picks])
+                stream.write(json.dumps({"text": text}) + "\n")
+                written += len(text)
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of text")
+    parser.add_argument("--folder", type=Path, default=None, help="where to put the texts")
+    add_save(parser, "upcycle_texts")
+    options = parser.parse_args()
+    from moe_finetune.demo.tokenizer import train_tokenizer
+    from moe_finetune.upcycle.corpus import read_corpus
+
+    work = Path(tempfile.mkdtemp(prefix="upcycle-texts-", dir=options.folder))
+    try:
+        written = write_texts(work, int(options.gigabytes * 1e9))
+        some = (text for texts in read_corpus().values() for text in texts)
+        train_tokenizer(some, VOCABULARY).save_pretrained(work / "tokenizer")
+        sizes = map(str, (VOCABULARY, EXPERTS, LENGTH))
+        command = [sys.executable, "-c", CHILD, str(work), *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    result = {
+        "text_gb": round(written / 1e9, 3),
+        "texts": found["texts"],
+        "tokens": found["tokens"],
+        "start_mb": round(found["start"] / 1e6),
+        "peak_above_start_mb": {k: round(v / 1e6, 1) for k, v in found["peaks"].items()},
+        "anonymous_above_start_mb": round(found["anonymous"] / 1e6, 1),
+        "seconds": found["seconds"],
+    }
+    finish(options, result)
+
+
+if __name__ == "__main__":
+    main()
