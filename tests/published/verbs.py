@@ -11,7 +11,7 @@ import torch
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import meta_model
@@ -34,6 +34,8 @@ def run(published: Published, folder: Path) -> dict[str, str]:
             answers[verb.__name__] = ""
         except MoeFinetuneError as error:
             answers[verb.__name__] = str(error)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # a crash, not a refusal
+            answers[verb.__name__] = f"{type(error).__name__}: {error}"
     return answers
 
 
@@ -55,7 +57,8 @@ def reach(published: Published, folder: Path) -> None:
         part: sum(row.parameters for row in published.rows if row.adapted and row.part == part)
         for part in fixture.MODEL_PARTS
     }
-    assert inspection.memory_unknown is None
+    if inspection.memory_unknown is not None:
+        raise UnsupportedModelError(inspection.memory_unknown)
     assert inspection.memory is not None
     assert inspection.memory.weights >= published.count(*fixture.MODEL_PARTS)
 
