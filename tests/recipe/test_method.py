@@ -11,13 +11,15 @@ from moe_finetune.recipe.method import WEIGHTED, resolve_method
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_share_sets_every_loss_but_balance_and_z(name):
-    paper = resolve_method(name).terms
+    tables = {"supervised_routing": {"terms": {"supervised_routing": {"table": "t.safetensors"}}}}
+    changes = tables.get(name, {})
+    paper = resolve_method(name, **changes).terms
     aims = set(paper) - set(WEIGHTED)
     if not aims:
         with pytest.raises(RecipeError, match=f"preset '{name}' has no loss that a share"):
             resolve_method(name, share=0.3)
         return
-    method = resolve_method(name, share=0.3)
+    method = resolve_method(name, share=0.3, **changes)
     for term, options in method.terms.items():
         expected = {"weight": None, "share": 0.3} if term in aims else {}
         assert options == paper[term].model_copy(update=expected)
