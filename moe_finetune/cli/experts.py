@@ -15,7 +15,8 @@ from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
 
 # What router and gates say without a token (P2 Tables 2 and 3): means over layers, printed.
-ROUTER_VALUES = (
+SHOWN_VALUES = (
+    *("max_violation", "score_entropy", "score_variance", "expert_overlap"),
     *("erc_loss", "erc_least_alpha", "noise_level", "router_cosine"),
     *("router_norm_mean", "router_norm_std", "gate_norm_mean", "gate_norm_std"),
 )
@@ -89,7 +90,7 @@ def analyze(
         engine=load_tree([], vllm or []).values,
     )
     means = read_object(output / "summary.json", DataError, "analyze again")["mean"]
-    for name in ROUTER_VALUES:
+    for name in SHOWN_VALUES:
         if name in means:
             print(f"{name:<18}{means[name]:.4g}")
     print(f"report: {page}")

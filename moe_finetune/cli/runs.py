@@ -102,10 +102,9 @@ def train(
             return
         page = run_chain(output, runs, resume, ignore_memory)
         if int(os.environ.get("RANK", "0")) == 0:
-            own = ["my.yaml", "--output", f"{output}-mine"]
             last = runs[-1][0]
             ended = {folder.name: folder for folder, _ in runs}
-            end_run(ended, None, next_commands(page, last / "merged", own))
+            end_run(ended, None, next_commands(page, last))
         return
     recipe = recipe_from_tree(tree)
     if dry_run:
@@ -114,9 +113,8 @@ def train(
     run = run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"run: {run}")
-        page, saved = run / "report" / "index.html", str(run / "recipe.yaml")
-        own = [saved, "data.train=my.jsonl", "--output", f"{run}-mine"]
-        end_run({"after": run}, None, next_commands(page, run / "merged", own))
+        page = run / "report" / "index.html"
+        end_run({"after": run}, None, next_commands(page, run))
 
 
 def headline(values: Mapping[str, Any], output: Path) -> str:

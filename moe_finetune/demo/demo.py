@@ -200,12 +200,8 @@ def _begin_base(
 
 def say_outcome(output: Path, page: Path) -> None:
     """Print the demo's scores, what its methods changed, and what to do next."""
-    recipes = [
-        str(recipes_folder() / name)
-        for name in ("methods/orthogonal_variance.yaml", "training/p0_lora.yaml")
-    ]
-    own = [*recipes, "model.path=./my-moe", "data.train=my.jsonl", "--output", "runs/first"]
-    following = next_commands(page, output / METHODS[-1] / "merged", own)
+    own = ["init", "./my-moe", "--data", "my.jsonl", "--output", "my.yaml"]
+    following = next_commands(page, output / METHODS[-1], own)
     end_run({method: output / method for method in METHODS}, output / "base", following)
 
 

@@ -161,7 +161,10 @@ def _columns(results: StudyResults) -> list[Column]:
         if label not in found:
             raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, found)}")
     columns = [_percent(found[label], results) for label in wanted]
-    for name, better in results.metrics.items():
+    metrics = results.metrics
+    if not metrics and any(run.has("eval_loss") for run in results.finished):
+        metrics = {"eval_loss": "lower"}
+    for name, better in metrics.items():
         if not any(run.has(name) for run in results.finished):
             raise StudyError(
                 f"metrics: no run has '{name}'{did_you_mean(name, _known(results.finished[0]))}"

@@ -62,19 +62,20 @@ class Coverage:
         return {name: asdict(group) for name, group in rows.items()}
 
     def table(self) -> str:
-        """A text table of what training reaches."""
-        rows = [("", "tensors", "parameters", "reached", "trained", "trained parameters")]
+        """A text table of the parameters, and of what training reaches where anything trains."""
+        trains = bool(self.total.reached_parameters or self.total.trained_parameters)
+        rows = [["", "tensors", "parameters"]]
+        if trains:
+            rows[0] += ["reached", "trained", "trained parameters"]
         for name, group in {**self.groups, "total": self.total}.items():
-            rows.append(
-                (
-                    name,
-                    f"{group.tensors:,}",
-                    f"{group.parameters:,}",
+            row = [name, f"{group.tensors:,}", f"{group.parameters:,}"]
+            if trains:
+                row += [
                     f"{group.reached_tensors:,} ({_share(group)})",
                     f"{group.trained_tensors:,}",
                     f"{group.trained_parameters:,}",
-                )
-            )
+                ]
+            rows.append(row)
         return aligned(rows)
 
 

@@ -6,6 +6,8 @@ A family is a row of one of the tables; one that transformers has no class for b
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from moe_finetune.errors import UnsupportedModelError, did_you_mean
@@ -55,11 +57,15 @@ def _refusal(config: dict[str, Any]) -> str:
         )
     if isinstance(model_type, str) and model_type in table.REFUSED:
         return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"
-    known = {family.model_type: family.title for family in known_families().values()}
-    supported = ", ".join(f"{t} ({title})" for t, title in known.items())
+    known = sorted({family.model_type for family in known_families().values()})
+    near = did_you_mean(str(model_type), known) if _near(str(model_type), known) else ""
     lines = [
-        f"model_type '{model_type}' is not supported{did_you_mean(str(model_type), known)}",
-        f"supported: {supported}",
+        f"model_type '{model_type}' is not supported{near}",
         suggestion(config),
+        f"supported: {', '.join(known)}",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _near(name: str, known: Iterable[str]) -> bool:
+    return bool(difflib.get_close_matches(name, list(known), n=1))

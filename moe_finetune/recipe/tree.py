@@ -8,6 +8,7 @@ of :data:`SHORTHANDS` stands for a mapping: ``method: erc`` is ``method: {preset
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.io.yaml_file import YamlError, parse_file, parse_yaml
-from moe_finetune.recipe.shipped import find_recipe
+from moe_finetune.recipe.shipped import find_recipe, recipes_folder
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
@@ -105,7 +106,7 @@ def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
 
 def _parse(path: Path) -> Tree:
     if not path.is_file():
-        raise RecipeError(f"there is no recipe file {path}")
+        raise RecipeError(f"there is no recipe file {path}{_near_file(path)}")
     node, values = parse_file(path, RecipeError)
     tree = Tree()
     if node is None:
@@ -115,6 +116,17 @@ def _parse(path: Path) -> Tree:
     tree.values = values
     _mark(node, (), path, tree.origins)
     return tree
+
+
+def _near_file(path: Path) -> str:
+    """The nearest recipe beside ``path``, or of the package where it names one of its folders."""
+    parts = path.parts
+    folder = path.parent
+    if parts[:1] == ("recipes",) and not folder.is_dir():
+        folder = recipes_folder().joinpath(*parts[1:-1])
+    siblings = [file.name for file in folder.glob("*.yaml")] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.7)
+    return f"; did you mean '{path.parent / near[0]}'?" if near else ""
 
 
 def _mark(node: yaml.Node, key: Key, path: Path, origins: dict[Key, str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
@@ -9,6 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from moe_finetune.errors import MoeFinetuneError, RecipeError, did_you_mean
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Key, Tree, dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,7 +51,12 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
         key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
         if item["type"] == "extra_forbidden":
             known = _fields_at(model, item["loc"][:-1])
-            lines.append(f"{key}: unknown key{did_you_mean(str(item['loc'][-1]), known)}")
+            name = str(item["loc"][-1])
+            hint = did_you_mean(name, known)
+            is_typo = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            if not is_typo and (elsewhere := _elsewhere(model, name)):
+                hint = f"; did you mean '{elsewhere}'?"
+            lines.append(f"{key}: unknown key{hint}")
         elif item["type"] == "missing":
             inner = _required(model, item["loc"])
             needs = f" (it needs {', '.join(f'{key}.{name}' for name in inner)})" if inner else ""
@@ -122,6 +130,23 @@ def _is_union_tag(part: str | int) -> bool:
         return False
     # recipe keys are lower case, so a capital begins the name of a section's class
     return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+
+
+def _elsewhere(model: type[BaseModel], name: str, above: str = "", depth: int = 3) -> str | None:
+    """The dotted key of another section that has this name; None where none or several have it."""
+    if not above and "trainer" in model.model_fields:
+        config = STAGES["sft"].config_class()
+        if name in {field.name for field in dataclasses.fields(config)}:
+            return f"trainer.{name}"
+    places = []
+    for key, field in model.model_fields.items():
+        for section in _models(field.annotation) if depth else ():
+            if name in section.model_fields:
+                places.append(f"{above}{key}.{name}")
+            elif deeper := _elsewhere(section, name, f"{above}{key}.", depth - 1):
+                places.append(deeper)
+    places = list(dict.fromkeys(places))
+    return places[0] if len(places) == 1 else None
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:

@@ -165,15 +165,17 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
         print(f"\n{following}")
 
 
-def next_commands(page: Path | None, checkpoint: Path | None, train: Sequence[str]) -> str:
-    """Commands that a user would want next; ``train`` are the arguments of the verb."""
+def next_commands(page: Path | None, run: Path, own: Sequence[str] = ()) -> str:
+    """Commands that a user would want next; ``own`` is one that starts on the user's own data."""
     opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
     lines = []
     if page is not None and page.is_file():
         words = [opener] if opener else ["python", "-m", "webbrowser"]
         lines.append(("look at the page", [*words, str(page)]))
-    if checkpoint is not None and checkpoint.is_dir():
-        lines.append(("talk to the model", ["moe-finetune", "serve", str(checkpoint)]))
-    lines.append(("train on your own data", ["moe-finetune", "train", *train]))
+    if (run / "merged").is_dir():
+        lines.append(("talk to the model", ["moe-finetune", "chat", str(run)]))
+        lines.append(("serve it", ["moe-finetune", "serve", str(run)]))
+    if own:
+        lines.append(("train on your own data", ["moe-finetune", *own]))
     shown = [f"  {what:<24}{shlex.join(command)}" for what, command in lines]
     return "\n".join(["next:", *shown])

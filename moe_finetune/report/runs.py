@@ -72,7 +72,12 @@ class Run:
     @property
     def collapse(self) -> str | None:
         """A sentence on the collapse of the router in training; None where there is none."""
-        return self.after.collapse() if self.after is not None else None
+        collapse = self.after.collapse() if self.after is not None else None
+        if collapse and self.before is not None and self.before.collapse():
+            return collapse.replace(
+                "Routing collapsed:", "Routing is collapsed, as before training:"
+            )
+        return collapse
 
     @property
     def last_step(self) -> float | None:

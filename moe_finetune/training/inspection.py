@@ -68,7 +68,7 @@ class Inspection:
 
     def text(self) -> str:
         lines = [
-            f"{self.path}: {self.title} ({self.model_type}, family {self.family})",
+            f"{self.path}: {self.model_type}, the architecture of {self.title}",
             f"parameters     {self.parameters:,}, {self.active_parameters:,} active per token",
             f"layers         {self.layers}, MoE in {_ranges(self.moe_layers)}",
             f"experts        {self.experts} routed, {self.shared_experts} shared, "
@@ -88,6 +88,8 @@ class Inspection:
             tensors = "1 tensor" if count == 1 else f"{count} tensors"
             lines.append(f"not trained    {tensors} of {part} ({size / 2**30:.2f} GiB)")
         lines += ["", self.coverage.table()]
+        if not self.coverage.total.reached_parameters:
+            lines.append("what a recipe trains, and its memory: --recipe my.yaml")
         if self.verdict is not None:
             lines += ["", self.verdict.text()]
         elif self.memory is not None:

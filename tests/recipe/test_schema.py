@@ -133,6 +133,9 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("data.columns={prompt: q}", "cannot be combined"),
         ("export.merge=false", "evaluation: needs export.merge"),
         ("logging.every=5", "logging: unknown key"),
+        ("learning_rate=1e-3", "unknown key; did you mean 'trainer.learning_rate'?"),
+        ("dropout=0.1", "unknown key; did you mean 'lora.dropout'?"),
+        ("data.rank=4", "data.rank: unknown key; did you mean 'lora.rank'?"),
         ("evaluation.suite=''", "evaluation.suite"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_first_log_after_step_0_is_not_called_before(tmp_path):
 def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
     run = _run(tmp_path / "a b", None, (0.4, 0.2), [3.0])
     (run / "eval" / "results.json").unlink()
-    following = next_commands(run / "report" / "index.html", run / "merged", ["r.yaml"])
+    following = next_commands(run / "report" / "index.html", run)
     for style, quiet in (("json", False), ("plain", False), ("plain", True)):
         before = use(Terminal(style, quiet))
         try:
@@ -87,4 +87,4 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
         else:
             assert "0.2 (-50 %)" in out and ("next:" in out) is not quiet
             assert answer in " ".join(out.split())
-            assert quiet or f"moe-finetune serve '{run / 'merged'}'" in out
+            assert quiet or f"moe-finetune serve '{run}'" in out
