@@ -6,6 +6,7 @@ Shape legend: T tokens, K selected experts.
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
 from moe_finetune.errors import CheckpointError, DataError
-from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.io.run_folder import checkpoint_in, recipe_of_run
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.losses.record import RoutingRecord
@@ -105,9 +106,13 @@ def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> 
         CheckpointError: an adapter or a run that was not merged, or a folder without a checkpoint.
     """
     after = checkpoint_in(source)
-    recipe = Path(source) / "recipe.yaml"
-    if base is None and recipe.is_file():
-        base = ((read_yaml(recipe, CheckpointError) or {}).get("model") or {}).get("path")
+    recipe = recipe_of_run(source) if Path(source).is_dir() and after != source else None
+    if base is None and recipe is not None:
+        match read_yaml(recipe, CheckpointError):
+            case {"model": {"path": str(base)}}:
+                pass
+            case _:
+                raise CheckpointError(f"{recipe}: has no model.path; give the base with --base")
     named = [("base", base)] if base is not None else []
     named.append(("merged" if base is not None else "model", str(after)))
     return [_speaker(name, path, dtype) for name, path in named]
@@ -147,10 +152,17 @@ def talk(
         elif text.startswith("/"):
             console.print(HELP, markup=False)
         elif text.strip():
-            replies = {speaker.name: speaker.reply(text, most) for speaker in speakers}
+            replies = {speaker.name: visible(speaker.reply(text, most)) for speaker in speakers}
             console.print(beside(replies, sys.stdout.isatty()))
             if experts:
                 console.print(experts_table(speakers))
+
+
+def visible(text: str) -> str:
+    """``text`` without the control characters by which a model could steer the terminal."""
+    return "".join(
+        letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc"
+    )
 
 
 def beside(replies: dict[str, str], columns: bool) -> Any:
@@ -173,7 +185,7 @@ def experts_table(speakers: Sequence[Speaker]) -> Any:
     found = []
     for speaker in speakers:
         token = speaker.tokenizer.decode([speaker.ids[-1]])
-        table.add_column(f"{speaker.name}: {token!r}")
+        table.add_column(Text(f"{speaker.name}: {token!r}"))  # a token may look like markup
         found.append(speaker.last_experts())
     for rows in zip(*found, strict=True):
         cells = ["  ".join(f"{expert} ({weight:.2f})" for expert, weight in row) for _, row in rows]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
+from moe_finetune.io.environment import PACKAGES
+from moe_finetune.io.json_file import read_object
 
 
 def checkpoint_in(source: str | Path) -> str | Path:
@@ -32,3 +34,21 @@ def results_in(source: str | Path) -> Path:
     if not (path / "results.json").is_file() and (path / "eval" / "results.json").is_file():
         return path / "eval"
     return path
+
+
+def recipe_of_run(path: str | Path) -> Path | None:
+    """``recipe.yaml`` of the run that ``path`` is or lies in; None where it is in no run.
+
+    Other tools write a file of that name too: a run's ``environment.json`` lists this package.
+    """
+    for folder in (Path(path), Path(path).parent):
+        recipe, environment = folder / "recipe.yaml", folder / "environment.json"
+        if not recipe.is_file() or not environment.is_file():
+            continue
+        try:
+            packages = read_object(environment, CheckpointError, "").get("packages")
+        except CheckpointError:  # also another tool's
+            continue
+        if isinstance(packages, dict) and PACKAGES[0] in packages:
+            return recipe
+    return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
+from moe_finetune.io.run_folder import recipe_of_run
 from moe_finetune.models.base import FAMILIES, DiskLayout, Family
 from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.models.table import PARTS
@@ -64,11 +65,9 @@ def declare_family_of(source: str | Path) -> None:
     Raises:
         RecipeError: the run's recipe was changed and is wrong now.
     """
-    for folder in (Path(source), Path(source).parent):
-        file = folder / "recipe.yaml"
-        if file.is_file() and "\n  family:\n" in file.read_text(encoding="utf-8"):
-            load_recipe(file)
-            return
+    recipe = recipe_of_run(source)
+    if recipe is not None and b"\n  family:\n" in recipe.read_bytes():
+        load_recipe(recipe)
 
 
 @contextmanager

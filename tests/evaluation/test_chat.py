@@ -8,10 +8,12 @@ import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from moe_finetune import cli
 from moe_finetune.errors import DataError
-from moe_finetune.evaluation.chat import open_speakers, talk
+from moe_finetune.evaluation.chat import experts_table, open_speakers, talk, visible
+from moe_finetune.io.environment import describe_environment
 from tests import tiny
 
 
@@ -22,6 +24,7 @@ def run(tiny_checkpoint, tmp_path):
     folder.mkdir()
     recipe = {"model": {"path": str(tiny_checkpoint("qwen3_moe"))}}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    (folder / "environment.json").write_text(json.dumps(describe_environment()))
     tiny.save("qwen3_moe", folder / "merged", seed=7)
     return folder
 
@@ -95,3 +98,24 @@ def test_the_verb_answers_lines_and_prompts(run, capsys, monkeypatch):
     assert said[0].startswith("model: ") and re.match(r" *0  \d+ \(0\.\d\d\)", said[2])
     assert cli.main(["chat", str(run / "nowhere"), "--prompt", "a"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["[/INST]", "[red]", "[/]", "[link=http://x]"])
+def test_a_token_that_looks_like_markup_is_shown_as_it_is(token, run, monkeypatch, capsys):
+    (speaker,) = open_speakers(str(run / "merged"))
+    speaker.reply("abc", 2)
+    monkeypatch.setattr(speaker.tokenizer, "decode", lambda *_, **__: f"{token}\x1b[2J")
+    Console(width=120).print(experts_table([speaker]))
+    talk([speaker], ["abc"], 2)
+    heading, *_, answer = capsys.readouterr().out.splitlines()
+    assert f"model: '{token}\\x1b[2J'" in heading
+    assert answer == f"model: {token}[2J" == f"model: {visible(token + chr(27))}[2J"
+
+
+@pytest.mark.parametrize("recipe", ["7", "model: x", "model: {path: 3}", "[1]", ""])
+def test_a_run_s_recipe_without_a_model_is_refused(recipe, run, capsys):
+    (run / "recipe.yaml").write_text(recipe)
+    assert cli.main(["chat", str(run), "--prompt", "a"]) == 2
+    assert "has no model.path" in capsys.readouterr().err
+    (run / "environment.json").unlink()  # and is not read where no run of ours wrote it
+    assert cli.main(["chat", str(run), "--prompt", "a", "--max-tokens", "2"]) == 0

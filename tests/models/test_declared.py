@@ -10,6 +10,7 @@ import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.io.environment import describe_environment
 from moe_finetune.models import FAMILIES, declared, family_of, find_family
 from moe_finetune.models.declared import declare_family_of, family_from
 from moe_finetune.models.suggestion import suggestion
@@ -108,8 +109,23 @@ def test_a_run_s_recipe_declares_for_what_lies_in_it(tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
     DECLARED.clear()
     declare_family_of(tmp_path / "merged")
+    assert find_family("unheard_moe") is None  # any tool may have written it
+    (tmp_path / "environment.json").write_text(json.dumps(describe_environment()))
+    declare_family_of(tmp_path / "merged")
     assert find_family("unheard_moe") is not None
     assert load_recipe(tmp_path / "recipe.yaml").hash == recipe().hash
+
+
+@pytest.mark.parametrize("environment", [None, b"\xff", b"[]", b"{}", b'{"packages": ["torch"]}'])
+@pytest.mark.parametrize("content", [b"\n  family:\n\xff", b"a:\n  family:\n    score: 1\n"])
+def test_another_tool_s_recipe_does_not_matter(content, environment, tmp_path):
+    for folder in (tmp_path, tmp_path / "base"):
+        folder.mkdir(exist_ok=True)
+        (folder / "recipe.yaml").write_bytes(content)
+        if environment is not None:
+            (folder / "environment.json").write_bytes(environment)
+    declare_family_of(tmp_path / "base")
+    assert find_family("unheard_moe") is None
 
 
 @pytest.mark.parametrize("value", ["tests.unheard:family", "tests.unheard:families"])
