@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -67,6 +68,28 @@ class Tries:
         return seconds
 
 
+def check_address(url: str, name: str) -> str:
+    """``url`` without slashes at its end.
+
+    Raises:
+        EvaluationError: no address of a web server, or one that contains a password, which would
+            be stored and printed with it; ``name`` begins the message.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise EvaluationError(f"{name}: '{url}' is not an http address") from None
+    if parts.username is not None or parts.password is not None:
+        raise EvaluationError(
+            f"{name}: the address contains a user name or password; give the address of "
+            f"{parts.hostname} without it, and the key in OPENAI_API_KEY"
+        )
+    if not usable:
+        raise EvaluationError(f"{name}: '{url}' is not an http address")
+    return url.rstrip("/")
+
+
 def session() -> aiohttp.ClientSession:
     """Return a session that hands replies over as they came, for use with :func:`exchange`."""
     return aiohttp.ClientSession(trust_env=True, auto_decompress=False)
@@ -114,6 +137,8 @@ async def exchange(
         raise ServerError(f"no complete reply within {seconds:.0f} s", passing=True) from None
     except aiohttp.InvalidURL:
         raise ServerError(f"'{url}' is not an address") from None
+    except ValueError as error:  # a key that no header may have
+        raise ServerError(f"the request cannot be sent: {error}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise ServerError(str(error) or type(error).__name__, passing=True) from None
     if 300 <= status < 400:

@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.exchange import ServerError, Tries, ask
+from moe_finetune.evaluation.exchange import ServerError, Tries, ask, check_address
 from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import JsonError, parse_json
@@ -93,9 +93,7 @@ class Judge:
         patience: float = 300,
         prices: tuple[float, float] = DEFAULT_PRICES,
     ):
-        if not base_url.startswith(("http://", "https://")):
-            raise EvaluationError(f"judge: base_url '{base_url}' is not an http address")
-        self.model, self.base_url = model, base_url.rstrip("/")
+        self.model, self.base_url = model, check_address(base_url, "judge: base_url")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._interval = 60 / requests_per_minute
         self._name = f"judge {model} at {self.base_url}"

@@ -99,9 +99,7 @@ def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
     Raises:
         EvaluationError: it does not answer, or not as such a server does.
     """
-    url = base_url.rstrip("/") + "/models"
-    if not url.startswith(("http://", "https://")):
-        raise EvaluationError(f"base_url '{base_url}' is not an http address")
+    url = exchange.check_address(base_url, "base_url") + "/models"
     try:
         reply = exchange.ask(url, seconds=timeout)
     except ServerError as error:

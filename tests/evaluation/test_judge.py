@@ -320,3 +320,25 @@ def test_damaged_samples_are_named(tmp_path, server, change, said):
         tasks = generation_tasks([tmp_path / "r"])
         list(judge_tasks(tasks, "m", server.url))
         agreement_table(tasks)
+
+
+@pytest.mark.parametrize("key", ["", "a key"])
+@pytest.mark.parametrize("user", ["user:pw@", "user@", ":pw@", "@", "user:p%40w@"])
+def test_an_address_with_a_password_is_refused_and_not_repeated(user, key):
+    with pytest.raises(EvaluationError, match=r"judge.*OPENAI_API_KEY") as problem:
+        Judge("m", f"http://{user}127.0.0.1:9/v1", key)
+    assert "pw" not in str(problem.value) and "127.0.0.1" in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://", "http://[", "http://h:99999", "http://h:0", "http:///v1", "file:///x"]
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(EvaluationError, match="is not an http address"):
+        Judge("m", url)
+
+
+def test_a_key_that_no_header_may_have_is_refused(server):
+    judge = Judge("m", server.url, "a\nKey: b")
+    with pytest.raises(EvaluationError, match="the request cannot be sent"):
+        judge.judge("q", "4", "4")
