@@ -1,13 +1,15 @@
 """Errors a user can meet, each also a standard-library type.
 
-The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2.
-A message names the place, what is wrong there, and what to do about it.
+The command line prints the message of any :class:`MoeFinetuneError` and ends with exit code 2, or
+1 where the machine is the cause (:func:`is_machine_failure`). A message names the place, what is
+wrong there, and what to do about it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 
 
 class MoeFinetuneError(Exception):
@@ -80,6 +82,31 @@ class NumericsError(MoeFinetuneError, ArithmeticError):
 
 class DependencyError(MoeFinetuneError, ImportError):
     """An optional dependency that is missing or unusable here."""
+
+
+_MACHINE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM),
+    *(errno.EMFILE, errno.ENFILE, errno.EFBIG),
+)
+# Of libraries in Rust and of torch, whose errors are no OSError and no MemoryError.
+_MACHINE_WORDS = ("(os error 28)", "(os error 5)", "DefaultCPUAllocator")
+
+
+def is_machine_failure(error: BaseException) -> bool:
+    """Whether a full or failing disk, or too little memory, is the error or caused it."""
+    return any(
+        isinstance(cause, MemoryError | DiskSpaceError)
+        or (isinstance(cause, OSError) and cause.errno in _MACHINE)
+        or type(cause).__name__ == "OutOfMemoryError"
+        or any(words in str(cause) for words in _MACHINE_WORDS)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from moe_finetune.checkpoint.tokenizer import write_tokenizer
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX
-from moe_finetune.io.json_file import read_object
+from moe_finetune.io.json_file import MAX_BYTES, read_object
 
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
@@ -33,7 +33,7 @@ def carried_files(
     refuse_foreign_links(folder)
     files = {
         path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in _small_files(folder)
+        for path in small_files(folder)
         if path.name not in _LEFT
     }
     if _loaders_disagree(folder):
@@ -53,7 +53,7 @@ def refuse_foreign_links(folder: Path) -> None:
     """
     root = folder.resolve()
     own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
-    for path in _small_files(folder):
+    for path in small_files(folder):
         real = path.resolve()
         if not any(real.is_relative_to(place) for place in own):
             raise CheckpointError(
@@ -62,13 +62,25 @@ def refuse_foreign_links(folder: Path) -> None:
             )
 
 
-def _small_files(folder: Path) -> list[Path]:
-    found = [
+def small_files(folder: Path) -> list[Path]:
+    """Those files, each regular and of a size that fits into memory."""
+    paths = [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and (path.suffix in _SUFFIXES or path.name.upper().startswith(_LEGAL))
+        if path.suffix in _SUFFIXES or path.name.upper().startswith(_LEGAL)
     ]
-    return found + sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    paths += sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for path in paths:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(
+                f"{path}: is a device, pipe or socket; remove it from the checkpoint"
+            )
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(
+                f"{path}: has more than {MAX_BYTES >> 20} MiB, too much for a config, a tokenizer "
+                "or a license; remove it from the checkpoint"
+            )
+    return [path for path in paths if path.is_file()]
 
 
 def _loaders_disagree(folder: Path) -> bool:

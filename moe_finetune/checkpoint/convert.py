@@ -8,14 +8,17 @@ import shutil
 from pathlib import Path
 
 from moe_finetune.checkpoint.card import public_name, write_card
-from moe_finetune.checkpoint.carried import refuse_foreign_links
+from moe_finetune.checkpoint.carried import refuse_foreign_links, small_files
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.tokenizer import write_json, write_tokenizer
+from moe_finetune.checkpoint.values import check_values
+from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_config, tensors_of
+from moe_finetune.io.folder import check_space
 from moe_finetune.models.loading import load_config, local_folder
 
-_CARRIED = ("generation_config.json", "chat_template.jinja", "LICENSE*")
+_CARRIED = ("generation_config.json", "chat_template.jinja")
 _COPY_BYTES = 16 << 20
 
 
@@ -39,9 +42,11 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     check_output(output)
     folder = local_folder(source)
     load_config(folder)
-    files = open_checkpoint(folder, values=True).files
+    files = open_checkpoint(folder).files
     refuse_foreign_links(folder)
     size = sum((folder / name).stat().st_size for name in files)
+    check_space(output, size)
+    check_values(tensors_of(files).values(), CheckpointError)
     with output_folder(output, size) as work:
         for name in files:
             _copy(folder / name, work / name)
@@ -52,8 +57,8 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         config.pop("auto_map", None)
         write_json(work / "config.json", config)
         write_tokenizer(folder, work)
-        for pattern in _CARRIED:
-            for file in folder.glob(pattern):
+        for file in small_files(folder):
+            if file.name in _CARRIED or file.name.startswith("LICENSE"):
                 shutil.copyfile(file, work / file.name)
         made = "The weights of {} as published, written by moe-finetune without code."
         write_card(work, folder, f"{public_name(source)}, converted", made=made)

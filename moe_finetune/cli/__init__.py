@@ -15,16 +15,22 @@ import typer
 from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs  # noqa: F401
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
-from moe_finetune.errors import MoeFinetuneError
+from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.terminal import OWN, Records, Terminal, use
+
+# A path that the user named cannot be used as asked.
+_PATH_ERRORS = (
+    *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code.
 
-    0 success; 1 a failure of the machine, or of ``doctor``'s checks; 2 a wrong input, with one
-    message on stderr; 130 interrupted. ``--debug``, ``--quiet`` and ``--log-format`` may stand
-    anywhere; ``--debug`` shows the traceback instead.
+    0 success; 1 a failure of the machine (disk, memory), or of ``doctor``'s checks; 2 a wrong
+    input, with one message on stderr; 130 interrupted. ``--debug``, ``--quiet`` and
+    ``--log-format`` may stand anywhere; ``--debug`` shows the traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
@@ -59,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if is_machine_failure(error) else 2
     except MemoryError:
         if debug:
             raise
@@ -69,8 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2 if error.errno == errno.ENAMETOOLONG else 1
+        return 2 if error.errno in _PATH_ERRORS else 1
     except Exception as error:
+        if is_machine_failure(error) and not debug:
+            print(f"error: {reason_of(error)}", file=sys.stderr)
+            return 1
         if not hasattr(error, "exit_code") or not hasattr(error, "show"):
             raise
         error.show()  # a usage error: typer knows how to say it

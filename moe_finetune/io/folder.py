@@ -75,12 +75,7 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     check_output(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_beside(target)
-    free = shutil.disk_usage(target.parent).free
-    if free < size + _OVERHEAD:
-        raise DiskSpaceError(
-            f"{target.parent}: {size / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; "
-            "make room or choose another --output"
-        )
+    check_space(target, size)
     partial, lock = claim(target, _make)
     try:
         yield partial
@@ -91,13 +86,34 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskSpaceError(
-                f"{target.parent}: no space left while writing {size / 1e9:.2f} GB; "
+                f"{target.parent}: no space left while writing {_shown(size)}; "
                 "make room or choose another --output"
             ) from problem
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+def check_space(target: Path, size: int) -> None:
+    """Raise DiskSpaceError unless ``size`` bytes fit on the disk that ``target`` will be on."""
+    folder = Path(os.path.abspath(target)).parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < size + _OVERHEAD:
+        raise DiskSpaceError(
+            f"{folder}: {_shown(size + _OVERHEAD)} are needed and {_shown(free)} are free; "
+            "make room or choose another --output"
+        )
+
+
+def _shown(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
 
 
 def write_small(folder: Path, name: str, content: bytes) -> None:

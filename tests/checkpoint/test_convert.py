@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_finetune import cli
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.errors import CheckpointError, OutputExistsError
+from moe_finetune.io.safetensors_header import build_header
 from moe_finetune.models import deepseek_moe
-from moe_finetune.models.loading import load_tokenizer
+from moe_finetune.models.loading import load_config, load_tokenizer
+from moe_finetune.models.structure import shapes_on_disk
 from tests import tiny
 from tests.models import moonlight_files
 
@@ -113,3 +116,38 @@ def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
     with pytest.raises(CheckpointError, match="no safetensors files"):
         convert_checkpoint(tmp_path / "there", tmp_path / "converted")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["public", "there"]
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "generation_config.json", "merges.txt", "NOTICE"])
+def test_only_regular_files_are_copied(name, tmp_path):
+    source = _publish("deepseek_moe", "deepseek_moe_16b.json", tmp_path / "public")
+    for make in (lambda p: p.symlink_to("/dev/zero"), os.mkfifo):
+        (source / name).unlink(missing_ok=True)
+        make(source / name)
+        with pytest.raises(CheckpointError, match=f"{name}: is a device, pipe or socket"):
+            convert_checkpoint(source, tmp_path / "converted")
+    (source / name).unlink()
+    with (source / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=f"{name}: has more than 64 MiB"):
+        convert_checkpoint(source, tmp_path / "converted")
+    assert [p.name for p in tmp_path.iterdir()] == ["public"]
+
+
+def test_space_is_asked_for_before_weights_are_read(tmp_path, capsys):
+    """A checkpoint of 6 TB of zeros, of which only the header is on the disk."""
+    source = _publish("deepseek_moe", "deepseek_moe_16b.json", tmp_path / "public")
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    (source / "model.safetensors.index.json").unlink()
+    written = json.loads((source / "config.json").read_text())
+    written |= {"vocab_size": 1 << 25, "hidden_size": 12_288}
+    (source / "config.json").write_text(json.dumps(written))
+    shapes = shapes_on_disk(load_config(source))
+    header = build_header(source / "model.safetensors", [(n, "F64", s) for n, s in shapes.items()])
+    with header.file.open("wb") as stream:
+        stream.write(header.raw)
+        stream.truncate(header.file_bytes)
+    assert cli.main(["convert", str(source), "--output", str(tmp_path / "out")]) == 1
+    assert "are needed and" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["public"]
