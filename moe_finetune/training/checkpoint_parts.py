@@ -145,17 +145,19 @@ def _writes_shards(trainer: Any) -> bool:
 
 
 def _rank_blob(trainer: Any, callbacks: Sequence[Any]) -> bytes:
-    """What differs between ranks: random numbers, and sums since the last log."""
+    """What differs between ranks: random numbers, sums since the last log, rollouts in use."""
     return pack_rank(
         {
             "world_size": trainer.args.world_size,
             "rows": rows_of(trainer.args),
             "random": random_state(),
             "loss": trainer._tr_loss,
+            "total_loss": trainer._total_loss_scalar,
             "last_logged": trainer._globalstep_last_logged,
             "metrics": {k: dict(v) for k, v in getattr(trainer, "_metrics", {}).items()},
             "tokens": getattr(trainer, "_total_train_tokens", None),
             "statistics": [callback.rank_state() for callback in callbacks],
+            "rollouts": trainer.rollout_state() if hasattr(trainer, "rollout_state") else None,
         }
     )
 

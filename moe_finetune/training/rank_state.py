@@ -2,7 +2,8 @@
 
 Another number of ranks goes on from them too: each takes the random numbers of one that was, means
 stay means, and sums are added up on rank 0. The run is then the same but for what is drawn while it
-trains (dropout, jitter, completions) and the order in which sums are rounded.
+trains (dropout, jitter, completions), rollouts in use, which are sampled again, and the order in
+which sums are rounded.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
     return {
         **own,
         "loss": torch.stack([state["loss"] for state in held]).mean(0),
+        "rollouts": None,
         "statistics": [
             callback.share_rank_states([state["statistics"][place] for state in held], rank)
             for place, callback in enumerate(callbacks)

@@ -181,8 +181,9 @@ class ResumableTrainer(_Trainer):
         state = self._rank_state(checkpoint)
         set_random_state(state["random"])
         self._tr_loss += state["loss"].to(self._tr_loss.device)
-        # The mean loss of this session must not count what an earlier one had summed.
-        self._total_loss_scalar -= float(state["loss"])
+        self._total_loss_scalar = state["total_loss"]
+        if hasattr(self, "load_rollout_state"):
+            self.load_rollout_state(state["rollouts"])
         self._globalstep_last_logged = state["last_logged"]
         # The checkpoint's state has the intervals of the run that wrote it.
         self.state.compute_steps(self.args, self.state.max_steps)
@@ -196,6 +197,15 @@ class ResumableTrainer(_Trainer):
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:
         args = self.args
         return read_rank(Path(checkpoint), args.process_index, args.world_size, self._ours())
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # The Trainer divides the sum over all steps by the number of those since the resume.
+        if self._initial_global_step:
+            trained = max(self.state.global_step - self._initial_global_step, 0.001)
+            rest = self._tr_loss.item()
+            mean = (self._total_loss_scalar + rest) / self.state.global_step
+            self._total_loss_scalar = mean * trained - rest
+        return super()._finalize_training(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run that was stopped between its last save and its end has nothing left to train, but

@@ -21,6 +21,7 @@ from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.checkpoint_parts import accumulation
+from moe_finetune.training.generation_batch import ResumesRollouts
 from moe_finetune.training.live import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.rank_state import random_state, set_random_state
@@ -145,8 +146,8 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
 
 
 _OF_STAGE: dict[str, tuple[type, ...]] = {
-    "grpo": (FollowsRollouts,),
-    "distill": (RoutesAsTeacher,),
+    "grpo": (FollowsRollouts, ResumesRollouts),
+    "distill": (RoutesAsTeacher, ResumesRollouts),
 }
 
 

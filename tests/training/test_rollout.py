@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.targets import add_lora
@@ -215,3 +216,41 @@ def test_a_family_with_weights_of_its_own_is_refused():
     check_replay(FAMILIES["moonlight"])
     with pytest.raises(RecipeError, match=r"router.replay: not for Phi-3.5-MoE.*SparseMixer"):
         check_replay(FAMILIES["phimoe"])
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise RuntimeError("stopped here")
+
+
+@pytest.mark.parametrize(("stop", "replay"), [(5, True), (4, False)])
+def test_a_run_stopped_inside_a_generation_batch_ends_like_the_straight_one(tmp_path, stop, replay):
+    """A rollout serves two steps, an epoch has four: step 5 lies inside a rollout."""
+    options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+    straight = trainer_for(tmp_path / "a", "qwen3_moe", replay, **options)
+    straight.train()
+    stopped = trainer_for(tmp_path / "b", "qwen3_moe", replay, **options)
+    stopped.add_callback(Stop(stop))
+    with pytest.raises(RuntimeError, match="stopped here"):
+        stopped.train()
+    resumed = trainer_for(tmp_path / "b", "qwen3_moe", replay, **options)
+    torch.manual_seed(99)
+    resumed.train(resume_from_checkpoint=True)
+    wanted, got = weights_of(straight.model), weights_of(resumed.model)
+    for name, value in wanted.items():
+        assert torch.equal(value, got[name]), name
+    for one, two in zip(straight.seen[2 * stop :], resumed.seen, strict=True):
+        assert torch.equal(one[0]["completion_ids"], two[0]["completion_ids"])
+        assert torch.equal(one[0]["advantages"], two[0]["advantages"])
+    timed = ("runtime", "per_second", "step_time")
+    rows = [
+        [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in history]
+        for history in (straight.state.log_history, resumed.state.log_history)
+    ]
+    (*rows_straight, end), (*rows_resumed, resumed_end) = rows
+    assert rows_straight == rows_resumed
+    assert resumed_end["train_loss"] == pytest.approx(end["train_loss"], rel=1e-9)
