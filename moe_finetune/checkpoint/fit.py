@@ -20,9 +20,7 @@ from moe_finetune.models import Family
 from moe_finetune.models.structure import (
     Shapes,
     integers_on_disk,
-    loaded_shape,
     name_on_disk,
-    pieces_on_disk,
     shapes_on_disk,
 )
 
@@ -66,7 +64,8 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
             f"{place}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
         )
     loaded = f"{family.backbone}.embed_tokens.weight"
-    embedding = checkpoint.tensors.get(name_on_disk(checkpoint.config, loaded))
+    name = name_on_disk(checkpoint.config, loaded, family.disk.spelling)
+    embedding = checkpoint.tensors.get(name)
     wanted = (text.vocab_size, text.hidden_size)
     if embedding is not None and tuple(embedding.shape) != wanted:
         raise CheckpointError(
@@ -123,7 +122,6 @@ def check_tensors(
     if family is not None and family.disk.either and family.disk.transposed:
         stacks = _stacks(family)
         needed = {n: _turned(shape) if stacks(n) else shape for n, shape in needed.items()}
-    needed = _under_names_in(tensors, needed, config)
     strangers = set(tensors) - set(needed)
     left_out = untrained(strangers, config, family)
     extra = sorted(strangers - left_out.keys())
@@ -141,7 +139,7 @@ def check_tensors(
             f"this model ({len(extra)} such tensors); the files or config.json are another "
             "checkpoint's"
         )
-    integers = integers_on_disk(config)
+    integers = integers_on_disk(config, None if family is None else family.disk.spelling)
     for name, shape in needed.items():
         info = tensors.get(name)
         if info is None:
@@ -167,31 +165,18 @@ def _stacks(family: Family) -> Callable[[str], bool]:
 
 def needed_tensors(config: Any, family: Family | None) -> Shapes:
     """Name on disk and shape of every tensor that the model of ``config`` is made of."""
-    key = config.to_json_string(use_diff=False)
+    spelling = None if family is None else family.disk.spelling
+    key = f"{config.to_json_string(use_diff=False)} {spelling}"
     if key not in _known:
         while len(_known) >= 4:
             _known.pop(next(iter(_known)))
-        shapes = shapes_on_disk(config)
+        shapes = shapes_on_disk(config, spelling)
         if family is not None and family.bias_export == "noaux_tc" and _biased(config):
             experts = family.num_experts(config)
             for layer in family.moe_layers(config):
                 shapes[f"{family.disk.name('router', layer)[: -len('weight')]}{_BIAS}"] = (experts,)
         _known[key] = shapes
     return _known[key]
-
-
-def _under_names_in(tensors: Mapping[str, TensorInfo], needed: Shapes, config: Any) -> Shapes:
-    """``needed``, with the loaded model's name where the files use that: loaders take both."""
-    missing = set(needed) - set(tensors)
-    if not missing:
-        return needed
-    mapping, found = config.to_dict(), dict(needed)
-    for name in sorted(set(tensors) - set(needed)):
-        pieces = pieces_on_disk(mapping, name)
-        if pieces and pieces.keys() <= missing:
-            found = {n: shape for n, shape in found.items() if n not in pieces}
-            found[name] = loaded_shape(mapping, name)
-    return found
 
 
 _BIAS = "e_score_correction_bias"
@@ -212,7 +197,7 @@ def places_on_disk(
     for name, shape in state.items():
         match = stack.fullmatch(name)
         if match is None or match[2] not in family.expert_parameters:
-            yield name, [(name_on_disk(mapping, name), shape)]
+            yield name, [(name_on_disk(mapping, name, disk.spelling), shape)]
             continue
         parts = disk.parts(match[2])
         if disk.fused:

@@ -83,7 +83,8 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
     """Whole numbers that a saved module holds must be the base's: a merge leaves those there."""
     for key, info in adapter.tables.items():
-        name = key if key in base.tensors else name_on_disk(base.config, key)
+        spelling = base.family.disk.spelling
+        name = key if key in base.tensors else name_on_disk(base.config, key, spelling)
         own = base.tensors.get(name)
         if own is None or own.shape != info.shape or (read_tensor(own) != read_tensor(info)).any():
             raise AdapterError(

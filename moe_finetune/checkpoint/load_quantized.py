@@ -29,7 +29,7 @@ from moe_finetune.checkpoint.values import finite
 from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
-from moe_finetune.models.structure import class_of
+from moe_finetune.models.structure import class_of, pieces_on_disk
 from moe_finetune.quantization.codec import Kind
 from moe_finetune.quantization.weight import QuantizedWeight
 
@@ -137,7 +137,7 @@ def load_streaming(
             continue
         disk = [place for place, _ in places]
         if disk == [name] and name not in stored:
-            disk = _pieces(model, name, state[name])
+            disk = _pieces(config, name, shapes[name], family)
         if any(place not in stored for place in disk):
             raise UnsupportedModelError(
                 f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
@@ -255,14 +255,13 @@ def _plain(
     return made
 
 
-def _pieces(model: Any, name: str, tensor: Tensor) -> list[str]:
+def _pieces(
+    config: PreTrainedConfig, name: str, shape: tuple[int, ...], family: Family
+) -> list[str]:
     """The tensors of the files that ``name`` is, one below the other; itself where it is not."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found = revert_weight_conversion(model, {name: torch.empty_like(tensor, device="meta")})
-    same = {piece.shape[1:] for piece in found.values()} == {tensor.shape[1:]}
-    whole = sum(piece.shape[0] for piece in found.values()) == tensor.shape[0]
-    return list(found) if same and whole else [name]
+    found = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
+    same = {piece[1:] for piece in found.values()} == {shape[1:]}
+    return list(found) if same and sum(p[0] for p in found.values()) == shape[0] else [name]
 
 
 def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
-from moe_finetune.models import Family, family_of, find_family
+from moe_finetune.models import family_of, find_family
 from moe_finetune.models.composite import language_keys, part_of
 from moe_finetune.models.plain_config import PlainConfig, plain_config
 from moe_finetune.models.plain_tensors import files
+
+_LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
 
 
 def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
@@ -35,6 +38,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
         UnsupportedModelError: no family has its ``model_type`` with these options.
     """
     from moe_finetune.checkpoint.fit import as_stored, check_fit
+    from moe_finetune.checkpoint.naming import named_as_in
     from moe_finetune.models.loading import parse_config
 
     folder = Path(path)
@@ -54,12 +58,13 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
 
         quantized = QuantizedTensors(in_files, form)
     tensors = in_files if quantized is None else quantized.tensors
-    checkpoint = Checkpoint(folder, config, stacked(family, tensors), files, tensors, quantized)
-    _check_layers(checkpoint)
     parsed = parse_config(folder)
     # A bias exported for vLLM's class is a checkpoint, though one that transformers cannot run.
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         family_of(parsed)
+    family = named_as_in(family, parsed, tensors)
+    checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
+    _check_layers(checkpoint)
     checkpoint = as_stored(checkpoint, parsed)
     checkpoint = replace(checkpoint, untrained=check_fit(checkpoint, parsed))
     if values:
@@ -108,19 +113,6 @@ def check_folder(folder: Path, config: Any) -> None:
     _check_values(tensors)
 
 
-def stacked(family: Family, tensors: Iterable[str]) -> Family:
-    """The family with the layout of files that hold the loaded model's own stacks.
-
-    Loaders take these in the place of a matrix an expert, and some published files have them.
-    """
-    disk = family.disk
-    first = f".{family.experts_name}.{family.expert_parameters[0]}"
-    if disk.fused or not any(n.startswith(disk.stack) and n.endswith(first) for n in tensors):
-        return family
-    names = [f"{family.experts_name}.{name}" for name in family.expert_parameters]
-    return replace(family, disk=replace(disk, gate_up=names[0], down=names[1]))
-
-
 def _check_values(tensors: dict[str, TensorInfo]) -> None:
     from moe_finetune.checkpoint.values import check_values
 
@@ -131,6 +123,14 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     found = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
     wanted = language_keys(checkpoint.config).get("num_hidden_layers")
     missing = sorted(set(range(wanted)) - found) if isinstance(wanted, int) else []
+    others = Counter(match[1] for name in checkpoint.tensors if (match := _LAYERS.match(name)))
+    if missing and not found - {None} and others:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its layers are called '{others.most_common(1)[0][0]}N', and "
+            f"loaders of model_type '{checkpoint.config['model_type']}' look for "
+            f"'{checkpoint.family.disk.stack}N'; config.json is another model's, or the tensors "
+            "have to be renamed"
+        )
     if missing:
         raise CheckpointError(
             f"{checkpoint.folder}: no tensor of layer {missing[0]}, config.json says "

@@ -46,9 +46,10 @@ def compare_logits(
 
 def load(checkpoint: Checkpoint) -> Any:
     """The checkpoint in transformers, in eval mode."""
-    kind = class_of(parse_config(checkpoint.folder))
+    config = parse_config(checkpoint.folder)
     # Float32 for both: what is compared is the weights, not the rounding of activations.
-    return kind.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    kind = class_of(config)
+    return kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32).eval()
 
 
 def apply_adapters(

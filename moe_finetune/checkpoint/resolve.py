@@ -94,7 +94,8 @@ class _Resolver:
 
     def _disk_name(self, name: str) -> str:
         """Name in the base's files of a tensor with the loaded model's ``name``."""
-        return name if name in self.base.tensors else name_on_disk(self.base.config, name)
+        spelling = self.base.family.disk.spelling
+        return name if name in self.base.tensors else name_on_disk(self.base.config, name, spelling)
 
     def _target(self, name: str, key: str) -> str:
         """The base tensor that ``key`` changes, checked to exist and to be its own."""
@@ -132,7 +133,8 @@ class _Resolver:
         pieces = [self._disk_name(parameter)]
         if pieces == [parameter] and parameter not in self.base.tensors:
             # Such as the two halves of a gate_up_proj, one below the other.
-            pieces = list(pieces_on_disk(self.base.config, parameter)) or pieces
+            spelling = self.base.family.disk.spelling
+            pieces = list(pieces_on_disk(self.base.config, parameter, spelling)) or pieces
         return [self._target(piece, key) for piece in pieces]
 
     def _magnitude(self, key: str) -> Iterator[tuple[str, Update]]:

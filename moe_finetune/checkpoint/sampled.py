@@ -66,7 +66,8 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _stored_name(base: Checkpoint, name: str) -> str:
-    return name if name in base.tensors else name_on_disk(base.config, name)
+    spelling = base.family.disk.spelling
+    return name if name in base.tensors else name_on_disk(base.config, name, spelling)
 
 
 def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:

@@ -93,9 +93,10 @@ def _predicting_layers(names: list[str], config: Any, family: Family | None) -> 
     first = text.num_hidden_layers
     in_class = any(_NUMBERED.search(pattern) for pattern in ignored_names(config))
     allowed = range(first, first + max(*_counts(text), in_class))
-    joined = {layer_number(name, family) for name in names if name.endswith(_JOINT)}
-    return {layer for layer in allowed if layer in joined}
+    joined = {layer_number(name, family) or 0 for name in names if name.endswith(_JOINT)}
+    return {layer for layer in joined if layer in allowed}
 
 
 def _counts(text: Any) -> list[int]:
-    return [getattr(text, key, None) or 0 for key in _COUNTS]
+    counts = (getattr(text, key, None) for key in _COUNTS)
+    return [count for count in counts if isinstance(count, int)] or [0]

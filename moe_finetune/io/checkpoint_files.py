@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io.config_file import check_config
+from moe_finetune.io.config_file import SAME_CLASS, check_config
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.safetensors_header import Header, TensorInfo, read_header
 
@@ -25,6 +25,8 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safet
 
 def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
     """``config.json`` of an existing folder, of a quantised checkpoint where ``quantized``.
+
+    Its ``model_type`` is that of transformers' class; see :data:`SAME_CLASS`.
 
     Raises:
         CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
@@ -45,6 +47,9 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
     # Mamba's time steps are published without an upper limit.
     config = read_object(file, CheckpointError, COPY_AGAIN, finite=False)
     check_config(config, file, quantized)
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in SAME_CLASS:
+        config["model_type"] = SAME_CLASS[model_type]
     return config
 
 
@@ -129,7 +134,9 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
             + (f"; {pickled[0]} is a pickle, which is never loaded" if pickled else "")
             + "; convert it to safetensors, or get the checkpoint in that format"
         )
-    missing = [name for name in (*names, *_siblings(names)) if not (folder / name).is_file()]
+    # Where there is an index it names all: some are published without the last files' tensors.
+    whole = names if listed else [*names, *_siblings(names)]
+    missing = [name for name in whole if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder / missing[0]} is missing; copy the checkpoint again "

@@ -28,6 +28,8 @@ _LARGEST = {
     "qk_nope_head_dim": 1 << 16, "qk_rope_head_dim": 1 << 16, "v_head_dim": 1 << 16,
     "max_position_embeddings": 1 << 30,
 }  # fmt: skip
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Published model types without a class -> the one whose class has their modules, as vLLM does."""
 _UNLIMITED = "time_step_limit"
 """Mamba's time steps, which are published without an upper limit."""
 _MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_finetune.errors import UnsupportedModelError
+from moe_finetune.models.structure import Spelling
 from moe_finetune.registry import Registry
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -28,7 +29,8 @@ class DiskLayout:
     ``per_expert`` are further tensors of the block with one row an expert, ``expert_ids`` one whose
     values are numbers of experts; a layer may lack these and the ``router_bias``. With ``either``
     some checkpoints store the stacks transposed, and loaders tell by the shape. ``interleaved``
-    stacks have rows of gate and up in turn.
+    stacks have rows of gate and up in turn. ``spelling`` is set where the files' names are not as
+    the class saves them.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -44,6 +46,7 @@ class DiskLayout:
     interleaved: bool = False
     per_expert: tuple[str, ...] = ()
     expert_ids: str | None = None
+    spelling: Spelling | None = None
 
     @property
     def fused(self) -> bool:

@@ -11,7 +11,7 @@ from moe_finetune.errors import (
     reason_of,
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
-from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import family_of, native
 from moe_finetune.models.chat_template import check_template
@@ -94,8 +94,13 @@ def parse_config(folder: Path) -> PreTrainedConfig:
 
     native.register()
     place = folder / "config.json"
+    raw = read_object(place, CheckpointError, COPY_AGAIN, finite=False)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if raw.get("model_type") in SAME_CLASS:
+            config = AutoConfig.for_model(**raw | {"model_type": SAME_CLASS[raw["model_type"]]})
+            config.name_or_path = str(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the library's class makes of a value that it expected not
         raise CheckpointError(
             f"{place} has a value that this model type refuses: {first_line(error)}"

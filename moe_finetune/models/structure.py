@@ -5,12 +5,29 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How files call a model's tensors, where it is not as its class saves them.
+
+    Attributes:
+        unconverted: those of transformers' conversions, by position, whose results the files have.
+        renamed: names as saved and in the files, with ``#`` for every number.
+    """
+
+    unconverted: tuple[int, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 
 
@@ -36,37 +53,37 @@ def _layers(model_type: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def name_on_disk(config: Mapping[str, Any], name: str) -> str:
+def name_on_disk(config: Mapping[str, Any], name: str, spelling: Spelling | None = None) -> str:
     """What the files of a checkpoint call the loaded model's tensor ``name``.
 
     Args:
         config: the content of ``config.json``.
         name: a tensor that one tensor of the files becomes; any other comes back as it is.
+        spelling: that of the files; None where they are as the class saves them.
     """
-    names = list(pieces_on_disk(config, name))
+    names = list(pieces_on_disk(config, name, spelling))
     return names[0] if len(names) == 1 else name
 
 
-def pieces_on_disk(config: Mapping[str, Any], name: str) -> Shapes:
+def pieces_on_disk(
+    config: Mapping[str, Any], name: str, spelling: Spelling | None = None
+) -> Shapes:
     """The tensors of the files that the loaded model's tensor ``name`` is made of, with shapes.
 
     Empty for a name that the model does not have.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     key = (config["model_type"], _text(config))
-    known, tensor = _known_pieces(*key), _state(*key).get(name)
+    known, tensor = _known_pieces(*key, spelling), _state(*key).get(name)
     if tensor is None:
         return {}
     if name not in known:
-        found = revert_weight_conversion(_on_meta(*key), {name: tensor})
-        known[name] = {piece: tuple(part.shape) for piece, part in found.items()}
+        known[name] = _in_files(key, {name: tensor}, spelling)
     return dict(known[name])
 
 
-def loaded_shape(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Shape of the loaded model's tensor ``name``."""
-    return tuple(_state(config["model_type"], _text(config))[name].shape)
+def loaded_names(config: Mapping[str, Any]) -> Iterable[str]:
+    """Names of the loaded model's tensors."""
+    return _state(config["model_type"], _text(config)).keys()
 
 
 def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
@@ -79,30 +96,120 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
 
     model = _on_meta(config["model_type"], _text(config))
     names = revert_weight_conversion(model, {name: model.state_dict()[name]})
-    return list(dict.fromkeys(_pattern(found) for found in names))
+    return list(dict.fromkeys(pattern_of(found) for found in names))
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
+    """A layer's tensor with ``{layer}`` and ``{expert}`` for the first numbers in its name."""
     numbers = iter(("{layer}", "{expert}"))
-    return ".".join(next(numbers) if part.isdigit() else part for part in name.split("."))
+    return ".".join(next(numbers, part) if part.isdigit() else part for part in name.split("."))
 
 
-def shapes_on_disk(config: Any) -> Shapes:
+def shapes_on_disk(config: Any, spelling: Spelling | None = None) -> Shapes:
     """Name and shape of every tensor in the files of a checkpoint with ``config``."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    model = _on_meta(config.model_type, _text(config.to_dict()))
-    state = revert_weight_conversion(model, model.state_dict())
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+    key = (config.model_type, _text(config.to_dict()))
+    return _in_files(key, _state(*key), spelling)
 
 
-def integers_on_disk(config: Any) -> frozenset[str]:
+def integers_on_disk(config: Any, spelling: Spelling | None = None) -> frozenset[str]:
     """Names of the tensors of whole numbers in the files, such as tables of experts by token."""
+    key = (config.model_type, _text(config.to_dict()))
+    state = {n: t for n, t in _state(*key).items() if not t.is_floating_point()}
+    return frozenset(_in_files(key, state, spelling)) if state else frozenset()
+
+
+def _in_files(key: tuple[str, str], state: dict[str, Any], spelling: Spelling | None) -> Shapes:
+    """Name and shape in the files of each of the loaded tensors ``state``."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _on_meta(config.model_type, _text(config.to_dict()))
-    state = {n: t for n, t in model.state_dict().items() if not t.is_floating_point()}
-    return frozenset(revert_weight_conversion(model, state)) if state else frozenset()
+    model = _on_meta(*key)
+    standard, other = model._weight_conversions, {}
+    if spelling is not None:
+        other = dict(spelling.renamed)
+        dropped = [_changes(*key)[number] for number in spelling.unconverted]
+        model._weight_conversions = [c for c in standard if c not in dropped]
+    try:
+        found = revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = standard
+    return {_respelled(name, other): tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def _respelled(name: str, renamed: Mapping[str, str]) -> str:
+    if name in renamed:
+        return renamed[name]
+    pattern = _NUMBER.sub("#", name) if renamed else name
+    if pattern not in renamed:
+        return name
+    numbers = iter(_NUMBER.findall(name))
+    return re.sub("#", lambda _: next(numbers), renamed[pattern])
+
+
+def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
+    """How files with these ``names`` call the model's tensors; None where as the class saves them.
+
+    Each name goes through transformers' own renaming, as when it loads the file. Names that the
+    model does not have, such as an MTP head's, say nothing.
+    """
+    key = (config.model_type, _text(config.to_dict()))
+    state, changes = _state(*key), _changes(*key)
+    head = f"{_on_meta(*key).base_model_prefix}."
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(_NUMBER.sub("#", name), []).append(name)
+    samples = []  # (file's name, loaded name, converter's number, as which of its sources)
+    for alike in by_pattern.values():
+        loaded, converter, source = _loaded(alike[0], changes)
+        # Loaders add the prefix of the base model to names that lack it.
+        loaded = loaded if loaded in state else head + loaded
+        if loaded in state:
+            samples.append((alike, loaded, converter, source))
+
+    def saved(name: str, spelling: Spelling | None = None) -> list[str]:
+        return list(_in_files(key, {name: state[name]}, spelling))
+
+    stored_whole = [loaded for _, loaded, converter, _ in samples if converter is None]
+    undone = {_loaded(piece, changes)[1] for name in stored_whole for piece in saved(name)[:1]}
+    unconverted = Spelling(tuple(sorted(number for number in undone if number is not None)))
+    renamed: dict[str, str] = {}
+    for alike, loaded, converter, source in samples:
+        if converter is None:
+            usual = saved(loaded, unconverted)[0]
+        else:
+            usual = next(p for p in saved(loaded) if _loaded(p, changes)[2] == source)
+        if usual == alike[0]:
+            continue
+        patterns = _NUMBER.sub("#", usual), _NUMBER.sub("#", alike[0])
+        if patterns[0].count("#") == patterns[1].count("#"):
+            renamed[patterns[0]] = patterns[1]
+        else:
+            renamed |= {saved(_loaded(n, changes)[0], unconverted)[0]: n for n in alike}
+    spelling = replace(unconverted, renamed=tuple(sorted(renamed.items())))
+    return None if spelling == Spelling() else spelling
+
+
+def _loaded(name: str, changes: list[Any]) -> tuple[str, int | None, str | None]:
+    """transformers' name for the files' tensor ``name``, the converter that takes it, and as what.
+
+    The converter is given by its number among ``changes``.
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    for change in changes:
+        if not isinstance(change, WeightConverter):
+            name = change.rename_source_key(name)[0]
+    for number, change in enumerate(changes):
+        if isinstance(change, WeightConverter):
+            renamed, source = change.rename_source_key(name)
+            if source is not None:
+                return renamed, number, source
+    return name, None, None
+
+
+def _is_prefix(change: Any) -> bool:
+    from transformers.core_model_loading import PrefixChange
+
+    return isinstance(change, PrefixChange)
 
 
 def ignored_names(config: Any) -> tuple[str, ...]:
@@ -113,12 +220,7 @@ def ignored_names(config: Any) -> tuple[str, ...]:
 
 def renamed_as_loaded(config: Any, name: str) -> str:
     """What transformers calls the files' tensor ``name`` while it loads them."""
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    model = _on_meta(config.model_type, _text(config.to_dict()))
-    changes = model._weight_conversions
-    renamings = [change for change in changes if not isinstance(change, WeightConverter)]
-    return rename_source_key(name, renamings, [])[0]
+    return _loaded(name, _changes(config.model_type, _text(config.to_dict())))[0]
 
 
 def _text(config: Mapping[str, Any]) -> str:
@@ -133,15 +235,20 @@ _IDLE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers
 @functools.lru_cache(maxsize=8)
 def _on_meta(model_type: str, text: str) -> Any:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = json.loads(text, object_hook=_special_float)
     model = meta_model(CONFIG_MAPPING[model_type].from_dict(config))
     # What transformers looks up for a model made of a config, else anew for each name.
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+    model.all_changes = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [c for c in model.all_changes if not _is_prefix(c)]
     return model
+
+
+def _changes(model_type: str, text: str) -> list[Any]:
+    """All of transformers' conversions, those that it applies only while it loads among them."""
+    changes: list[Any] = _on_meta(model_type, text).all_changes
+    return changes
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,8 +256,8 @@ def _state(model_type: str, text: str) -> dict[str, Any]:
     return _on_meta(model_type, text).state_dict()
 
 
-@functools.lru_cache(maxsize=8)
-def _known_pieces(model_type: str, text: str) -> dict[str, Shapes]:
+@functools.lru_cache(maxsize=16)
+def _known_pieces(model_type: str, text: str, spelling: Spelling | None) -> dict[str, Shapes]:
     """What :func:`pieces_on_disk` has found so far."""
     return {}
 

@@ -132,6 +132,9 @@ FAMILIES = (
 
 NO_INTERFACE = "its experts do not follow transformers' experts interface"
 REFUSED = {
+    "deepseek_vl_v2": "its config.json is for its authors' code, which is not run; of "
+    "DeepSeek-OCR 2 take the files for transformers' class (model_type deepseek_ocr2, such as "
+    "deepseek-community/DeepSeek-OCR-2)",
     "diffusion_gemma": "its language model fills blocks of noise, and has no loss on text",
     "ernie4_5_vl_moe": "its files hold text and vision experts in one list, which a merge does not "
     "take apart; ernie4_5_moe is supported",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.checkpoint.fit import places_on_disk
+from moe_finetune.checkpoint.naming import named_as_in
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_headers, tensors_of
@@ -49,7 +50,7 @@ class StoredWeights(Mapping[str, Tensor]):
         kind = inner.config.model_type
         family = find_family(kind)
         places = (
-            places_on_disk(state, family, inner.config)
+            places_on_disk(state, named_as_in(family, inner.config, self._files), inner.config)
             if family is not None
             else ((name, [(name, shape)]) for name, shape in state.items())
         )

@@ -1,0 +1,207 @@
+"""Files that call tensors otherwise than their class saves them: opened, merged under those names.
+
+transformers loads each of them; the merge is compared with base + adapter there.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint, permute_experts
+from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.load_quantized import load_quantized
+from moe_finetune.checkpoint.loading import load_model
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.models import FAMILIES
+from moe_finetune.models.loading import load_config
+from moe_finetune.models.structure import class_of
+from tests import tiny
+from tests import tiny_families as families
+from tests.tiny_adapter import adapted
+
+WEIGHTS = "model.safetensors"
+
+
+def with_vision_prefix(tensors):
+    return {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def stacks_with_vision_prefix(tensors):
+    del tensors
+    return with_vision_prefix(as_loaded(families.model("qwen3_5_moe_text")))
+
+
+def bare(tensors):
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def as_loaded(model):
+    """The loaded model's own names, a stack of experts a tensor."""
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+
+
+def ids_BL():
+    return torch.randint(4, 260, (3, 17), generator=torch.Generator().manual_seed(5))
+
+
+def loaded(folder):
+    """By transformers alone, without the toolkit."""
+    return class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder).eval()
+
+
+def write(family, tensors_of, folder):
+    """The family's tiny model with renamed tensors; ``tensors_of`` takes the saved ones."""
+    model = families.model(family)
+    model.save_pretrained(folder)
+    saved = load_file(folder / WEIGHTS)
+    renamed = as_loaded(model) if tensors_of is as_loaded else tensors_of(saved)
+    assert renamed.keys() != saved.keys()
+    save_file(renamed, folder / WEIGHTS, metadata={"format": "pt"})
+    return model, renamed
+
+
+CASES = [
+    ("qwen3_5_moe_text", with_vision_prefix),
+    ("qwen3_5_moe_text", stacks_with_vision_prefix),
+    ("qwen4_exp_text", with_vision_prefix),
+    *((name, bare) for name in ("deepseek_v4", "glm4_moe", "qwen3_next")),
+    *(
+        (name, as_loaded)
+        for name in (
+            "deepseek_v4",
+            "exaone_moe",
+            "glm4_moe",
+            "granitemoe",
+            "hy_v3",
+            "jamba",
+            "kimi_linear",
+            "lfm2_moe",
+            "minimax_m2",
+            "nemotron_h",
+            "phimoe",
+            "qwen3_next",
+            "inkling_mm_model",
+            "aria",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "tensors_of"), CASES)
+def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "merged"
+    model, before = write(family, tensors_of, base)
+    opened = open_checkpoint(base)
+    layers = FAMILIES[family].moe_layers(model.config)
+    assert opened.experts == dict.fromkeys(layers, families.EXPERTS) and not opened.untrained
+    disk = opened.family.disk
+    assert disk.name("router", layers[0]) in before
+    stock = loaded(base).state_dict()
+    assert all(torch.equal(tensor, stock[name]) for name, tensor in model.state_dict().items())
+    if not disk.interleaved:
+        streamed = load_quantized(base, load_config(base), None, "float32").state_dict()
+        assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
+
+    order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]
+    permute_experts(base, {layers[-1]: order}, tmp_path / "moved")
+    with torch.no_grad():
+        wanted, found = model(ids_BL()).logits, loaded(tmp_path / "moved")(ids_BL()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+    peft = adapted(model, "lora")
+    peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(base, tmp_path / "adapter", out)
+    with torch.no_grad():
+        wanted, found = peft(ids_BL()).logits, loaded(out)(ids_BL()).logits
+    assert torch.allclose(wanted, found, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    after = load_file(out / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def change_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_text_model_of_the_community(tmp_path):
+    """Qwen3.5's language model cut out of the one with vision, in half precision."""
+    base = tmp_path / "base"
+    _, before = write("qwen3_5_moe_text", with_vision_prefix, base)
+    halves = {name: tensor.half() for name, tensor in before.items()}
+    save_file(halves, base / WEIGHTS, metadata={"format": "pt"})
+    named = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "dtype": "float16"}
+    change_config(base, **named)
+    peft = adapted(load_model(base, dtype="float32"), "full")
+    peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    report = verify_merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert report.mode == "logits"
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert {key: written[key] for key in named} == named
+    after = load_file(tmp_path / "merged" / WEIGHTS)
+    assert after.keys() == halves.keys()
+    assert {tensor.dtype for tensor in after.values()} == {torch.float16}
+
+
+def test_kimi_k2_is_read_by_deepseek_v3_s_class(tmp_path):
+    base = tmp_path / "base"
+    model = tiny.model("moonlight")
+    model.save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    change_config(base, model_type="kimi_k2")
+    with torch.no_grad():
+        wanted, found = model(ids_BL()).logits, load_model(base)(ids_BL()).logits
+    assert torch.equal(wanted, found)
+    adapted(model, "full").save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert verify_merge(base, tmp_path / "adapter", tmp_path / "merged").mode == "logits"
+    convert_checkpoint(base, tmp_path / "converted")
+    types = [
+        json.loads((tmp_path / name / "config.json").read_text())["model_type"]
+        for name in ("merged", "converted")
+    ]
+    assert types == ["kimi_k2", "deepseek_v3"]
+
+
+def test_names_that_no_loader_of_the_type_knows_are_shown(tmp_path):
+    model = tiny.model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    renamed = with_vision_prefix(load_file(tmp_path / WEIGHTS))
+    save_file(renamed, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"called 'model.language_model.layers.N', .* look"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_names_all_files_of_fewer_than_their_names_say(tmp_path):
+    """MiniMax-M2's last files, of its MTP modules, are not published."""
+    tiny.model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="900KB")
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    for name in sorted(set(index["weight_map"].values())):
+        longer = name.partition("-of-")[0] + "-of-00130.safetensors"
+        (tmp_path / name).rename(tmp_path / longer)
+        index["weight_map"] = {
+            key: longer if value == name else value for key, value in index["weight_map"].items()
+        }
+    file.write_text(json.dumps(index))
+    open_checkpoint(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"of-00130.safetensors is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_deepseek_ocr_2_for_its_authors_code_is_refused_with_what_to_take(tmp_path):
+    config = {"model_type": "deepseek_vl_v2", "language_config": {"model_type": "deepseek_v2"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"take the files for .* deepseek_ocr2"):
+        load_config(tmp_path)
