@@ -85,6 +85,7 @@ def carry_out(
     """What :func:`run_recipe` does while no other process may write to ``output``."""
     from moe_finetune.training import ranks
 
+    recipe = on_day_of(recipe, output)
     check_output(recipe, output, resume)
     if ranks.rank() > 0:
         terminal().quiet = True  # rank 0 speaks for all; warnings come from each
@@ -95,6 +96,7 @@ def carry_out(
     if not trained:
         with terminal().phase("prepare"):
             inputs = check_inputs(recipe, ignore_memory)
+        recipe = _with_date(recipe, inputs.date)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     made = not output.exists()
     if ranks.rank() == 0:
@@ -156,6 +158,7 @@ def plan_run(
     Raises:
         MoeFinetuneError: what would end the start, with the key and what to do.
     """
+    recipe = on_day_of(recipe, Path(output))
     check_output(recipe, Path(output), resume)
     return check_inputs(recipe, ignore_memory, activations=True).plan
 
@@ -182,6 +185,21 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
         log.warning("--resume: %s is empty, so the run starts at its beginning", output)
     elif resume:
         raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
+
+
+def on_day_of(recipe: Recipe, output: Path) -> Recipe:
+    """``recipe`` with the date of the run in ``output``, which its chat template wrote."""
+    from moe_finetune.recipe.schema import load_recipe
+
+    saved = output / RECIPE_FILE
+    if recipe.data.date is not None or not saved.is_file():
+        return recipe
+    return _with_date(recipe, load_recipe(saved).data.date)
+
+
+def _with_date(recipe: Recipe, date: str | None) -> Recipe:
+    data = recipe.data.model_copy(update={"date": date or recipe.data.date})
+    return recipe.model_copy(update={"data": data})
 
 
 def begin(recipe: Recipe, output: Path) -> None:
@@ -250,7 +268,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         recipe,
         output,
         model,
-        inputs.tokenizer,
+        inputs.rendering,
         inputs.train,
         inputs.validation,
         functools.partial(second_model, recipe),

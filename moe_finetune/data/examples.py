@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.data.prepared import data_key, prepared_once
+from moe_finetune.data.prepared import data_key, date_of, prepared_once
 from moe_finetune.data.readers import SourceReader, draw, listed
 from moe_finetune.data.rows import Form
 from moe_finetune.data.sources import source_identity
-from moe_finetune.data.tokenize import set_chat_template
+from moe_finetune.data.tokenize import depends_on_date, on_day, set_chat_template, today
 from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed
@@ -44,11 +44,16 @@ class Examples:
         validation: in the files' order; None without ``data.validation``.
         sources: the rows of each source that is measured, validation or else training, in its
             order, by the source's path.
+        date: the day (ISO) that the chat templates write; None where they write none.
+        tokenizer: for a trainer that renders turns itself; its chat template writes that date and
+            reads what rows carry beside their turns.
     """
 
     train: Dataset
     validation: Dataset | None
     sources: list[tuple[str, Dataset]]
+    date: str | None = None
+    tokenizer: Any = None
 
 
 def load_dataset_for(
@@ -75,13 +80,15 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     rows, counts = _prepare(data.train, data, tokenizer, "train", order)
     # An order of the rows in memory is 8 bytes a row; on disk it would be a file a seed.
     train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
+    date = counts.date
     if data.validation is not None:
-        rows, counts = _prepare(data.validation, data, tokenizer, "validation", 0)
+        same_day = data.model_copy(update={"date": date or data.date})
+        rows, counts = _prepare(data.validation, same_day, tokenizer, "validation", 0)
         validation, measured = rows, data.validation
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
     paths = [source.path for source in listed(measured, "train")]
-    return Examples(train, validation, list(zip(paths, parts, strict=True)))
+    return Examples(train, validation, list(zip(paths, parts, strict=True)), date)
 
 
 def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0) -> Dataset:
@@ -103,18 +110,24 @@ def _prepare(
     chosen = listed(sources, name)
     drawn = data.limit is not None or any(source.limit is not None for source in chosen)
     identities = [_identity(source, data) for source in chosen]
-    key = data_key(
-        tokenizer,
-        data.model_dump(mode="json", exclude={"train", "validation", "seed", "num_proc", "split"}),
+    apart = {"train", "validation", "seed", "num_proc", "split", "date"}
+    decides = [
+        data.model_dump(mode="json", exclude=apart),
         identities,
         [name, seed] if drawn else [],
-    )
+    ]
+    key, dated = data_key(tokenizer, *decides), depends_on_date(tokenizer)
+    if dated and data.date is not None and date_of(key) != data.date:
+        key = data_key(tokenizer, *decides, data.date)
 
     def make(folder: Path) -> dict[str, Any]:
-        rows = _rows(chosen, data, name, seed)
-        counts = dataclasses.asdict(
-            write_tokenized(rows, len(chosen), data, tokenizer, name, folder)
-        )
+        unread: set[str] = set()
+        rows = _rows(chosen, data, name, seed, unread)
+        date = (data.date or today()) if dated else None
+        writer = on_day(tokenizer, date) if date is not None else tokenizer
+        written = write_tokenized(rows, len(chosen), data, writer, name, folder)
+        fields = sorted({*unread, *written.unread})
+        counts = {**dataclasses.asdict(written), "unread": fields, "date": date}
         for source, identity in zip(chosen, identities, strict=True):
             if _identity(source, data) != identity:
                 raise DataError(
@@ -127,6 +140,8 @@ def _prepare(
         log.info("%s data: %s", name, line)
     dataset, counted, found = prepared_once(key, make)
     counts = Counts(**counted)
+    if counts.date is not None:
+        log.info("%s data: the chat template writes the date %s (data.date)", name, counts.date)
     summary, *losses = counts.lines(data.max_length)
     log.info("%s data: %s%s", name, summary, " (prepared before)" if found else "")
     for loss in losses:
@@ -153,9 +168,12 @@ def _identity(source: DataSource, data: DataSection) -> list[Any]:
     return [source_identity(reader.source.path, reader.split), options]
 
 
-def _rows(sources: list[DataSource], data: DataSection, name: str, seed: int) -> Iterator[Placed]:
+def _rows(
+    sources: list[DataSource], data: DataSection, name: str, seed: int, unread: set[str]
+) -> Iterator[Placed]:
+    """Formed rows of all sources; ``unread`` gets the columns that nothing read."""
     rows = itertools.chain.from_iterable(
-        _source_rows(source, data, seed, number) for number, source in enumerate(sources)
+        _source_rows(source, data, seed, number, unread) for number, source in enumerate(sources)
     )
     if data.limit is None:
         return rows
@@ -171,11 +189,14 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
     return draw(itertools.chain(first, rows), limit, seed, "data.limit of data.validation")
 
 
-def _source_rows(source: DataSource, data: DataSection, seed: int, number: int) -> Iterator[Placed]:
+def _source_rows(
+    source: DataSource, data: DataSection, seed: int, number: int, unread: set[str]
+) -> Iterator[Placed]:
     """Rows of the source, each with its ``number`` in the field ``source``."""
     reader = SourceReader.of(source, data, seed + number)
     for place, row in reader:
         yield place, {**row, "source": number}
+    unread.update(reader.unread)
     _check_form(reader.source.path, reader.former.form, data)
 
 

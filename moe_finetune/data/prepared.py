@@ -23,7 +23,7 @@ from moe_finetune.io.json_file import read_object
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FORMAT = 3
+FORMAT = 4
 """To be raised when the code makes other tokens or labels of the same input."""
 
 _COUNTS = "counts.json"
@@ -73,6 +73,14 @@ def prepared_once(
     counts = read_object(folder / _COUNTS, DataError, "remove the folder")
     dataset: Any = load_from_disk(str(folder / "rows"))
     return dataset, counts, found
+
+
+def date_of(key: str) -> str | None:
+    """The day that the chat templates write in the dataset of ``key``; None where there is none."""
+    counts = cache_folder() / "data" / key / _COUNTS
+    if not counts.is_file():
+        return None
+    return read_object(counts, DataError, "remove the folder").get("date")
 
 
 def _fill(folder: Path, make: Callable[[Path], dict[str, Any]]) -> None:

@@ -50,8 +50,14 @@ class SourceReader:
             source.format or data.format,
             source.columns if own else data.columns,
             source.template if own else data.template,
+            data.ignore,
         )
         return cls(source, former, source.split or data.split, seed)
+
+    @property
+    def unread(self) -> set[str]:
+        """Columns of the rows so far that nothing reads."""
+        return self.former.unread - {*self.source.where, *self.source.words}
 
     def __iter__(self) -> Iterator[Placed]:
         source = self.source

@@ -1,15 +1,17 @@
 """Rows of training data, checked and brought into one of three forms.
 
-Forms: ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``, ``{"text"}``.
+Forms: ``{"messages": [{"role", "content", ...}, ...]}`` with ``tools`` and ``variables`` where the
+row has them, see :mod:`moe_finetune.data.turns`; ``{"prompt", "completion"}``; ``{"text"}``.
 A row that has none of them is refused with its file and line; nothing is skipped silently.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from moe_finetune.data.turns import COLUMNS, conversation, unlearned
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
 
@@ -28,8 +30,6 @@ _ALPACA_INPUT = {
     "prompt": "Instruction: {instruction}\nInput: {input}\nResponse:",
     "completion": " {output}",
 }
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
 
 
 class Former:
@@ -40,6 +40,10 @@ class Former:
         columns: our field -> the file's field.
         template: our field -> a text with the file's fields in braces; a list of texts is filled
             in with one a line.
+        ignore: columns, fields of turns and kinds of content that are left out.
+
+    Attributes:
+        unread: columns with a value that nothing read so far.
     """
 
     def __init__(
@@ -47,12 +51,15 @@ class Former:
         form: Form | Literal["auto"] = "auto",
         columns: Mapping[str, str] | None = None,
         template: Mapping[str, str] | None = None,
+        ignore: Collection[str] = (),
     ):
         self.form = form
         self.detected = ""
+        self.ignore = ignore
+        self.unread: set[str] = set()
         self.columns = columns or {}
         self.template = template or {}
-        ours = {field for fields in FIELDS.values() for field in fields}
+        ours = {field for fields in FIELDS.values() for field in fields} | set(COLUMNS)
         for name, mapping in (("columns", self.columns), ("template", self.template)):
             for field in mapping:
                 if field not in ours:
@@ -62,13 +69,14 @@ class Former:
 
     def __call__(self, place: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
-        row = self._mapped(place, row)
+        whole, row = row, self._mapped(place, row)
         if self.form == "auto" and not self.detected:
             self.detected = " and ".join(FIELDS[_detect(place, row)])
         if self.form == "auto":
             self.form = _detect(place, row)
+        self._note_unread(whole)
         if self.form == "messages":
-            return {"messages": _messages(place, row)}
+            return self._conversation(place, row)
         for field in FIELDS[self.form]:
             if field not in row:
                 raise DataError(
@@ -82,17 +90,55 @@ class Former:
             raise DataError(f"{place}: '{last}' is empty; there is nothing to learn from it")
         return {field: row[field] for field in FIELDS[self.form]}
 
+    def _note_unread(self, row: Row) -> None:
+        template = self.template or (
+            {} if self.columns or _has_form(row) or "conversations" in row else self._known(row)
+        )
+        read = {*self.columns.values(), *self.ignore}
+        for pattern in template.values():
+            read.update(_names(pattern, "data.template"))
+        if not template:
+            read.update(FIELDS[self.form] if self.form != "auto" else ())
+        if self.form == "messages":
+            read.update((*COLUMNS, "conversations", "prompt", "completion"))
+        self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
+
+    def _conversation(self, place: str, row: Row) -> Row:
+        """The row's turns; a prompt and a completion become a user and an assistant turn."""
+        turns = row.get("messages")
+        if turns is None and {"prompt", "completion"} <= row.keys():
+            if _is_chat(row):
+                turns = unlearned(row["prompt"]) + row["completion"]
+            else:
+                turns = [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["completion"]},
+                ]
+        formed = conversation(place, turns, row, self.ignore)
+        last = formed["messages"][-1]["role"]
+        if last != "assistant":
+            raise DataError(
+                f"{place}: the last message is from '{last}'; wanted the assistant's answer, which "
+                "is what is learned"
+            )
+        return formed
+
     def _mapped(self, place: str, row: Row) -> Row:
         template = self.template
         if not template and not self.columns and not _has_form(row):
             if isinstance(row.get("conversations"), list):
                 self.detected = "ShareGPT: 'conversations' are taken as messages"
-                return {"messages": row["conversations"]}
+                return {**row, "messages": row["conversations"]}
             template = self._known(row)
         if template:
-            return {
+            filled = {
                 f: _fill(text, row, f"{place}: data.template.{f}") for f, text in template.items()
             }
+            # A chat built from columns may have tools and a system prompt beside them.
+            beside = {
+                name: row[name] for name in COLUMNS if name in row and self.form == "messages"
+            }
+            return {**beside, **filled}
         return renamed(place, row, self.columns)
 
     def _known(self, row: Row) -> Mapping[str, str]:
@@ -150,42 +196,10 @@ def _detect(place: str, row: Row) -> Form:
 
 
 def _is_chat(row: Row) -> bool:
-    return isinstance(row["prompt"], list) and isinstance(row["completion"], list)
-
-
-def _messages(place: str, row: Row) -> list[dict[str, str]]:
-    """The row's turns, checked; a prompt and a completion become a user and an assistant turn."""
-    turns = row.get("messages")
-    if turns is None and {"prompt", "completion"} <= row.keys():
-        if _is_chat(row):
-            turns = row["prompt"] + row["completion"]
-        else:
-            turns = [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["completion"]},
-            ]
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{place}: 'messages': wanted a list of turns, got {short(turns)}")
-    checked = []
-    for number, turn in enumerate(turns):
-        where = f"{place}: messages[{number}]"
-        if not isinstance(turn, dict):
-            raise DataError(f"{where}: wanted {{role, content}}, got {short(turn)}")
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        role = _SHAREGPT.get(str(role), role)
-        if role not in ROLES:
-            raise DataError(f"{where}: role {role!r}{did_you_mean(str(role), ROLES)}")
-        if not isinstance(content, str):
-            raise DataError(f"{where}: content: wanted text, got {short(content)}")
-        if role == "assistant" and not content.strip():
-            raise DataError(f"{where}: the assistant's content is empty")
-        checked.append({"role": role, "content": content})
-    if checked[-1]["role"] != "assistant":
-        raise DataError(
-            f"{place}: the last message is from '{checked[-1]['role']}'; wanted the assistant's "
-            "answer, which is what is learned"
-        )
-    return checked
+    return all(
+        isinstance(row[name], list) and all(isinstance(turn, dict) for turn in row[name])
+        for name in ("prompt", "completion")
+    )
 
 
 def _names(pattern: str, place: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file
-from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows
+from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows, without_nulls
 
 _SUFFIXES = (*TABLES, ".txt")
 
@@ -80,7 +80,7 @@ def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
             raise DataError(f"{name} has no split '{split}'{did_you_mean(split, dataset)}")
         dataset = dataset[split]
     for number, row in enumerate(dataset, 1):
-        yield f"{name}: row {number}", row
+        yield f"{name}: row {number}", without_nulls(row)
 
 
 def _hub_dataset(source: str, split: str) -> Any:

@@ -1,18 +1,18 @@
 """Rows of preferences, labels or prompts, checked and brought into their stage's form.
 
 Forms: ``{"prompt", "chosen", "rejected"}``, ``{"prompt", "completion", "label"}`` and ``{"prompt",
-...}`` with whatever other fields a reward reads. A text is taken as it is; a list of ``{"role",
-"content"}`` turns goes through the chat template. A row that has none of them is refused with its
-file and line.
+...}`` with whatever other fields a reward reads. A text is taken as it is; a list of turns goes
+through the chat template with the row's ``tools`` and ``variables``, see
+:mod:`moe_finetune.data.turns`. A row that has none of them is refused with its file and line.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-from moe_finetune.data.rows import ROLES, renamed
+from moe_finetune.data.rows import renamed
+from moe_finetune.data.turns import conversation
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row, short
 from moe_finetune.recipe.stages import Stage
@@ -22,6 +22,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "unpaired": ("prompt", "completion", "label"),
     "prompts": ("prompt",),
 }
+_BESIDE = ("tools", "functions", "system", "chat_template_kwargs", "images", "image", "videos",
+           "audios")  # fmt: skip
 READ_BY = {"exact_match": "answer", "boxed": "answer", "code": "tests"}
 """Rewards by name, and the field that each reads of a row."""
 
@@ -32,6 +34,10 @@ class StageFormer:
     Args:
         columns: our field -> the file's field.
         rewards: by name, whose fields each row must have.
+        ignore: columns, fields of turns and kinds of content that are left out.
+
+    Attributes:
+        unread: columns with a value that nothing read so far; rewards may read any.
     """
 
     def __init__(
@@ -39,7 +45,10 @@ class StageFormer:
         stage: Stage,
         columns: Mapping[str, str] | None = None,
         rewards: Sequence[str | None] = (),
+        ignore: Collection[str] = (),
     ):
+        self.ignore = ignore
+        self.unread: set[str] = set()
         self._read = {READ_BY[name]: name for name in rewards if name in READ_BY}
         self.form: str = stage.form
         self.detected = ""
@@ -51,7 +60,7 @@ class StageFormer:
 
     def __call__(self, place: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
-        row = renamed(place, row, self.columns)
+        row = _published(renamed(place, row, self.columns), self.form)
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(place, row)}
         for field in self._fields:
@@ -61,20 +70,56 @@ class StageFormer:
                     f"has {', '.join(map(str, row)) or 'no fields'}. Name yours with data.columns"
                 )
         texts = [field for field in self._fields if field != "label"]
-        for field in texts:
-            _check_text(f"{place}: '{field}'", row[field], answer=field != "prompt")
         if len({type(row[field]) for field in texts}) > 1:
             raise DataError(
                 f"{place}: {', '.join(texts)} are texts and turns mixed; wanted all texts, or all "
                 "lists of {role, content}"
             )
+        formed = {field: row[field] for field in self._fields}
+        for field in texts:
+            formed |= self._checked(place, field, row)
         if "label" in self._fields and not isinstance(row["label"], bool):
             raise DataError(f"{place}: 'label': wanted true or false, got {short(row['label'])}")
         if self.form == "preference" and row["chosen"] == row["rejected"]:
             raise DataError(f"{place}: 'chosen' and 'rejected' are equal; nothing is preferred")
         for field, reward in self._read.items():
             _check_read(place, row, field, reward)
-        return row if self.form == "prompts" else {field: row[field] for field in self._fields}
+        read = {*self._fields, *self.columns.values(), *self.ignore, *_BESIDE}
+        self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
+        return {**row, **formed} if self.form == "prompts" else formed
+
+    def _checked(self, place: str, field: str, row: Row) -> Row:
+        """A field of texts or turns; with what a template reads beside the turns."""
+        value, answer = row[field], field != "prompt"
+        if isinstance(value, str):
+            if not value.strip():
+                raise DataError(f"{place}: '{field}' is empty")
+            return {field: value}
+        if not isinstance(value, list) or not value:
+            raise DataError(
+                f"{place}: '{field}': wanted text or a list of turns, got {short(value)}"
+            )
+        beside = {} if answer else {name: row[name] for name in _BESIDE if name in row}
+        formed = conversation(place, value, beside, self.ignore, field)
+        turns = formed.pop("messages")
+        last = turns[-1]["role"]
+        if answer and last != "assistant":
+            raise DataError(
+                f"{place}: '{field}': the last turn is from '{last}'; wanted the assistant's answer"
+            )
+        if not answer and last == "assistant":
+            raise DataError(
+                f"{place}: '{field}': ends with the assistant's turn; wanted what it answers to"
+            )
+        for number, turn in enumerate(turns if answer else ()):
+            if turn["role"] != "assistant":
+                raise DataError(
+                    f"{place}: '{field}'[{number}]: a turn of '{turn['role']}', which would be "
+                    "learned with the answer; move the turns before the last answer to 'prompt'"
+                )
+            if not turn.get("train", True):
+                raise DataError(f"{place}: '{field}'[{number}]: an answer that is not learned")
+        return {field: [_without_train(turn) for turn in turns], **formed}
 
 
 def _check_read(place: str, row: Row, field: str, reward: str) -> None:
@@ -116,21 +161,30 @@ def _common_prompt(place: str, row: Row) -> Row:
     return {"prompt": common, "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
 
-def _check_text(where: str, value: Any, answer: bool) -> None:
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{where} is empty")
-        return
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: wanted text or a list of turns, got {short(value)}")
-    for number, turn in enumerate(value):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise DataError(f"{where}[{number}]: wanted {{role, content}}, got {short(turn)}")
-        if turn.get("role") not in ROLES:
-            role = turn.get("role")
-            raise DataError(f"{where}[{number}]: role {role!r}{did_you_mean(str(role), ROLES)}")
-    last = value[-1]["role"]
-    if answer and last != "assistant":
-        raise DataError(f"{where}: the last turn is from '{last}'; wanted the assistant's answer")
-    if not answer and last == "assistant":
-        raise DataError(f"{where}: ends with the assistant's turn; wanted what it answers to")
+def _published(row: Row, form: str) -> Row:
+    """OpenAI's and ShareGPT's layouts of preferences and labels under our names."""
+    row = dict(row)
+    if isinstance(row.get("input"), dict) and {"preferred_output", "non_preferred_output"} <= set(
+        row
+    ):
+        asked = row.pop("input")
+        row |= {"prompt": asked.get("messages"), "tools": asked.get("tools")}
+        row["chosen"] = row.pop("preferred_output")
+        row["rejected"] = row.pop("non_preferred_output")
+    if "kto_tag" in row and "label" not in row:
+        row["label"] = row.pop("kto_tag")
+    turns = row.get("messages", row.get("conversations"))
+    if "prompt" not in row and isinstance(turns, list):
+        row.pop("messages", row.pop("conversations", None))
+        if form == "unpaired" and "completion" not in row:
+            row |= {"prompt": turns[:-1], "completion": turns[-1:]}
+        else:
+            row["prompt"] = turns
+    for field in ("chosen", "rejected", "completion"):
+        if isinstance(row.get(field), dict):
+            row[field] = [row[field]]
+    return row
+
+
+def _without_train(turn: Row) -> Row:
+    return {name: value for name, value in turn.items() if name != "train"}

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.data.examples import Examples, load_examples
 from moe_finetune.data.readers import SourceReader, draw, listed
 from moe_finetune.data.stage_form import FIELDS, StageFormer
-from moe_finetune.data.tokenize import set_chat_template, tokenize_row
+from moe_finetune.data.tokenize import (
+    Tokens,
+    depends_on_date,
+    on_day,
+    rendered,
+    set_chat_template,
+    today,
+    tokenize_row,
+    with_carried,
+)
+from moe_finetune.data.turns import unlearned
 from moe_finetune.errors import DataError
-from moe_finetune.io.rows import Placed, Row
+from moe_finetune.io.rows import Row
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 from moe_finetune.recipe.stages import STAGES, Stage
@@ -21,6 +31,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 log = logging.getLogger(__name__)
+TURNS = ("prompt", "chosen", "rejected", "completion")
+"""Fields that are texts or turns."""
 MEASURED = 256
 """Rows of a source that routing is measured on."""
 
@@ -70,6 +82,11 @@ def load_stage_rows(
         DataError: a file, line or row that cannot be used, or nothing left to train on.
     """
     set_chat_template(tokenizer, data.chat_template)
+    date = (data.date or today()) if depends_on_date(tokenizer) else None
+    if date is not None:
+        log.info("the chat template writes the date %s (data.date)", date)
+        tokenizer = on_day(tokenizer, date)
+    tokenizer = with_carried(tokenizer)
     order = data.seed if data.seed is not None else seed
     train, parts = _read(stage, data.train, data, tokenizer, "train", order, room, rewards)
     validation = None
@@ -78,7 +95,7 @@ def load_stage_rows(
             stage, data.validation, data, tokenizer, "validation", 0, room, rewards
         )
     measured = [(path, _tokens(rows, tokenizer, data.max_length)) for path, rows in parts]
-    return Examples(train.shuffle(order), validation, measured)
+    return Examples(train.shuffle(order), validation, measured, date, tokenizer)
 
 
 def _read(
@@ -94,18 +111,22 @@ def _read(
     from datasets import Dataset
 
     kept: list[Row] = []
-    parts, overlong = [], 0
+    parts, overlong, unread = [], 0, set[str]()
     for number, source in enumerate(listed(sources, name)):
         first = len(kept)
-        rows = _source(stage, source, data, seed + number, rewards)
+        reader = _source(stage, source, data, seed + number, rewards)
+        rows = iter(reader)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
         for place, row in rows:
+            adapted, length = _adapted(place, row, tokenizer)
             # A cut answer would change what is preferred, so none is cut.
-            if _fits(place, row, data, tokenizer, room):
-                kept.append(row)
+            if _fits(place, length + room, data):
+                kept.append(adapted)
             else:
                 overlong += 1
+        if stage.form != "prompts":
+            unread |= reader.unread
         parts.append((source.path, kept[first : first + MEASURED]))
     if not kept:
         raise DataError(
@@ -119,8 +140,10 @@ def _read(
             overlong,
             data.max_length,
         )
+    if unread:
+        log.warning("%s data: nothing reads %s", name, ", ".join(sorted(unread)))
     try:
-        return Dataset.from_list(kept), parts
+        return Dataset.from_list(kept, features=_features(kept)), parts
     except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
         raise DataError(
             f"data.{name}: a field holds values of different kinds in different rows: {error}"
@@ -133,17 +156,30 @@ def _source(
     data: DataSection,
     seed: int,
     rewards: Sequence[str | None],
-) -> Iterator[Placed]:
+) -> SourceReader:
     if source.template or data.template:
         raise DataError(
             f"data.template: stage {stage.name} takes fields as they are; use data.columns"
         )
-    former: Any = StageFormer(stage, source.columns or data.columns, rewards)
-    return iter(SourceReader(source, former, source.split or data.split, seed))
+    former: Any = StageFormer(stage, source.columns or data.columns, rewards, data.ignore)
+    return SourceReader(source, former, source.split or data.split, seed)
 
 
-def _fits(place: str, row: Row, data: DataSection, tokenizer: Any, room: int) -> bool:
-    length = max(len(ids) for ids in _rendered(place, row, tokenizer)) + room
+def _features(rows: list[Row]) -> Any:
+    """Features under which turns come back as they went in: a table's objects all have the same
+    fields, and a turn's calls would get those of other turns.
+    """
+    from datasets import Dataset, Features, Json
+
+    turns = [name for name in TURNS if any(isinstance(row.get(name), list) for row in rows)]
+    if not turns:
+        return None
+    others = [{k: v for k, v in row.items() if k not in turns} for row in rows]
+    inferred = Dataset.from_list(others).features if others[0] else {}
+    return Features({**inferred, **{name: Json() for name in turns}})
+
+
+def _fits(place: str, length: int, data: DataSection) -> bool:
     if length > data.max_length and data.overlong == "error":
         raise DataError(
             f"{place}: {length} tokens, longer than data.max_length {data.max_length}; raise it, "
@@ -152,49 +188,61 @@ def _fits(place: str, row: Row, data: DataSection, tokenizer: Any, room: int) ->
     return length <= data.max_length
 
 
-def _rendered(place: str, row: Row, tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of the prompt with each of its answers, or of the prompt alone."""
-    answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
-    prompt = row["prompt"]
+def _adapted(place: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
+    """The row as TRL takes it, and the tokens of its prompt with the longest answer.
+
+    Turns are in the kind that the chat template takes; what it reads beside them, the row's tools
+    and variables, travels on the first turn.
+    """
+    row = dict(row)
+    beside = {"tools": row.pop("tools", None), **(row.pop("variables", None) or {})}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    answers = [name for name in TURNS if name != "prompt" and name in row]
+    if isinstance(row["prompt"], str):
+        texts = [row["prompt"] + row[name] for name in answers] or [row["prompt"]]
+        return row, max(len(tokenizer(text)["input_ids"]) for text in texts)
+    prompt, extra = row["prompt"], {"tools": beside.get("tools"), "variables": beside}
     try:
-        for answer in answers or [None]:
-            if isinstance(prompt, str):
-                yield tokenizer(prompt + (answer or ""))["input_ids"]
-                continue
-            if not tokenizer.chat_template:
-                raise DataError(
-                    f"{place}: chat messages, and the tokenizer has no chat template; name one "
-                    "with data.chat_template"
-                )
-            text = tokenizer.apply_chat_template(
-                prompt + (answer or []), tokenize=False, add_generation_prompt=answer is None
-            )
-            yield tokenizer(text, add_special_tokens=False)["input_ids"]
-    except DataError:
-        raise
-    except Exception as error:  # templates raise what they like, through jinja
-        raise DataError(f"{place}: the chat template refuses these messages: {error}") from error
+        text, row["prompt"] = rendered({"messages": prompt, **extra}, tokenizer, True)
+        texts = [text]
+        for name in answers:
+            text, turns = rendered({"messages": prompt + row[name], **extra}, tokenizer)
+            row[name] = turns[len(prompt) :]
+            texts.append(text)
+        if beside:
+            row["prompt"][0]["carried"] = beside
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    return row, max(lengths)
 
 
 def _tokens(rows: list[Row], tokenizer: Any, max_length: int) -> Dataset:
     """Ids and labels of prompt and first answer, as a supervised run would have them."""
     from datasets import Dataset
 
-    made = []
+    tokenized = []
     for row in rows:
-        answer = row.get("chosen", row.get("completion"))
-        if answer is None:
-            (ids,) = _rendered("", row, tokenizer)
-            made.append({"input_ids": ids, "labels": list(ids)})
-            continue
-        turns = isinstance(row["prompt"], list)
-        formed = (
-            {"messages": row["prompt"] + answer}
-            if turns
-            else {"prompt": row["prompt"], "completion": answer}
-        )
-        tokens = tokenize_row(formed, tokenizer, True)
-        made.append(
+        tokens = prompt_and_answer(row, tokenizer)
+        tokenized.append(
             {"input_ids": tokens.input_ids[:max_length], "labels": tokens.labels[:max_length]}
         )
-    return Dataset.from_list(made)
+    return Dataset.from_list(tokenized)
+
+
+def prompt_and_answer(row: Row, tokenizer: Any, answer: str | None = None) -> Tokens:
+    """Ids of a row's prompt and answer, of which the answer is learned; of a prompt, all of it.
+
+    Args:
+        answer: the field of the answer; default: the one that is preferred.
+    """
+    answer = answer or next((name for name in ("chosen", "completion") if name in row), None)
+    prompt = row["prompt"]
+    if answer is None:
+        chat = isinstance(prompt, list)
+        text = rendered({"messages": prompt}, tokenizer, True)[0] if chat else prompt
+        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        return Tokens(ids, list(ids))
+    if isinstance(prompt, list):
+        return tokenize_row({"messages": unlearned(prompt) + row[answer]}, tokenizer, True)
+    return tokenize_row({"prompt": prompt, "completion": row[answer]}, tokenizer, True)

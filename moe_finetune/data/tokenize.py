@@ -1,18 +1,29 @@
 """A row -> token ids and labels; -100 where a token is not learned.
 
-Labels come from character spans of the rendered text. That needs nothing from the chat template
-(TRL's ``assistant_only_loss`` needs ``{% generation %}`` tags, which most checkpoints lack), and
-the ids are those of the whole text, as the model meets them.
+Labels come from character spans of the rendered text (:mod:`moe_finetune.data.rendering`), and the
+ids are those of the whole text, as the model meets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.data.template_process import template_process
 from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.rows import Row
+from moe_finetune.models.chat_template import (
+    original,
+    reads_clock,
+    with_carried_variables,
+    with_date,
+)
 
 IGNORED = -100
 
@@ -29,6 +40,8 @@ CHAT_TEMPLATES = {
     ),
 }
 """Templates for base models, by the name that ``data.chat_template`` takes."""
+TRAINING = "training"
+"""The name of TRL's variant of a checkpoint's own template."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +50,37 @@ class Tokens:
 
     ``rewritten``: the chat template renders some earlier answer differently once more turns
     follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a token.
+    ``unread``: fields of turns that the template does not read.
     """
 
     input_ids: list[int]
     labels: list[int]
     rewritten: bool = False
     straddled: bool = False
+    unread: tuple[str, ...] = ()
 
 
 def set_chat_template(tokenizer: Any, name: str | None) -> None:
-    """Give ``tokenizer`` the chat template ``name`` (chatml, plain, or a Jinja file), in place.
+    """Give ``tokenizer`` the chat template ``name``, in place.
+
+    Args:
+        name: chatml, plain, a Jinja file, or ``training``: the variant of the tokenizer's own that
+            TRL trains with.
 
     Raises:
-        DataError: neither a known name nor a file.
+        DataError: neither a known name nor a file, or TRL has no variant.
     """
     if name is None:
+        return
+    if name == TRAINING:
+        text = original(tokenizer.chat_template or "")
+        marked = _marked(text)
+        if marked is None:
+            raise DataError(
+                "data.chat_template: TRL has no training template for this tokenizer's; leave the "
+                "key out, or name a Jinja file"
+            )
+        tokenizer.chat_template = marked
         return
     if name in CHAT_TEMPLATES:
         tokenizer.chat_template = CHAT_TEMPLATES[name]
@@ -60,25 +89,141 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
     else:
         raise DataError(
             f"data.chat_template: '{name}' is neither a file nor a known template"
-            f"{did_you_mean(name, CHAT_TEMPLATES)}"
+            f"{did_you_mean(name, [*CHAT_TEMPLATES, TRAINING])}"
         )
 
 
-def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
-    """Token ids and labels of a formed row (see :mod:`moe_finetune.data.rows`).
+def today() -> str:
+    """The day (ISO) on this machine."""
+    return datetime.date.today().isoformat()
 
-    A chat learns every assistant turn, its end-of-turn token included; a completion learns itself
-    and the end-of-text token; a text learns everything. ``completion_only=False`` learns all.
+
+def on_day(tokenizer: Any, day: str) -> Any:
+    """A copy of ``tokenizer`` whose chat templates write ``day`` (ISO) as the date."""
+    date = datetime.date.fromisoformat(day)
+    return _with_templates(tokenizer, lambda text: with_date(text, date))
+
+
+def with_carried(tokenizer: Any) -> Any:
+    """A copy of ``tokenizer`` whose chat templates read what the first turn carries for them.
+
+    TRL's trainers give a template the turns of a row, and most of them nothing else of it.
+    """
+    return _with_templates(tokenizer, with_carried_variables)
+
+
+def as_published(tokenizer: Any) -> Any:
+    """A copy of ``tokenizer`` without what the two functions above added."""
+    return _with_templates(tokenizer, original)
+
+
+def _with_templates(tokenizer: Any, change: Callable[[str], str]) -> Any:
+    copied, templates = copy.copy(tokenizer), _templates(tokenizer)
+    changed = {name: change(text) for name, text in templates.items()}
+    if changed:
+        single = not isinstance(tokenizer.chat_template, dict)
+        copied.chat_template = changed["default"] if single else changed
+    return copied
+
+
+def depends_on_date(tokenizer: Any) -> bool:
+    """Whether a chat template of ``tokenizer`` reads the clock."""
+    return any(reads_clock(original(text)) for text in _templates(tokenizer).values())
+
+
+def _templates(tokenizer: Any) -> dict[str, str]:
+    templates = tokenizer.chat_template or {}
+    return templates if isinstance(templates, dict) else {"default": templates}
+
+
+def tokenize_row(row: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
+    """Token ids and labels of a formed row, see :func:`tokenize_rows`."""
+    return next(iter(tokenize_rows([row], tokenizer, completion_only)))
+
+
+def tokenize_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, completion_only: bool
+) -> Iterator[Tokens]:
+    """Yield token ids and labels of formed rows (see :mod:`moe_finetune.data.rows`).
+
+    A chat learns every assistant turn, its calls and its end-of-turn token included; a completion
+    learns itself and the end-of-text token; a text learns everything. ``completion_only=False``
+    learns all but answers with ``train: False``.
 
     Raises:
-        DataError: the chat template is missing, refuses the messages, or does not render a prompt
-            as the beginning of the whole.
+        DataError: the chat template is missing, refuses the messages, leaves a part of them out or
+            does not render a prompt as the beginning of the whole.
     """
-    if row.get("messages") is not None:
-        return _chat(row["messages"], tokenizer, completion_only)
-    if row.get("text") is not None:
-        return _plain("", row["text"], tokenizer, False)
-    return _plain(row["prompt"], row["completion"], tokenizer, completion_only)
+    chats = [row for row in rows if row.get("messages") is not None]
+    requests = [_request(row, tokenizer, "learned") for row in chats]
+    with closing(template_process().ask(requests)) as answers:
+        for row in rows:
+            if row.get("messages") is not None:
+                yield _chat(next(answers), tokenizer, completion_only)
+            elif row.get("text") is not None:
+                yield _plain("", row["text"], tokenizer, False)
+            else:
+                yield _plain(row["prompt"], row["completion"], tokenizer, completion_only)
+
+
+def rendered(
+    row: Mapping[str, Any], tokenizer: Any, prompt: bool = False, checked: bool = True
+) -> tuple[str, list[Row]]:
+    """The text of ``messages``, and the turns in the kind that the chat template takes.
+
+    Args:
+        row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.turns`.
+        prompt: end with what opens an answer.
+        checked: refuse a template that leaves a part of the turns out.
+
+    Raises:
+        TemplateLimitError: the chat template takes more than its time or memory.
+        DataError: the chat template is missing, refuses the messages or leaves a part of them out.
+    """
+    request = _request(row, tokenizer, "prompt" if prompt else "text")
+    with closing(template_process().ask([{**request, "checked": checked}])) as answers:
+        answer = next(answers)
+    return answer["text"], answer["turns"]
+
+
+def _request(row: Mapping[str, Any], tokenizer: Any, wanted: str) -> dict[str, Any]:
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the data are chat messages and the tokenizer has no chat template; name one with "
+            f"data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
+        )
+    tools = row.get("tools") or None
+    try:
+        template = tokenizer.get_chat_template(None, tools)
+    except ValueError as error:
+        raise DataError(f"the tokenizer's chat templates: {error}") from error
+    return {
+        "template": {
+            "text": template,
+            "marked": _marked(template),
+            "variables": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
+        },
+        "wanted": wanted,
+        "turns": row["messages"],
+        "extra": {**(row.get("variables") or {}), "tools": tools},
+    }
+
+
+@functools.lru_cache(maxsize=16)
+def _marked(template: str) -> str | None:
+    """The template, or TRL's variant of it, that marks what the assistant says."""
+    from trl import chat_template_utils as known
+
+    text = original(template)
+    if known.has_generation_markers(text):
+        return template
+    ends = "_training_chat_template", "_chat_template"
+    names = [name for name in vars(known) if name.endswith(ends[0])]
+    for name in names:
+        usual = getattr(known, name.removesuffix(ends[0]) + ends[1], None)
+        if usual is not None and usual.strip() == text.strip():
+            return template.removesuffix(text) + getattr(known, name)
+    return None
 
 
 def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) -> Tokens:
@@ -98,49 +243,16 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
     return Tokens(ids, _labels(ids, offsets, spans), straddled=straddled)
 
 
-def _chat(messages: list[dict[str, str]], tokenizer: Any, completion_only: bool) -> Tokens:
-    text = _render(messages, tokenizer, False)
-    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+def _chat(answer: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
+    encoded = tokenizer(answer["text"], return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    if not completion_only:
-        return Tokens(ids, list(ids))
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = [_answer(messages, i, text, tokenizer) for i in answers]
-    if spans[-1] is None:
-        raise DataError(
-            "the chat template does not render the conversation before the last answer as the "
-            "beginning of the whole; name another with data.chat_template, or set "
-            "data.completion_only_loss=false"
-        )
-    learned = [span for span in spans if span is not None]
-    return Tokens(ids, _labels(ids, offsets, learned), rewritten=len(learned) < len(spans))
-
-
-def _answer(
-    messages: list[dict[str, str]], index: int, text: str, tokenizer: Any
-) -> tuple[int, int] | None:
-    """Characters of answer ``index`` up to its end-of-turn mark, None when history is rewritten."""
-    prompt = _render(messages[:index], tokenizer, True)
-    until = _render(messages[: index + 1], tokenizer, False)
-    if not (text.startswith(until) and until.startswith(prompt)):
-        return None
-    return len(prompt), len(until.rstrip())
-
-
-def _render(messages: list[dict[str, str]], tokenizer: Any, generation_prompt: bool) -> str:
-    if not tokenizer.chat_template:
-        raise DataError(
-            "the data are chat messages and the tokenizer has no chat template; name one with "
-            f"data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
-        )
-    if not messages and not generation_prompt:
-        return ""
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
-        )
-    except Exception as error:  # templates raise what they like, through jinja
-        raise DataError(f"the chat template refuses these messages: {error}") from error
+    unread = tuple(answer["unread"])
+    if completion_only:
+        labels = _labels(ids, offsets, answer["spans"])
+        return Tokens(ids, labels, answer["rewritten"], unread=unread)
+    others = _labels(ids, offsets, answer["others"])
+    labels = [t if other == IGNORED else IGNORED for t, other in zip(ids, others, strict=True)]
+    return Tokens(ids, labels, unread=unread)
 
 
 def _labels(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,30 +11,38 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.data.tokenize import IGNORED, tokenize_row
+from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_rows
+from moe_finetune.data.turns import as_text, each_answer
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed, Row
 from moe_finetune.recipe.sections import DataSection
 
 COLUMNS = ("input_ids", "labels")
-_READ = ("source", "messages", "prompt", "completion", "text")
+_READ = ("source", "chat", "prompt", "completion", "text")
+_BATCH = 64
+"""Rows whose chats are rendered while those before are tokenized."""
 
 
 @dataclass
 class Counts:
     """What became of the rows of one dataset; ``tokens`` and ``learned`` are of the rows kept, and
-    ``sources`` says how many those are of each source; they lie in the sources' order.
+    ``sources`` says how many those are of each source; they lie in the sources' order. ``unread``
+    are columns and fields of turns that nothing reads; ``date`` is the day that chat templates
+    write, None where they write none.
     """
 
     rows: int
     tokens: int
     learned: int
     dropped: int
+    unlearned: int
     truncated: int
     cut: int
     rewritten: int
     straddled: int
     sources: list[int]
+    unread: list[str] = dataclasses.field(default_factory=list)
+    date: str | None = None
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log; the first always, the others where something was lost."""
@@ -47,15 +57,23 @@ class Counts:
                 f"{self.dropped} rows are longer than data.max_length {max_length} and were left "
                 "out (data.overlong 'drop', or the cut left nothing to learn)"
             )
+        if self.unlearned:
+            said.append(f"{self.unlearned} rows have no answer to learn and were left out")
         if self.rewritten:
             said.append(
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
-                "once the conversation goes on; those answers are not learned"
+                "once the conversation goes on; those answers are not learned (data.turns: each "
+                "makes an example of every answer)"
             )
         if self.straddled:
             said.append(
                 f"{self.straddled} rows: prompt and completion meet inside one token, which is "
                 "learned; end the prompt without a space to avoid it"
+            )
+        if self.unread:
+            said.append(
+                f"nothing reads {', '.join(self.unread)}; data.ignore leaves them out without this "
+                "line"
             )
         return said
 
@@ -73,21 +91,27 @@ def write_tokenized(
     from datasets.arrow_writer import ArrowWriter
 
     text, number, flag = Value("string"), Value("int32"), Value("bool")
-    read = {"place": text, "source": number, "prompt": text, "completion": text, "text": text}
-    turns = {"messages": [{"role": text, "content": text}]}
-    with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read | turns)) as writer:
+    read = {"place": text, "source": number, "prompt": text, "completion": text, "text": text,
+            "chat": text}  # fmt: skip
+    with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read)) as writer:
         for place, row in rows:
-            writer.write({"place": place, **{field: row.get(field) for field in _READ}})
+            for example in _examples(row, data):
+                values = {field: example.get(field) for field in _READ}
+                if "messages" in example:
+                    values["chat"] = _chat_text(place, example)
+                writer.write({"place": place, **values})
         writer.finalize()
     tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
         _tokenize,
         fn_kwargs={"tokenizer": tokenizer, "data": data},
+        batched=True,
+        batch_size=_BATCH,
         num_proc=data.num_proc,
         remove_columns=["place", *_READ],
         features=Features(
-            {"input_ids": [number], "labels": [number], "source": number}
+            {"input_ids": [number], "labels": [number], "source": number, "unread": text}
             | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
-            | dict.fromkeys(("dropped", "rewritten", "straddled"), flag)
+            | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled"), flag)
         ),
         cache_file_name=str(folder / "tokens.arrow"),
         new_fingerprint="tokens",  # hashing the tokenizer for one would take longer than small data
@@ -95,7 +119,7 @@ def write_tokenized(
         desc=f"Tokenizing {name}",
     )
     columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
-    kept = ~columns["dropped"]
+    kept = ~(columns["dropped"] | columns["unlearned"])
     if not kept.any():
         raise DataError(
             f"data.{name}: none of the {len(kept)} rows has anything to learn within "
@@ -110,20 +134,45 @@ def write_tokenized(
         tokens=int(columns["tokens"][kept].sum()),
         learned=int(columns["learned"][kept].sum()),
         dropped=int(columns["dropped"].sum()),
+        unlearned=int(columns["unlearned"].sum()),
         truncated=int((columns["cut"] > 0).sum()),
         cut=int(columns["cut"].sum()),
         rewritten=int(columns["rewritten"].sum()),
         straddled=int(columns["straddled"].sum()),
         sources=np.bincount(columns["source"][kept], minlength=num_sources).tolist(),
+        unread=sorted({name for each in set(columns["unread"]) for name in each.splitlines()}),
     )
 
 
-def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
-    """One row's ids and labels within ``max_length``, and what was lost."""
+def _examples(row: Row, data: DataSection) -> list[Row]:
+    return (each_answer(row) if data.turns == "each" and "messages" in row else []) or [row]
+
+
+def _chat_text(place: str, row: Row) -> str:
     try:
-        tokens = tokenize_row(row, tokenizer, data.completion_only_loss is not False)
+        return as_text({name: value for name, value in row.items() if name != "source"})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{place}: a value that is neither text nor number: {error}") from error
+
+
+def _tokenize(
+    batch: dict[str, list[Any]], tokenizer: Any, data: DataSection
+) -> dict[str, list[Any]]:
+    """Rows' ids and labels within ``max_length``, and what was lost of each."""
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    formed = [{**row, **json.loads(row["chat"])} if row["chat"] else row for row in rows]
+    tokenized: list[dict[str, Any]] = []
+    try:
+        for tokens in tokenize_rows(formed, tokenizer, data.completion_only_loss is not False):
+            tokenized.append(_within(tokens, rows[len(tokenized)], data))
     except DataError as error:
-        raise DataError(f"{row['place']}: {error}") from error
+        place = rows[len(tokenized)]["place"]
+        message = str(error)
+        raise DataError(message if message.startswith(place) else f"{place}: {message}") from error
+    return {name: [row[name] for row in tokenized] for name in tokenized[0]}
+
+
+def _within(tokens: Tokens, row: Row, data: DataSection) -> dict[str, Any]:
     splits = data.packing and data.packing_strategy != "bfd"
     cut = 0 if splits else max(0, len(tokens.input_ids) - data.max_length)
     if cut and data.overlong == "error":
@@ -134,15 +183,18 @@ def _tokenize(row: Row, tokenizer: Any, data: DataSection) -> dict[str, Any]:
     end = len(tokens.input_ids) - cut
     labels = tokens.labels[:end]
     learned = sum(label != IGNORED for label in labels)
-    dropped = not learned or bool(cut and data.overlong == "drop")
+    unlearned = all(label == IGNORED for label in tokens.labels)
+    dropped = not unlearned and (not learned or bool(cut and data.overlong == "drop"))
     return {
         "input_ids": tokens.input_ids[:end],
         "labels": labels,
         "tokens": end,
         "learned": learned,
         "dropped": dropped,
-        "cut": 0 if dropped else cut,
+        "unlearned": unlearned,
+        "cut": 0 if dropped or unlearned else cut,
         "rewritten": tokens.rewritten,
         "straddled": tokens.straddled,
+        "unread": "\n".join(tokens.unread),
         "source": row["source"],
     }

@@ -19,6 +19,7 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from moe_finetune.checkpoint.loading import forget_generation_defaults, load_model
+from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import CheckpointError, DataError
 from moe_finetune.io.run_folder import checkpoint_in, recipe_of_run
 from moe_finetune.io.terminal import terminal
@@ -53,9 +54,7 @@ class Speaker:
         """
         self.turns.append({"role": "user", "content": said})
         if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(
-                self.turns, tokenize=False, add_generation_prompt=True
-            )
+            text, _ = rendered({"messages": self.turns}, self.tokenizer, prompt=True, checked=False)
             prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             prompt = self.tokenizer(said)["input_ids"]

@@ -149,9 +149,23 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
             for batch in file.iter_batches(1000):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", row
+                    yield f"{path}: row {number}", without_nulls(row)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is not a complete Parquet file: {error}") from error
+
+
+def without_nulls(row: Row) -> Row:
+    """A table's row without the nulls inside its columns' values.
+
+    A table gives every object the fields of all: a call's arguments would have those of others.
+    """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def short(value: Any) -> str:

@@ -1,21 +1,96 @@
-"""A checkpoint's chat template is a program: it runs in jinja's sandbox, without an end.
+"""A checkpoint's chat template: whether it is one, whether it reads the clock, and a fixed date.
 
-Loops over what does not depend on the conversation, such as ``range(99999)`` in another one, are
-counted before anything is rendered.
+A template is a program of somebody else. It is parsed here and rendered in a process of its own,
+see :mod:`moe_finetune.data.template_process`.
 """
 
 from __future__ import annotations
 
+import datetime
+from typing import Any
+
 from moe_finetune.errors import CheckpointError
 
 MAX_CHARACTERS = 1 << 20
-MAX_STEPS = 1_000_000
-_RANGE = 100_000  # the sandbox's own limit
+_BEGIN = "{#- what this package gives -#}"
+_END = "{%- set before_template = none %}\n"
 
 
-def check_template(template: str, place: object) -> None:
-    """Raise CheckpointError when ``template`` is not a template, or its loops take too long."""
-    from jinja2 import Environment, TemplateError, nodes
+def check_template(template: str, path: object) -> None:
+    """Raise CheckpointError when ``template`` is not a template; nothing of it is run."""
+    from jinja2 import TemplateError
+
+    if len(template) > MAX_CHARACTERS:
+        raise CheckpointError(f"{path}: chat template: has more than {MAX_CHARACTERS:,} letters")
+    try:
+        _parse(template)
+    except (TemplateError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: its chat template cannot be read ({type(error).__name__}: {error}); copy "
+            "the tokenizer's files again"
+        ) from None
+
+
+def reads_clock(template: str) -> bool:
+    """Whether ``template`` writes the date of the day on which it is rendered."""
+    from jinja2 import nodes
+
+    names = _parse(template).find_all(nodes.Name)
+    return any(node.name == "strftime_now" and node.ctx == "load" for node in names)
+
+
+def with_date(template: str, day: datetime.date) -> str:
+    """``template`` as it renders on ``day``, at midnight, whenever it is rendered.
+
+    Its ``strftime_now`` becomes a macro that knows each format that the template mentions.
+    """
+    from jinja2 import nodes
+
+    if not reads_clock(template):
+        return template
+    midnight = datetime.datetime.combine(day, datetime.time())
+    texts = {
+        node.value
+        for node in _parse(template).find_all(nodes.Const)
+        if isinstance(node.value, str) and "%" in node.value
+    }
+    dates = {text: midnight.strftime(text) for text in sorted(texts)}
+    return _before(
+        "{%- macro strftime_now(format) -%}{%- set dates = " + repr(dates) + " -%}"
+        "{{- dates[format] if format in dates else raise_exception('unknown date format') -}}"
+        "{%- endmacro %}",
+        template,
+    )
+
+
+def with_carried_variables(template: str) -> str:
+    """``template`` that takes variables, such as ``tools``, from ``carried`` of the first turn.
+
+    Those that it is given otherwise stay where the turn does not carry them.
+    """
+    from jinja2 import meta
+
+    names = meta.find_undeclared_variables(_parse(template)) - {"messages", "strftime_now"}
+    sets = (
+        f"{{%- if messages and '{name}' in (messages[0].carried or {{}}) -%}}"
+        f"{{%- set {name} = messages[0].carried['{name}'] -%}}{{%- endif -%}}"
+        for name in sorted(names)
+    )
+    return _before("".join(sets), template)
+
+
+def original(template: str) -> str:
+    """The template that the functions above were given; any other as it is."""
+    return template.rpartition(_END)[2] if template.startswith(_BEGIN) else template
+
+
+def _before(statements: str, template: str) -> str:
+    # A newline behind a block is dropped (trim_blocks), so that the template's own first one stays.
+    return f"{_BEGIN}{statements}{_END}{template}"
+
+
+def _parse(template: str) -> Any:
+    from jinja2 import Environment, nodes
     from jinja2.ext import Extension, loopcontrols
 
     class Generation(Extension):
@@ -28,58 +103,4 @@ def check_template(template: str, place: object) -> None:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
-    if len(template) > MAX_CHARACTERS:
-        raise CheckpointError(f"{place}: chat template: has more than {MAX_CHARACTERS:,} letters")
-    try:
-        parsed = Environment(extensions=[Generation, loopcontrols]).parse(template)
-        named = {
-            each.target.name: each.node
-            for each in parsed.find_all(nodes.Assign)
-            if isinstance(each.target, nodes.Name)
-        }
-        steps = _steps(parsed, named)
-    except (TemplateError, RecursionError) as error:
-        raise CheckpointError(
-            f"{place}: its chat template cannot be read ({type(error).__name__}: {error}); copy "
-            "the tokenizer's files again"
-        ) from None
-    if steps > MAX_STEPS:
-        raise CheckpointError(
-            f"{place}: its chat template loops {steps:,} times or more whatever the conversation; "
-            "take the template of the base model"
-        )
-
-
-def _steps(node, named) -> int:
-    """Most rounds of the loops in ``node`` that do not depend on the conversation."""
-    from jinja2 import nodes
-
-    inner = sum(_steps(child, named) for child in node.iter_child_nodes())
-    if isinstance(node, nodes.For):
-        return _size(node.iter, named, 0) * max(1, inner)
-    if isinstance(node, nodes.Mul | nodes.Pow):
-        # A text or list is repeated so often, or a number is grown.
-        sides = [side.value for side in (node.left, node.right) if isinstance(side, nodes.Const)]
-        most = max((side for side in sides if isinstance(side, int)), default=0)
-        return max(inner, most**2 if isinstance(node, nodes.Pow) else most)
-    return inner
-
-
-def _size(node, named, depth: int) -> int:
-    """How many items a loop's object has, 1 where only the conversation tells."""
-    from jinja2 import nodes
-
-    if isinstance(node, nodes.Name) and node.name in named and depth < 9:
-        return _size(named[node.name], named, depth + 1)
-    if isinstance(node, nodes.Const) and isinstance(node.value, str):
-        return len(node.value)
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return len(node.items)
-    if isinstance(node, nodes.Call) and getattr(node.node, "name", "") == "range":
-        values = [arg.value for arg in node.args if isinstance(arg, nodes.Const)]
-        if len(values) < len(node.args) or not all(isinstance(value, int) for value in values):
-            return 1
-        return min(len(range(*values)) if 0 < len(values) < 3 else _RANGE, _RANGE)
-    if isinstance(node, nodes.Filter) and node.node is not None:
-        return _size(node.node, named, depth + 1)
-    return 1
+    return Environment(extensions=[Generation, loopcontrols]).parse(template)

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import DataError
 from moe_finetune.io import write_atomic
 
@@ -53,5 +54,5 @@ def prompt_of(row: dict[str, Any], tokenizer: Any) -> str:
     if "messages" in row:
         turns = row["messages"]
         asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return rendered({**row, "messages": asked}, tokenizer, prompt=True)[0]
     return row.get("prompt") or row["text"]

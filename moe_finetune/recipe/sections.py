@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -141,7 +142,21 @@ class DataSection(Section):
     template: dict[str, str] | None = Field(
         default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
     )
-    chat_template: str | None = Field(default=None, description="chatml, or a Jinja file")
+    chat_template: str | None = Field(
+        default=None, description="chatml, plain, training (TRL's), or a Jinja file"
+    )
+    turns: Literal["all", "each"] = Field(
+        default="all",
+        description="one example of a conversation, or one of each of its answers",
+    )
+    ignore: list[str] = Field(
+        default=[],
+        description="columns, fields of turns and kinds of content to leave out: [images, name]",
+    )
+    date: str | None = Field(
+        default=None,
+        description="the day that chat templates write; default: that of the first preparation",
+    )
     max_length: int = Field(default=2048, ge=2, description="tokens of a row")
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to a longer row"
@@ -159,6 +174,16 @@ class DataSection(Section):
     )
     seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
     num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return datetime.date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            raise ValueError(f"wanted a day such as 2026-11-23, got {value!r}") from None
 
 
 class RewardSection(Section):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_finetune.checkpoint.fit import places_on_disk
 from moe_finetune.checkpoint.naming import named_as_in
 from moe_finetune.checkpoint.tensors import read_tensor
+from moe_finetune.data.tokenize import as_published
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_headers, tensors_of
 from moe_finetune.io.safetensors_header import read_header
@@ -32,7 +33,7 @@ def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: 
         header = read_header(folder / SINGLE, CheckpointError)
         (folder / INDEX).write_text(index_text(header.tensors.values()), encoding="utf-8")
     if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(folder)
+        as_published(tokenizer).save_pretrained(folder)
 
 
 class StoredWeights(Mapping[str, Tensor]):

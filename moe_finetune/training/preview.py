@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_finetune.data.examples import load_dataset_for
-from moe_finetune.data.stage_rows import load_for_stage
-from moe_finetune.data.tokenize import IGNORED
+from moe_finetune.data.stage_rows import TURNS, load_for_stage, prompt_and_answer
+from moe_finetune.data.tokenize import IGNORED, rendered
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.rehearsal import describe_steps
@@ -37,7 +38,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     base = local_folder(recipe.model.path, False, recipe.model.revision)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     if STAGES[recipe.stage].form != "tokens":
-        return preview_rows(recipe, tokenizer, rows)
+        return preview_rows(recipe, tokenizer, rows, COLOURED if color else PLAIN)
     train = load_dataset_for(recipe.data, tokenizer, recipe.seed)[0]
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
@@ -58,14 +59,30 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     )
 
 
-def preview_rows(recipe: Recipe, tokenizer: Any, rows: int) -> str:
+def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, str] = PLAIN) -> str:
     """The first rows of a stage whose trainer tokenizes them itself."""
-    train = load_for_stage(recipe, tokenizer).train
+    examples = load_for_stage(recipe, tokenizer)
+    train = examples.train
     shown = [
-        f"row {number}\n" + "\n".join(f"  {name}: {value}" for name, value in row.items())
+        f"row {number}\n" + "\n".join(_fields(row, examples.tokenizer, marks))
         for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
     return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *shown])
+
+
+def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
+    """A row's fields, turns as the chat template renders them and answers marked."""
+    chat = isinstance(row["prompt"], list)
+    answers = [name for name in TURNS if name != "prompt" and name in row]
+    for name, value in row.items():
+        if chat and name in answers:
+            tokens = prompt_and_answer(row, tokenizer, name)
+            yield f"  {name}: {marked(tokens.input_ids, tokens.labels, tokenizer, marks)}"
+        elif chat and name == "prompt":
+            if not answers:
+                yield f"  {name}: {rendered({'messages': value}, tokenizer, prompt=True)[0]}"
+        else:
+            yield f"  {name}: {value}"
 
 
 def marked(ids: list[int], labels: list[int], tokenizer: Any, marks: tuple[str, str]) -> str:

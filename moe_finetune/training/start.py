@@ -65,9 +65,15 @@ def second_model(recipe: Recipe) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What training starts from, read before anything is written; ``sources`` are measured."""
+    """What training starts from, read before anything is written; ``sources`` are measured.
+
+    ``tokenizer`` is saved with what was trained; ``rendering`` is the trainer's, for turns that it
+    renders itself, and ``date`` the day that its chat templates write, if they do.
+    """
 
     tokenizer: Any
+    rendering: Any
+    date: str | None
     train: Any
     validation: Any
     sources: list[tuple[str, Any]]
@@ -158,4 +164,5 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     log.info("%s", plan.opening)
     for remark in plan.remarks:
         log.warning("%s", remark)
-    return Inputs(tokenizer, *examples, found.sources, plan)
+    rendering = tokenizer if found.tokenizer is None else found.tokenizer
+    return Inputs(tokenizer, rendering, found.date, *examples, found.sources, plan)

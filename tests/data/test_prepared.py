@@ -36,13 +36,13 @@ def source(tmp_path):
 @pytest.fixture
 def tokenized(monkeypatch):
     """How many rows have been tokenized so far."""
-    real, count = tokenizing.tokenize_row, []
+    real, count = tokenizing.tokenize_rows, []
 
-    def counting(*args):
-        count.append(1)
-        return real(*args)
+    def counting(rows, *args):
+        count.extend(rows)
+        return real(rows, *args)
 
-    monkeypatch.setattr(tokenizing, "tokenize_row", counting)
+    monkeypatch.setattr(tokenizing, "tokenize_rows", counting)
     return lambda: len(count)
 
 

@@ -1,50 +1,74 @@
-"""Chat templates that loop for ever are refused before they are rendered."""
+"""Chat templates are parsed where they are read; nothing of them runs there."""
 
 from __future__ import annotations
 
-import json
+import datetime
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.chat_template import check_template
+from moe_finetune.models.chat_template import (
+    check_template,
+    original,
+    reads_clock,
+    with_carried_variables,
+    with_date,
+)
 from moe_finetune.models.loading import load_tokenizer
 from tests import tiny
 
-BOMBS = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "{% set r = range(90000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-    "{% for a in 'x' * 2000000000 %}{% endfor %}",
-    "{% for a in range(9999)|list %}{% for b in range(999) %}{% endfor %}{% endfor %}",
-    "".join(f"{{% for a{i} in 'abcdefghij' %}}" for i in range(9)) + "{% endfor %}" * 9,
-    "{{ 2 ** 100000 }}",
-]
+DATED = (
+    "\n  {% if strftime_now is defined %}{% set f = '%d %b %Y' %}Today {{ strftime_now(f) }}"
+    "{% endif %}\n{% for m in messages %}{{ strftime_now('%Y-%m-%d') }} {{ m['content'] }}"
+    "{% generation %}!{% endgeneration %}{% endfor %}"
+)
+TURNS = [{"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize("template", BOMBS)
-def test_bombs(template):
-    with pytest.raises(CheckpointError, match="chat template loops"):
-        check_template(template, "here")
+def render(template: str, **variables) -> str:
+    turns = variables.pop("messages", TURNS)
+    return render_jinja_template([turns], chat_template=template, **variables)[0][0]
 
 
-def test_what_real_templates_do_is_taken():
+def test_what_is_no_template_is_refused_by_its_folder(tmp_path):
     check_template(tiny.CHAT_TEMPLATE, "here")
-    check_template(
-        "{% for i in range(messages|length) %}{% for c in m %}{% endfor %}{% endfor %}", ""
-    )
-    check_template(
-        "{% for m in messages[::-1] %}{% if loop.first %}{% break %}{% endif %}{% endfor %}", ""
-    )
-
-
-def test_a_tokenizer_with_one_is_refused_by_its_folder(tmp_path):
+    check_template(DATED, "here")
     tiny.tokenizer().save_pretrained(tmp_path)
     load_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(BOMBS[0])
-    with pytest.raises(CheckpointError, match=r"chat template loops"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": BOMBS[1]}))
-    with pytest.raises(CheckpointError, match=r"chat template loops"):
-        load_tokenizer(tmp_path)
+    for text in (
+        "{% for m in messages %}",
+        "{{ 2 + }}",
+        "{{ " + "(" * 9000 + "}}",
+        "x" * (1 << 21),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        with pytest.raises(CheckpointError, match="chat template"):
+            load_tokenizer(tmp_path)
+
+
+def test_a_template_writes_the_day_that_it_is_given():
+    assert reads_clock(DATED) and not reads_clock(tiny.CHAT_TEMPLATE)
+    dated = with_date(DATED, datetime.date(2024, 2, 3))
+    assert render(dated) == "\nToday 03 Feb 20242024-02-03 a!"
+    today = datetime.date.today()
+    assert render(with_date(DATED, today)) == render(DATED)
+    assert original(dated) == DATED
+    assert with_date(tiny.CHAT_TEMPLATE, today) == tiny.CHAT_TEMPLATE
+
+
+def test_the_first_turn_carries_what_a_template_reads_beside_the_turns():
+    template = (
+        "{% macro shown() %}{{ tools | tojson }}{% endmacro %}"
+        "{% if tools %}[{{ shown() }}]{% endif %}{{ mode }}{{ messages[0].content }}"
+    )
+    carrying = with_carried_variables(template)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    beside = {"tools": tools, "mode": "quick "}
+    assert render(carrying, messages=[{**TURNS[0], "carried": beside}]) == render(
+        template, **beside
+    )
+    assert render(carrying, **beside) == render(template, **beside)
+    assert render(carrying) == render(template) == "a"
+    both = with_carried_variables(with_date(DATED, datetime.date(2024, 2, 3)))
+    assert render(both) == "\nToday 03 Feb 20242024-02-03 a!" and original(both) == DATED

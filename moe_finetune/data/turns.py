@@ -1,0 +1,269 @@
+"""Turns of a conversation as a chat template takes them, from the layouts that people publish.
+
+OpenAI's (``messages``, ``tools``, ``tool_calls`` with arguments as JSON text, per-turn ``weight``),
+TRL's (arguments as objects, ``chat_template_kwargs``) and ShareGPT's (``from`` and ``value``,
+``function_call``, ``observation``, a column ``system``) become one: ``role``, ``content`` (text, a
+list of text parts, or null beside a call), ``tool_calls``, ``reasoning_content`` and whatever else
+a turn has. ``train: False`` stays with an answer that is not to be learned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from moe_finetune.errors import DataError, did_you_mean
+from moe_finetune.io.json_file import JsonError, parse_json
+from moe_finetune.io.rows import Row, short
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_CALLS = ("function_call", "tool_call")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_SWITCHES = ("weight", "train", "loss")
+"""Names under which a turn says whether it is learned: 0 or false is not."""
+COLUMNS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
+"""Columns that a conversation is made of."""
+
+
+def conversation(
+    where: str,
+    turns: Any,
+    row: Mapping[str, Any],
+    ignore: Collection[str] = (),
+    field: str = "messages",
+) -> Row:
+    """``messages``, and ``tools`` and ``variables`` of the template where the row has them.
+
+    Args:
+        where: the place of the row, for messages.
+        turns: as the row has them.
+        row: whose ``tools``, ``functions``, ``system`` and ``chat_template_kwargs`` count.
+        ignore: columns, fields of turns and kinds of content that are left out.
+        field: where the row has the turns, for messages.
+
+    Raises:
+        DataError: whatever cannot be used, with the place.
+    """
+    for column in _MEDIA:
+        if row.get(column) and column not in ignore:
+            raise DataError(
+                f"{where}: '{column}': only text is trained; leave the rows out, or the column "
+                f"with data.ignore: [{column}]"
+            )
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: '{field}': wanted a list of turns, got {short(turns)}")
+    formed: Row = {
+        "messages": [
+            turn_of(f"{where}: {field}[{number}]", turn, ignore)
+            for number, turn in enumerate(turns)
+        ]
+    }
+    system = row.get("system")
+    if system and "system" not in ignore:
+        if not isinstance(system, str):
+            raise DataError(f"{where}: 'system': wanted text, got {short(system)}")
+        first = formed["messages"][0]
+        if first["role"] != "system":
+            formed["messages"].insert(0, {"role": "system", "content": system})
+        elif first["content"] != system:
+            raise DataError(
+                f"{where}: 'system' and the first turn are two different system prompts; leave "
+                "one out with data.ignore: [system]"
+            )
+    tools = _tools(where, row, ignore)
+    if tools:
+        formed["tools"] = tools
+    variables = row.get("chat_template_kwargs")
+    if variables and "chat_template_kwargs" not in ignore:
+        if not isinstance(variables, dict):
+            raise DataError(
+                f"{where}: 'chat_template_kwargs': wanted an object, got {short(variables)}"
+            )
+        formed["variables"] = variables
+    return formed
+
+
+def each_answer(formed: Row) -> list[Row]:
+    """An example of every answer that is learned, each with the turns before it."""
+    turns = formed["messages"]
+    examples = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant" and turn.get("train", True):
+            before = [
+                {**other, "train": False} if other["role"] == "assistant" else other
+                for other in turns[:number]
+            ]
+            examples.append({**formed, "messages": [*before, turn]})
+    return examples
+
+
+def unlearned(turns: Sequence[Row]) -> list[Row]:
+    """``turns`` whose answers are not learned."""
+    return [{**t, "train": False} if t.get("role") == "assistant" else t for t in turns]
+
+
+def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
+    """One turn, checked; ``where`` is its place, for messages."""
+    if not isinstance(turn, dict):
+        raise DataError(f"{where}: wanted {{role, content}}, got {short(turn)}")
+    # A table fills in null where another row has a field.
+    fields = {k: v for k, v in turn.items() if v is not None and k not in ignore}
+    named = fields.pop("role", None) or fields.pop("from", None)
+    fields.pop("from", None)
+    content = fields.pop("content", None)
+    if content is None:
+        content = fields.pop("value", None)
+    role = _ALIASES.get(str(named), named)
+    if named in _CALLS:
+        role = "assistant"
+        fields["tool_calls"] = _written_calls(f"{where}: {named}", content)
+        content = None
+    if role not in ROLES:
+        raise DataError(f"{where}: role {named!r}{did_you_mean(str(named), ROLES)}")
+    if "function_call" in fields:  # OpenAI's, before there were several calls in a turn
+        fields["tool_calls"] = [fields.pop("function_call")]
+    if fields.get("tool_calls"):
+        if role != "assistant":
+            raise DataError(f"{where}: 'tool_calls' in a turn of '{role}'; only assistants call")
+        fields["tool_calls"] = _calls(f"{where}: tool_calls", fields["tool_calls"])
+    else:
+        fields.pop("tool_calls", None)
+    train = _trained(where, role, fields)
+    content = _content(where, role, content, fields, ignore)
+    checked = {"role": role, "content": content, **fields}
+    return checked if train else {**checked, "train": False}
+
+
+def _trained(where: str, role: str, fields: Row) -> bool:
+    """Whether the turn is learned; takes the switches out of ``fields``."""
+    train = True
+    for name in _SWITCHES:
+        value = fields.pop(name, None)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise DataError(
+                f"{where}: '{name}': wanted 0 or 1, or true or false, got {short(value)}"
+            )
+        train = train and bool(value)
+        if value and role != "assistant" and name != "weight":
+            raise DataError(
+                f"{where}: '{name}' is set on a turn of '{role}'; only the assistant's turns are "
+                "learned"
+            )
+    return train or role != "assistant"
+
+
+def _content(where: str, role: str, content: Any, fields: Row, ignore: Collection[str]) -> Any:
+    if isinstance(content, list):
+        content = _parts(f"{where}: content", content, ignore)
+    text = content if isinstance(content, str) else "".join(p["text"] for p in content or ())
+    if content is not None and not isinstance(content, str | list):
+        raise DataError(f"{where}: content: wanted text, got {short(content)}")
+    thought = any(fields.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    if role != "assistant":
+        if content is None:
+            raise DataError(f"{where}: content: wanted text, got None")
+    elif not text.strip() and not fields.get("tool_calls") and not thought:
+        raise DataError(f"{where}: the assistant's content is empty")
+    elif content is None and not fields.get("tool_calls"):
+        return ""
+    return content
+
+
+def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
+    checked = []
+    for number, part in enumerate(parts):
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise DataError(f"{where}[{number}]: wanted {{type, text}}, got {short(part)}")
+        kind = str(part.get("type", "text" if "text" in part else None))
+        if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+            checked.append({"type": "text", "text": part["text"]})
+            continue
+        medium = kind.removesuffix("_url").removeprefix("input_")
+        if {kind, medium, f"{medium}s"} & set(ignore):
+            continue
+        raise DataError(
+            f"{where}[{number}]: a part of kind '{kind}'; only text is trained; leave the rows "
+            f"out, or such parts with data.ignore: [{medium}]"
+        )
+    return checked
+
+
+def _calls(where: str, calls: Any) -> list[Row]:
+    """Calls as ``{type, function: {name, arguments}}``, arguments as an object.
+
+    Arguments that were JSON text stay beside it as ``arguments_text``, for templates that write
+    text as it is.
+    """
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: wanted a list of calls, got {short(calls)}")
+    checked = []
+    for number, call in enumerate(calls):
+        here = f"{where}[{number}]"
+        if not isinstance(call, dict):
+            raise DataError(f"{here}: wanted {{function: {{name, arguments}}}}, got {short(call)}")
+        call = {key: value for key, value in call.items() if value is not None}
+        function = call.pop("function", None)
+        if function is None:
+            function = {k: call.pop(k) for k in ("name", "arguments", "parameters") if k in call}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{here}: no name of a function; got {short(function)}")
+        arguments = function.get("arguments", function.get("parameters"))
+        function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+        if isinstance(arguments, str):
+            function["arguments"] = _parsed(f"{here}: arguments", arguments)
+            function["arguments_text"] = arguments
+        if not isinstance(function["arguments"], dict):
+            raise DataError(f"{here}: arguments: wanted an object, got {short(arguments)}")
+        checked.append({"type": "function", **call, "function": function})
+    return checked
+
+
+def _written_calls(where: str, content: Any) -> list[Any]:
+    calls = _parsed(where, content) if isinstance(content, str) else content
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _tools(where: str, row: Mapping[str, Any], ignore: Collection[str]) -> list[Row]:
+    name = "tools" if row.get("tools") else "functions"
+    tools = row.get(name)
+    if not tools or name in ignore:
+        return []
+    if isinstance(tools, str):
+        tools = _parsed(f"{where}: '{name}'", tools) if tools.strip() else []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: '{name}': wanted a list of JSON schemas, got {short(tools)}")
+    return [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+        for tool in tools
+    ]
+
+
+def _parsed(where: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except JsonError as error:
+        raise DataError(f"{where}: {error.problem}; got {short(text)}") from None
+
+
+def as_text(formed: Mapping[str, Any]) -> str:
+    """A formed conversation as JSON, in the order of its fields; a table would add nulls.
+
+    Raises:
+        TypeError, ValueError: a value that JSON has not, such as bytes.
+    """
+    return json.dumps(dict(formed), allow_nan=False)

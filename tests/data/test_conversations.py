@@ -1,0 +1,420 @@
+"""Conversations of every published layout, token by token: what is learned is between ⟦ and ⟧.
+
+The expectations are written by hand. Templates are those that TRL carries of published models.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import logging
+import re
+
+import pytest
+from transformers import AddedToken
+
+from moe_finetune.data.examples import load_dataset_for, load_examples
+from moe_finetune.data.rows import Former
+from moe_finetune.data.tokenize import IGNORED, on_day, set_chat_template, tokenize_row
+from moe_finetune.data.turns import each_answer
+from moe_finetune.errors import DataError
+from moe_finetune.recipe.sections import DataSection
+from moe_finetune.training.preview import marked
+from tests import tiny
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "rain", "description": "Rain?", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ASK = {"role": "user", "content": "Wet?"}
+RESULT = {"role": "tool", "tool_call_id": "c12345678", "name": "rain", "content": "7 mm"}
+YES = {"role": "assistant", "content": "Yes."}
+OPENAI = {
+    "tools": TOOLS,
+    "messages": [
+        ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c12345678",
+                    "type": "function",
+                    "function": {"name": "rain", "arguments": '{"city":"Bonn"}'},
+                }
+            ],
+        },
+        RESULT,
+        YES,
+    ],
+}
+TRL = {
+    "tools": json.dumps(TOOLS),
+    "messages": [
+        ASK,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "rain", "arguments": {"city": "Bonn"}}}
+            ],
+        },
+        {"role": "tool", "name": "rain", "content": "7 mm"},
+        YES,
+    ],
+}
+SHAREGPT = {
+    "system": "Be brief.",
+    "tools": json.dumps([FUNCTION]),
+    "conversations": [
+        {"from": "human", "value": "Wet?"},
+        {"from": "function_call", "value": '{"name": "rain", "arguments": {"city": "Bonn"}}'},
+        {"from": "observation", "value": "7 mm"},
+        {"from": "gpt", "value": "Yes."},
+    ],
+}
+LEGACY = {
+    "functions": [FUNCTION],
+    "messages": [
+        ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "rain", "arguments": '{"city": "Bonn"}'},
+        },
+        {"role": "function", "name": "rain", "content": "7 mm"},
+        YES,
+    ],
+}
+SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
+LAYOUTS = {"openai": OPENAI, "trl": TRL, "sharegpt": SHAREGPT, "legacy": LEGACY}
+CALLED = {  # the end of the conversation above, from the question on
+    "qwen3_instruct_2507": (
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+        '⟦<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>⟧\n'
+        "<|im_start|>user\n<tool_response>\n7 mm\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n"
+    ),
+    "qwen3_5_think": (
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        "⟦\n</think>\n\n<tool_call>\n<function=rain>\n<parameter=city>\nBonn\n</parameter>\n"
+        "</function>\n</tool_call><|im_end|>⟧\n"
+        "<|im_start|>user\n<tool_response>\n7 mm\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n⟦\n</think>\n\nYes.<|im_end|>⟧\n"
+    ),
+    "gptoss": (
+        "<|start|>user<|message|>Wet?<|end|><|start|>assistant"
+        '⟦ to=functions.rain<|channel|>commentary json<|message|>{"city": "Bonn"}<|call|>⟧'
+        '<|start|>functions.rain to=assistant<|channel|>commentary<|message|>"7 mm"<|end|>'
+        "<|start|>assistant⟦<|channel|>final<|message|>Yes.<|return|>⟧"
+    ),
+    "glm4moe": (
+        "<|user|>\nWet?<|assistant|>⟦\n<think></think>\n<tool_call>rain\n<arg_key>city</arg_key>\n"
+        "<arg_value>Bonn</arg_value>\n</tool_call>⟧<|observation|>\n<tool_response>\n7 mm\n"
+        "</tool_response><|assistant|>⟦\n<think></think>\nYes.⟧"
+    ),
+    "nemotron_3_nano": (
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n<think>⟦</think>\n<tool_call>\n"
+        "<function=rain>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>\n"
+        "<|im_end|>⟧\n<|im_start|>user\n<tool_response>\n7 mm\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n<think>⟦</think>Yes.<|im_end|>⟧\n"
+    ),
+    "lfm2_v2": (
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<|tool_call_start|>[rain(city='Bonn')]<|tool_call_end|><|im_end|>⟧\n"
+        "<|im_start|>tool\n<|tool_response_start|>7 mm<|tool_response_end|><|im_end|>\n"
+        "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n"
+    ),
+}
+
+
+def tokenizer_of(name: str):
+    """A byte tokenizer with the template of this name in TRL."""
+    tokenizer = tiny.tokenizer()
+    folder = importlib.resources.files("trl") / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    tokens = sorted(set(re.findall(r"<[|｜][^\s<>]+?[|｜]>", tokenizer.chat_template)))
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    return on_day(tokenizer, "2026-02-03")
+
+
+def learned(row: dict, tokenizer, completion_only: bool = True, **options) -> str:
+    """The row's text with what is learned between ⟦ and ⟧."""
+    tokens = tokenize_row(Former(**options)("f:1", row), tokenizer, completion_only)
+    for token, label in zip(tokens.input_ids, tokens.labels, strict=True):
+        assert label in (token, IGNORED)
+    return marked(tokens.input_ids, tokens.labels, tokenizer, ("⟦", "⟧"))
+
+
+def write(tmp_path, *rows) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLED)
+def test_calls_are_learned_and_results_are_not(name, layout):
+    text = learned(LAYOUTS[layout], tokenizer_of(name))
+    start = text.rindex(CALLED[name].partition("Wet?")[0] + "Wet?")
+    assert text[start:] == CALLED[name]
+    assert "rain" in text[:start] and "city" in text[:start], "the tools"
+    assert ("Be brief." in text[:start]) == (layout == "sharegpt")
+
+
+def test_a_prompt_of_turns_is_not_learned():
+    text = learned(SPLIT, tokenizer_of("qwen3_instruct_2507"))
+    assert text.count("⟦") == 1 and text.endswith("<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n")
+
+
+def test_a_call_beside_prose_and_two_calls_of_one_turn():
+    calls = [{"name": "rain", "arguments": {"city": c}} for c in ("Bonn", "Kiel")]
+    turns = [ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": calls}]
+    assert learned(
+        {"messages": turns, "tools": TOOLS}, tokenizer_of("qwen3_instruct_2507")
+    ).endswith(
+        "assistant\n⟦Let me see.\n"
+        '<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "rain", "arguments": {"city": "Kiel"}}\n</tool_call><|im_end|>⟧\n'
+    )
+
+
+def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
+    """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
+    called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"
+    for row, arguments in ((OPENAI, '{"city":"Bonn"}'), (TRL, '{"city": "Bonn"}')):
+        text = learned(row, tokenizer_of("deepseekv3"), ignore=["tools"])
+        assert f"Wet?<｜Assistant｜>{called}{arguments}\n```" in text
+        assert "7 mm" in text and "7 mm" not in "".join(
+            part.partition("⟧")[0] for part in text.split("⟦")[1:]
+        )
+
+
+THOUGHT = {"role": "assistant", "content": "Yes.", "reasoning_content": "It rains."}
+PARTS = [{"type": "text", "text": "We"}, {"type": "text", "text": "t?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "text"),
+    [
+        ("qwen3", [ASK, THOUGHT],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+         "⟦<think>\nIt rains.\n</think>\n\nYes.<|im_end|>⟧\n"),
+        ("qwen3_5_think", [ASK, THOUGHT],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+         "⟦It rains.\n</think>\n\nYes.<|im_end|>⟧\n"),
+        ("glm4moe", [ASK, THOUGHT],
+         "[gMASK]<sop><|user|>\nWet?<|assistant|>⟦\n<think>It rains.</think>\nYes.⟧"),
+        ("lfm2_2_5", [ASK, {"role": "assistant", "content": "Yes.", "thinking": "It rains."}],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+         "⟦<think>It rains.</think>Yes.<|im_end|>⟧\n"),
+        ("qwen3", [ASK, {"role": "assistant", "content": "<think>\nIt rains.\n</think>\n\nYes."}],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+         "⟦<think>\nIt rains.\n</think>\n\nYes.<|im_end|>⟧\n"),
+        ("qwen3_instruct_2507", [{"role": "user", "content": PARTS},
+                                 {"role": "assistant", "content": [{"type": "text", "text": "Y"}]}],
+         "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n⟦Y<|im_end|>⟧\n"),
+        ("gemma3", [{"role": "user", "content": PARTS}, YES],
+         "<start_of_turn>user\nWet?<end_of_turn>\n<start_of_turn>model\n⟦Yes.<end_of_turn>⟧\n"),
+        ("llava_next", [ASK, YES], "[INST] Wet? [/INST]⟦ Yes.</s>⟧ "),
+        ("nemotron_3_nano", [{"role": "developer", "content": "Be brief."}, ASK, YES],
+         "<|im_start|>system\n<|im_end|>\n<|im_start|>developer\nBe brief.<|im_end|>\n"
+         "<|im_start|>user\nWet?<|im_end|>\n"
+         "<|im_start|>assistant\n<think>⟦</think>Yes.<|im_end|>⟧\n"),
+        ("cohere", [ASK, YES],
+         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Wet?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"
+         "<|CHATBOT_TOKEN|>⟦Yes.<|END_OF_TURN_TOKEN|>⟧"),
+        ("phi3", [ASK, YES], "<|user|>\nWet?<|end|>\n<|assistant|>\n⟦Yes.<|end|>\n<|endoftext|>⟧"),
+    ],
+)  # fmt: skip
+def test_a_turn_as_its_template_writes_it(name, turns, text):
+    assert learned({"messages": turns}, tokenizer_of(name)) == text
+
+
+def test_variables_of_the_template_come_from_the_row():
+    row = {"messages": [ASK, YES], "chat_template_kwargs": {"enable_thinking": False}}
+    assert learned(row, tokenizer_of("qwen3_5_think")).endswith(
+        "assistant\n<think>\n\n</think>\n\n⟦Yes.<|im_end|>⟧\n"
+    )
+
+
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"weight": 0.0}])
+def test_a_turn_may_say_that_it_is_not_learned(switch):
+    turns = [ASK, {**YES, **switch}, ASK, {"role": "assistant", "content": "No.", "weight": 1}]
+    text = (
+        "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\nYes.<|im_end|>"
+        "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n⟦No.<|im_end|>⟧"
+    )
+    assert learned({"messages": turns}, tiny.tokenizer()) == text
+    everything = learned({"messages": turns}, tiny.tokenizer(), completion_only=False)
+    assert everything == (
+        "⟦<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n⟧Yes.<|im_end|>"
+        "⟦<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\nNo.<|im_end|>⟧"
+    )
+
+
+def test_a_template_that_rewrites_answers_learns_each_of_them_on_request(tmp_path, caplog):
+    turns = [ASK, THOUGHT, {"role": "user", "content": "Why?"}, {**YES, "content": "Clouds."}]
+    tokenizer = tokenizer_of("qwen3_5_think")
+    examples = [learned(example, tokenizer) for example in each_answer({"messages": turns})]
+    assert examples == [
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        "⟦It rains.\n</think>\n\nYes.<|im_end|>⟧\n",
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        "⟦\n</think>\n\nClouds.<|im_end|>⟧\n",
+    ]
+    file = write(tmp_path, {"messages": turns})
+    caplog.set_level(logging.INFO, "moe_finetune")
+    whole, _ = load_dataset_for(DataSection(train=file), tokenizer, 0)
+    assert len(whole) == 1 and "those answers are not learned (data.turns: each" in caplog.text
+    each, _ = load_dataset_for(DataSection(train=file, turns="each"), tokenizer, 3)
+    shown = {marked(r["input_ids"], r["labels"], tokenizer, ("⟦", "⟧")) for r in each}
+    assert shown == set(examples)
+
+
+def test_trls_variant_of_a_template_is_a_name():
+    tokenizer = tokenizer_of("qwen3")
+    set_chat_template(tokenizer, "training")
+    turns = [ASK, YES, ASK, YES]
+    answered = "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nYes.<|im_end|>⟧\n"
+    asked = "<|im_start|>user\nWet?<|im_end|>\n"
+    assert learned({"messages": turns}, tokenizer) == (asked + answered) * 2
+    tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(DataError, match="TRL has no training template"):
+        set_chat_template(tokenizer, "training")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("qwen3_instruct_2507", {"messages": [ASK, THOUGHT]},
+         r"turn 1: 'reasoning_content': the chat template does not read it; name another.*"
+         r"data\.ignore: \[reasoning_content\]"),
+        ("qwen3", {"messages": [ASK, {**YES, "thinking": "It rains."}]},
+         r"turn 1: 'thinking'.*rename it to 'reasoning_content', which this one reads"),
+        ("deepseek_r1_distill",
+         {"messages": [ASK, {**YES, "content": "<think>It rains.</think>Yes."}]},
+         r"turn 1: 'content': the chat template leaves it out, or a part of it"),
+        ("qwen3", {"messages": [{**ASK, "name": "Ann"}, YES]},
+         r"turn 0: 'name': the chat template does not read it.*data\.ignore: \[name\]"),
+        ("qwen3", {"messages": [{"role": "developer", "content": "Brief."}, ASK, YES]},
+         r"turn 0: 'content': the chat template leaves it out"),
+        ("cohere", OPENAI, r"'tool_calls': the chat template does not render them"),
+        ("deepseekv3", OPENAI, r"'tools': the chat template does not read them"),
+        ("qwen3", {"messages": [ASK, YES], "images": ["a.png"]},
+         r"'images': only text is trained.*data\.ignore: \[images\]"),
+        ("qwen3", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, YES]},
+         r"messages\[0\]: content\[0\]: a part of kind 'image_url'.*data\.ignore: \[image\]"),
+        ("qwen3", {"messages": [ASK, {**YES, "weight": 0.5}]}, r"'weight': wanted 0 or.*got 0\.5"),
+        ("qwen3", {"messages": [{**ASK, "train": True}, YES]},
+         r"'train' is set on a turn of 'user'"),
+        ("qwen3", {"messages": [ASK, YES], "tools": "[{"}, r"'tools': not JSON"),
+        ("qwen3", {"messages": [ASK, YES], "tools": ["f"]}, r"'tools': wanted a list of JSON sch"),
+        ("qwen3", {"messages": [ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+         r"messages\[1\]: tool_calls\[0\]: no name of a function"),
+        ("qwen3", {"messages": [ASK, {"role": "assistant",
+                                      "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+         r"tool_calls\[0\]: arguments: not JSON"),
+        ("qwen3", {"messages": [ASK, {"role": "assistant",
+                                      "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+         r"arguments: wanted an object, got \[1\]"),
+        ("qwen3", {"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, YES]}, r"only assistants"),
+        ("qwen3", {"conversations": [{"from": "human", "value": "a"},
+                                     {"from": "function_call", "value": "rain"}]},
+         r"messages\[1\]: function_call: not JSON"),
+        ("qwen3", {"messages": [{"role": "system", "content": "A"}, ASK, YES], "system": "B"},
+         r"two different system prompts"),
+        ("qwen3", {"messages": [ASK, YES], "chat_template_kwargs": 3}, r"wanted an object, got 3"),
+        ("qwen3", {"messages": [ASK, {"role": "assistant", "content": None}]}, r"content is empty"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused_with_file_and_line(tmp_path, name, row, said):
+    field = "messages" if "messages" in row else "conversations"
+    file = write(tmp_path, {field: [ASK, YES]}, row)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{said}"):
+        load_dataset_for(DataSection(train=file), tokenizer_of(name), 0)
+
+
+def test_a_key_leaves_out_what_a_template_would_drop(tmp_path):
+    picture = {"type": "image_url", "image_url": {"url": "a.png"}}
+    turns = [{"role": "user", "name": "Ann", "content": [picture, *PARTS]}, THOUGHT]
+    row = {"messages": turns, "images": ["a.png"], "tools": TOOLS}
+    text = learned(row, tokenizer_of("llava_next"),
+                   ignore=["images", "name", "reasoning_content", "tools"])  # fmt: skip
+    assert text == "[INST] Wet? [/INST]⟦ Yes.</s>⟧ "
+
+
+def test_columns_and_fields_that_nothing_reads_are_named_once(tmp_path, caplog):
+    rows = [
+        {**OPENAI, "source": "web", "score": score, "empty": None, "parallel_tool_calls": True}
+        for score in (1, 2)
+    ]
+    file, tokenizer = write(tmp_path, *rows), tokenizer_of("qwen3_instruct_2507")
+    caplog.set_level(logging.INFO, "moe_finetune")
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    said = "nothing reads name, parallel_tool_calls, score, source, tool_call_id; data.ignore"
+    assert caplog.text.count(said) == 1
+    caplog.clear()
+    load_dataset_for(DataSection(train=file), tokenizer, 0)
+    assert caplog.text.count(said) == 1, "also of data that were prepared before"
+    caplog.clear()
+    section = DataSection(
+        train=file,
+        ignore=["name", "parallel_tool_calls", "score", "source", "tool_call_id"],
+    )
+    load_dataset_for(section, tokenizer, 0)
+    assert "nothing reads" not in caplog.text
+
+
+def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "A:({{ messages[loop.index0 - 1].content }}){{ m.content }}|{% else %}U:{{ m.content }}|"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    with pytest.raises(DataError, match="writes what others say into the assistant's answer"):
+        learned({"messages": [ASK, YES]}, tokenizer)
+
+
+def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path):
+    from datasets import Dataset
+
+    def call(**arguments):
+        calls = [{"type": "function", "function": {"name": "rain", "arguments": arguments}}]
+        return {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]}
+
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([call(city="Bonn"), call(day=3)]).to_parquet(str(file))
+    train, _ = load_dataset_for(
+        DataSection(train=str(file)), tokenizer_of("qwen3_instruct_2507"), 0
+    )
+    texts = sorted(tiny.tokenizer().decode(ids) for ids in train["input_ids"])
+    assert ['{"city": "Bonn"}' in texts[0], '{"day": 3}' in texts[1]] == [True, True]
+
+
+def test_the_date_is_that_of_the_first_preparation(tmp_path, monkeypatch, caplog):
+    tokenizer = tokenizer_of("gptoss")
+    tokenizer.chat_template = tokenizer.chat_template.partition("before_template = none %}\n")[2]
+    file = write(tmp_path, {"messages": [ASK, YES]})
+    section = DataSection(train=file, max_length=4096)
+
+    def shown(section):
+        examples = load_examples(section, tokenizer, 0)
+        text = tokenizer.decode(examples.train[0]["input_ids"])
+        return examples.date, text.partition("Current date: ")[2][:10]
+
+    monkeypatch.setattr("moe_finetune.data.examples.today", lambda: "2026-03-04")
+    assert shown(section) == ("2026-03-04",) * 2
+    monkeypatch.setattr("moe_finetune.data.examples.today", lambda: "2026-03-05")
+    assert shown(section) == ("2026-03-04",) * 2, "what was prepared keeps its date"
+    monkeypatch.setenv("MOE_FINETUNE_CACHE", str(tmp_path / "other machine"))
+    assert shown(section) == ("2026-03-05",) * 2
+    assert shown(section.model_copy(update={"date": "2026-03-04"})) == ("2026-03-04",) * 2
+    assert tokenizer.chat_template.count("strftime_now"), "the tokenizer is as it was"
+
+
+def test_a_date_is_a_day():
+    assert DataSection(train="a", date="2026-03-04").date == "2026-03-04"
+    with pytest.raises(ValueError, match="wanted a day such as"):
+        DataSection(train="a", date="yesterday")
