@@ -103,7 +103,7 @@ def test_snapshots_see_the_rows_that_are_trained_on(files, monkeypatch, limits):
         assert found.train.column_names == ["input_ids", "labels"]
         drawn.append(sorted(sampled))
     assert drawn[0] != drawn[1]
-    monkeypatch.setattr(data_module, "tokenize_row", None)  # all of it is prepared
+    monkeypatch.setattr(data_module, "tokenize_rows", None)  # all of it is prepared
     again = sample_examples(load_examples(data, tokenizer, 6).sources, 64)
     assert sorted(row["input_ids"] for row in again) == drawn[1]
 
