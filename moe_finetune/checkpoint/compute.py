@@ -51,9 +51,7 @@ class Factors:
 
     def pair(self, update: LowRank) -> tuple[Tensor, Tensor]:
         """``left_OR`` (weight and scale included) and ``right_RI`` of one update."""
-        b_nOr = self._get(update.adapter, update.b, lambda t: _unpack_b(t, update.slots))
-        a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
-        left_Or, right_rI = b_nOr[update.slot], a_nrI[update.slot]
+        left_Or, right_rI = self.matrices(update)
         if update.interleaved:
             left_Or = left_Or.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         if update.transposed:
@@ -61,6 +59,14 @@ class Factors:
         if update.rows:
             left_Or = left_Or[slice(*update.rows)]
         return left_Or * (update.scale * self.adapters[update.adapter][1]), right_rI
+
+    def matrices(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """``left_Or`` and ``right_rI`` whose product is the change of the model's own matrix."""
+        unpack = _unpack_grouped if update.grouped else _unpack_b
+        b_nOr = self._get(update.adapter, update.b, lambda t: unpack(t, update.slots))
+        a_nrI = self._get(update.adapter, update.a, lambda t: t.view(update.slots, -1, t.shape[1]))
+        left, right = b_nOr[update.slot], a_nrI[update.slot]
+        return (right.T, left.T) if update.outputs_first else (left, right)
 
     def norms(self, update: Magnitude) -> Tensor:
         """Norm of each row (O,) that DoRA gives the tensor."""
@@ -88,6 +94,11 @@ class Factors:
 def _unpack_b(packed_ORn: Tensor, slots: int) -> Tensor:
     """``lora_B`` (O, r·n), the expert fastest, to (n, O, r)."""
     return packed_ORn.view(packed_ORn.shape[0], -1, slots).permute(2, 0, 1)
+
+
+def _unpack_grouped(packed_OnR: Tensor, slots: int) -> Tensor:
+    """``lora_B`` (O, n·r), the expert slowest, to (n, O, r)."""
+    return packed_OnR.view(packed_OnR.shape[0], slots, -1).transpose(0, 1)
 
 
 @dataclass

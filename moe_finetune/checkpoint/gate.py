@@ -25,7 +25,7 @@ from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
-_OLD_EXPERT = re.compile(r"^(.*\.layers)\.\d+\.(.*\.experts)\.\d+\.(.*)$")
+OLD_EXPERT = re.compile(r"\.layers\.\d+\..*\.experts\.\d+\.")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 # PEFT saves these beside the factors where the vocabulary has grown, and a router's own buffer only
@@ -95,26 +95,11 @@ def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
 
 def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     """Compare the keys with those that PEFT would save for this config and model."""
-    family, chosen = base.family, adapter.metadata.experts
-    config = json.dumps(adapter.config, sort_keys=True)
-    changed = (base.folder / "config.json").stat().st_mtime_ns
-    try:
-        wanted = set(_peft_keys(base.folder, changed, config))
-    except AdapterError as problem:
-        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
-    if chosen is not None:
-        stack = f".{family.experts_path}."
-        left_out = {
-            key
-            for key in wanted
-            if stack in key and int(key.partition(stack)[0].rpartition(".")[2]) not in chosen
-        }
-        wanted -= left_out
     held = set(adapter.tensors) | set(adapter.tables)
-    if old := {key for key in held if _OLD_EXPERT.search(key)}:
-        # Before experts were fused, PEFT wrapped each one's matrices.
-        stack = f".{family.experts_path}."
-        wanted = {key for key in wanted if stack not in key} | _old_keys(adapter, base, old)
+    if any(OLD_EXPERT.search(key) for key in held):
+        wanted = _old_keys(adapter, base)
+    else:
+        wanted = _new_keys(adapter, base)
     extra = sorted(key for key in held - wanted if not key.endswith(_OPTIONAL))
     for key in sorted(wanted - held):
         if not key.endswith(_OPTIONAL):
@@ -129,17 +114,55 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
         )
 
 
-def _old_keys(adapter: Adapter, base: Checkpoint, old: set[str]) -> set[str]:
-    """All keys that an adapter on each expert's own matrices has, from those that it has."""
-    layers = adapter.config.get("layers_to_transform")
-    wanted = [layers] if isinstance(layers, int) else layers or base.experts
-    found = [match for key in old if (match := _OLD_EXPERT.search(key))]
+def _new_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
+    """All keys that PEFT would save now."""
+    family, chosen = base.family, adapter.metadata.experts
+    config = json.dumps(adapter.config, sort_keys=True)
+    changed = (base.folder / "config.json").stat().st_mtime_ns
+    try:
+        keys = set(_peft_keys(base.folder, changed, config))
+    except AdapterError as problem:
+        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
+    if chosen is None:
+        return keys
+    stack = f".{family.experts_path}."
     return {
-        f"{head}.{layer}.{middle}.{expert}.{tail}"
-        for head, middle, tail in {match.group(1, 2, 3) for match in found}
-        for layer in wanted
-        for expert in range(base.experts.get(layer, 0))
+        key
+        for key in keys
+        if stack not in key or int(key.partition(stack)[0].rpartition(".")[2]) in chosen
     }
+
+
+def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
+    """All keys of an adapter from before experts were fused, when modules were as in the files.
+
+    PEFT wrapped each expert's own matrices then.
+    """
+    config, stack = adapter.config, f"{base.family.disk.stack}"
+    layers = config.get("layers_to_transform")
+    chosen = [layers] if isinstance(layers, int) else layers
+    factors = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+    keys: set[str] = set()
+    for name, info in base.tensors.items():
+        module = name.rpartition(".")[0]
+        layer = module.removeprefix(stack).partition(".")[0]
+        inside = chosen is None or (layer.isdigit() and int(layer) in chosen)
+        if _matches(config.get("modules_to_save"), module):
+            keys.add(name)
+        linear = name.endswith(".weight") and len(info.shape) == 2
+        targeted = _matches(config.get("target_modules"), module)
+        if linear and inside and targeted and not _matches(config.get("exclude_modules"), module):
+            keys |= {f"{module}.{f}" for f in factors[: 3 if config.get("use_dora") else 2]}
+    return keys
+
+
+def _matches(targets: list[str] | str | None, module: str) -> bool:
+    """PEFT's rule for ``target_modules`` and its like: the ends of names, or an expression."""
+    if targets == "all-linear":
+        return not module.endswith(("lm_head", "embed_tokens"))
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in targets or ())
 
 
 @lru_cache(maxsize=4)
@@ -154,6 +177,7 @@ def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
     known = {key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)}
     model = meta_model(parse_config(base))
     try:
+        known["init_lora_weights"] = True  # which keys do not depend on
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             wrapped = get_peft_model(model, LoraConfig(**known))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.checkpoint.expand import peft_folder
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import class_of
@@ -62,9 +62,8 @@ def apply_adapters(
     from moe_finetune.moe.lora_factors import quiet_patterns
 
     for number, (adapter, weight) in enumerate(adapters):
-        folder, name = adapter.folder, f"adapter{number}"
-        if adapter.metadata.experts is not None:
-            folder = expand_selection(folder, base.folder, scratch / name)
+        name = f"adapter{number}"
+        folder = peft_folder(adapter, base, scratch / name)
         with quiet_patterns():
             if number == 0:
                 model = PeftModel.from_pretrained(model, folder, adapter_name=name)

@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moe_finetune.checkpoint.adapter import Adapter, unused
+from moe_finetune.checkpoint.adapter import CONFIG, Adapter, unused
+from moe_finetune.checkpoint.adapter_layout import grouped_by_expert, outputs_first
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError
@@ -177,38 +178,46 @@ class _Resolver:
         scale = self.adapter.scaling(rule)
         parts = disk.parts(parameter)
         if disk.fused:
-            yield from self._stacked(disk.name(parts[0], layer), chosen, rank, scale, a, b)
-            return
-        out_size, in_size = self._matrix(disk.name(parts[0], layer, chosen[0]))
-        self._shape(a, (len(chosen) * rank, in_size), rule)
-        self._shape(b, (len(parts) * out_size, rank * len(chosen)), rule)
+            name = disk.name(parts[0], layer)
+            sizes = self.base.tensors[name].shape[1:]
+            out_size, in_size = reversed(sizes) if disk.transposed else sizes
+        else:
+            name = rule
+            out_size, in_size = self._matrix(disk.name(parts[0], layer, chosen[0]))
+        ends = len(parts) * out_size, in_size
+        grouped, swapped = self._packing(parameter, a, b, ends)
+        ends = ends[::-1] if swapped else ends
+        self._shape(a, (len(chosen) * rank, ends[1]), name)
+        self._shape(b, (ends[0], rank * len(chosen)), name)
+        whole = LowRank(
+            self.number, a, b, rank, scale, 0, len(chosen), grouped=grouped, outputs_first=swapped
+        )
         for slot, expert in enumerate(chosen):
+            update = replace(whole, slot=slot)
+            if disk.fused:
+                in_turn = disk.interleaved and name.endswith(f".{disk.gate_up}")
+                yield (
+                    name,
+                    replace(update, transposed=disk.transposed, expert=expert, interleaved=in_turn),
+                )
+                continue
             for half, part in enumerate(parts):
                 rows = (half * out_size, (half + 1) * out_size) if len(parts) > 1 else None
-                yield (
-                    disk.name(part, layer, expert),
-                    LowRank(self.number, a, b, rank, scale, slot, len(chosen), rows),
-                )
+                yield disk.name(part, layer, expert), replace(update, rows=rows)
 
-    def _stacked(
-        self, name: str, chosen: tuple[int, ...], rank: int, scale: float, a: str, b: str
-    ) -> Iterator[tuple[str, Update]]:
-        """Updates of the matrices in a stack of the files, one for each expert."""
-        disk = self.base.family.disk
-        transposed, in_turn = (
-            disk.transposed,
-            disk.interleaved and name.endswith(f".{disk.gate_up}"),
+    def _packing(self, parameter: str, a: str, b: str, sizes: tuple[int, int]) -> tuple[bool, bool]:
+        """``grouped`` and ``outputs_first`` of LowRank for a stack of matrices (O, I)."""
+        disk, config = self.base.family.disk, self.adapter.config
+        if self.adapter.metadata.experts is not None:
+            return False, False  # this toolkit's own
+        place = self.adapter.folder / CONFIG
+        a_shape, b_shape = (self.adapter.tensors[key].shape for key in (a, b))
+        # Where the class holds (E, I, O), every version of PEFT has the inputs in A.
+        class_transposed = disk.transposed and not disk.either
+        return (
+            grouped_by_expert(config, parameter, place),
+            not class_transposed and outputs_first(config, a_shape, b_shape, *sizes, place),
         )
-        sizes = self.base.tensors[name].shape[1:]
-        out_size, in_size = reversed(sizes) if transposed else sizes
-        self._shape(a, (len(chosen) * rank, in_size), name)
-        self._shape(b, (out_size, rank * len(chosen)), name)
-        for slot, expert in enumerate(chosen):
-            update = LowRank(self.number, a, b, rank, scale, slot, len(chosen))
-            yield (
-                name,
-                replace(update, transposed=transposed, expert=expert, interleaved=in_turn),
-            )
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
         name = key.replace(".base_layer.", ".")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.expand import expand_selection
+from moe_finetune.checkpoint.expand import peft_folder
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.loading import parse_config
@@ -37,10 +37,8 @@ def compare_tensors(
     with tempfile.TemporaryDirectory() as scratch:
         parts = []
         for number, (adapter, weight) in enumerate(adapters):
-            opened = adapter
-            if adapter.metadata.experts is not None:
-                folder = expand_selection(adapter.folder, base.folder, Path(scratch) / str(number))
-                opened = open_adapter(folder)
+            folder = peft_folder(adapter, base, Path(scratch) / str(number))
+            opened = adapter if folder == adapter.folder else open_adapter(folder)
             parts.append((opened, weight, _peft_modules(base, opened)))
         known = {name for _, _, modules in parts for name in modules}
         for name in _spread_sample(sorted(known), samples, random.Random(seed)):

@@ -13,7 +13,9 @@ class LowRank:
     packing; ``rows`` the range of B's rows that belong to this tensor (gate or up half), all when
     None. ``transposed``: the sum is ``(B @ A)^T``, as PEFT has it for embeddings. ``expert`` is the
     one matrix of a stack that it is added to, None for a tensor that is a matrix. ``interleaved``:
-    rows of the tensor are those of B's two halves in turn.
+    rows of the tensor are those of B's two halves in turn. ``grouped``: B has the columns of an
+    expert side by side. ``outputs_first``: A has the outputs and B the inputs, and the sum is the
+    product's transposed; ``rows`` are then columns of A.
     """
 
     adapter: int
@@ -27,6 +29,8 @@ class LowRank:
     transposed: bool = False
     expert: int | None = None
     interleaved: bool = False
+    grouped: bool = False
+    outputs_first: bool = False
 
 
 @dataclass(frozen=True)

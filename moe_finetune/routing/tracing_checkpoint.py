@@ -56,14 +56,14 @@ def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     from moe_finetune.checkpoint import open_checkpoint
-    from moe_finetune.checkpoint.expand import expand_selection
+    from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.moe.lora_factors import quiet_patterns
 
-    opened = check_adapter(adapter, open_checkpoint(base))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = adapter
-        if opened.metadata.experts is not None:
-            folder = expand_selection(adapter, base, Path(scratch) / "adapter")
+    checkpoint = open_checkpoint(base)
+    opened = check_adapter(adapter, checkpoint)
+    with tempfile.TemporaryDirectory() as scratch, quiet_patterns():
+        folder = peft_folder(opened, checkpoint, Path(scratch) / "adapter")
         return PeftModel.from_pretrained(model, folder).eval()
 
 

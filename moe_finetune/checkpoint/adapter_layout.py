@@ -1,0 +1,93 @@
+"""How a program packed the factors of a stack of experts, from what the adapter says.
+
+PEFT packs them with the expert slowest in ``lora_A`` and fastest in ``lora_B``; its own layout, and
+that of axolotl, LLaMA-Factory and TRL, which save through it. Two others have the same shapes or
+names:
+
+- before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
+- Unsloth, until September 2026, read ``lora_B`` expert by expert. Later releases write which of the
+  two holds into ``adapter_config.json``: ``lora_B_layout``, and by parameter in
+  ``unsloth_fused_expert_lora``. Before that nothing but the maker can be told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import AdapterError
+
+MARKER = "lora_B_layout"
+DETAIL = "unsloth_fused_expert_lora"
+RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
+SWAPPED_UNTIL = (0, 19)
+
+
+def grouped_by_expert(config: Mapping[str, Any], parameter: str, place: Path) -> bool:
+    """Whether ``lora_B`` of a stack has each expert's columns side by side.
+
+    Args:
+        config: ``adapter_config.json``.
+        parameter: of the experts' module, as ``gate_up_proj``.
+        place: begins the message.
+
+    Raises:
+        AdapterError: the marker has another value, or Unsloth made the adapter and no marker says
+            which of its two packings it has.
+    """
+    layout = config.get(MARKER)
+    detail = config.get(DETAIL)
+    parameters = detail.get("parameters") if isinstance(detail, dict) else None
+    if isinstance(parameters, dict):
+        for name, facts in parameters.items():
+            if name.rpartition(".")[2] == parameter and isinstance(facts, dict):
+                layout = facts.get(MARKER, layout)
+    if layout in (RANK_MAJOR, GROUPED):
+        return layout == GROUPED
+    if layout is not None:
+        raise AdapterError(
+            f"{place}: {MARKER} is {layout!r:.60}; it must be {RANK_MAJOR} or {GROUPED}"
+        )
+    if made_by_unsloth(config):
+        raise AdapterError(
+            f"{place}: Unsloth made this adapter. Its releases before September 2026 pack the "
+            f"experts' lora_B by expert, later ones as PEFT does, and the file does not say which. "
+            f'Add "{MARKER}": "{GROUPED}" to the file if it was trained before, '
+            f'"{MARKER}": "{RANK_MAJOR}" if it was trained with a later release'
+        )
+    return False
+
+
+def made_by_unsloth(config: Mapping[str, Any]) -> bool:
+    """Whether the config has what only Unsloth writes into it."""
+    mapping = config.get("auto_mapping")
+    return DETAIL in config or (isinstance(mapping, dict) and "unsloth_fixed" in mapping)
+
+
+def outputs_first(
+    config: Mapping[str, Any],
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
+    out_size: int,
+    in_size: int,
+    place: Path,
+) -> bool:
+    """Whether ``lora_A`` of a stack that is held as (E, O, I) has the outputs, as before PEFT 0.19.
+
+    The shapes decide where a matrix is not square; else the version of PEFT that wrote the file.
+
+    Raises:
+        AdapterError: neither can tell.
+    """
+    if out_size != in_size:
+        return (a_shape[-1], b_shape[0]) == (out_size, in_size)
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
+    if version is None:
+        raise AdapterError(
+            f"{place}: the experts' matrices are square, and peft_version is missing, so nothing "
+            "tells whether lora_A has their inputs or their outputs. Add the version of PEFT that "
+            'saved the adapter, such as "peft_version": "0.18.1"'
+        )
+    return (int(version[1]), int(version[2])) < SWAPPED_UNTIL

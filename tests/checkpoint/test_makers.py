@@ -1,0 +1,262 @@
+"""Adapters as other programs write them, against each program's own formula, said again here.
+
+Layouts read in PEFT 0.18.0, 0.19.1 and 0.21.2 (``lora/layer.py``), unsloth-zoo (``hf_utils.py``,
+``saving_utils.py``, pull requests 1232 and 1269), axolotl (``cli/utils/lora_merge.py``,
+``expert_parallel/shard.py``) and LLaMA-Factory (``model/adapter.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint
+from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.expand import peft_folder
+from moe_finetune.checkpoint.verify import verify_merge
+from moe_finetune.cli import main
+from moe_finetune.errors import AdapterError
+from moe_finetune.models import FAMILIES
+from tests import tiny, tiny_families
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import EXPERTS, logits
+
+RANK, SCALE = 4, 3.0
+UNSLOTH = {
+    "auto_mapping": {"base_model_class": "Qwen3MoeForCausalLM", "unsloth_fixed": True},
+    "peft_version": "0.21.0",
+}
+PLAIN = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": RANK,
+    "lora_alpha": RANK * SCALE,
+    "target_modules": ["q_proj"],
+}
+
+
+def same(found, wanted):
+    assert (found - wanted).norm() < 1e-4 * wanted.norm()  # another packing gives 1 or so
+
+
+def write(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | config))
+    named = {f"base_model.model.{key}": value for key, value in tensors.items()}
+    save_file({key: value.contiguous() for key, value in named.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    return folder
+
+
+def fused(base, folder, by_expert, outputs_first, **config) -> tuple[Path, dict]:
+    """An adapter on the stacks and one attention module; the change of each of the model's own."""
+    torch.manual_seed(5)
+    model, tensors, deltas = helpers.load(base), {}, {}
+    for name, parameter in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        if name.endswith("q_proj.weight"):
+            a, b = torch.randn(RANK, parameter.shape[1]), torch.randn(parameter.shape[0], RANK)
+            tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b * 0.02}
+            deltas[name] = SCALE * b * 0.02 @ a
+        if not path.endswith("mlp.experts") or parameter.ndim != 3:
+            continue
+        experts, rows, columns = parameter.shape
+        ends = (rows, columns) if outputs_first else (columns, rows)
+        a = torch.randn(experts * RANK, ends[0])
+        b = torch.randn(ends[1], experts * RANK) * 0.02
+        of_b = [
+            b[:, e * RANK : (e + 1) * RANK] if by_expert else b[:, e::experts]
+            for e in range(experts)
+        ]
+        each = [SCALE * of_b[e] @ a[e * RANK : (e + 1) * RANK] for e in range(experts)]
+        deltas[name] = torch.stack([d.T if outputs_first else d for d in each])
+        key = f"{path}.base_layer" if last == "gate_up_proj" else path
+        tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    targets = {"target_parameters": list(EXPERTS)}
+    return write(folder, targets | config, tensors), deltas
+
+
+def changed_by(base, deltas):
+    model = helpers.load(base)
+    with torch.no_grad():
+        for name, delta in deltas.items():
+            model.get_parameter(name).add_(delta)
+    return logits(model)
+
+
+def check(base, adapter, wanted, tmp_path):
+    """Merge, verify, and the folder that PEFT reads, each against ``wanted`` logits."""
+    assert (logits(helpers.load(base)) - wanted).norm() > 0.02 * wanted.norm()
+    merged = tmp_path / f"merged_{base.name}"
+    merge_adapter(base, adapter, merged)
+    same(logits(helpers.load(merged)), wanted)
+    folder = peft_folder(open_adapter(adapter), open_checkpoint(base), tmp_path / "for_peft")
+    same(logits(helpers.with_adapter(base, folder)), wanted)
+    for mode in ("logits", "tensors"):
+        verify_merge(base, adapter, merged, mode=mode)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("maker", "by_expert", "outputs_first", "config"),
+    [
+        ("peft_0.21", False, False, {"peft_version": "0.21.2"}),
+        ("peft_0.18", False, True, {"peft_version": "0.18.1"}),
+        ("axolotl", False, False, {"target_parameters": ["gate_up_proj", "down_proj"],
+                                   "peft_version": "0.19.1"}),
+        ("unsloth_marked", True, False, UNSLOTH | {"lora_B_layout": "grouped_by_expert"}),
+        ("unsloth_0.18", True, True, UNSLOTH | {"lora_B_layout": "grouped_by_expert",
+                                                "peft_version": "0.18.0"}),
+        ("unsloth_now", False, False, UNSLOTH | {"lora_B_layout": "rank_major"}),
+        ("unsloth_detail", True, False, UNSLOTH | {
+            "lora_B_layout": "rank_major",
+            "unsloth_fused_expert_lora": {"parameters": {
+                "gate_up_proj": {"lora_B_layout": "grouped_by_expert", "num_experts": 12},
+                "down_proj": {"lora_B_layout": "grouped_by_expert", "num_experts": 12},
+            }},
+        }),
+    ],
+)  # fmt: skip
+def test_stacks(bases, family, maker, by_expert, outputs_first, config, tmp_path):
+    base = bases(family)
+    adapter, deltas = fused(base, tmp_path / maker, by_expert, outputs_first, **config)
+    check(base, adapter, changed_by(base, deltas), tmp_path)
+
+
+def test_files_that_hold_stacks(tmp_path):
+    """gpt-oss holds (expert, in, out), with rows of gate and up in turn, whichever the version."""
+    base = tmp_path / "gpt_oss"
+    tiny_families.model("gpt_oss").save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    for version in ("0.18.1", "0.21.2"):
+        adapter, deltas = fused(base, tmp_path / version, False, True, peft_version=version)
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        # The class's own layout: inputs in A, whatever wrote it.
+        model = helpers.load(base)
+        down = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+        assert (
+            tensors["base_model.model.model.layers.0.mlp.experts.lora_A.weight"].shape[1]
+            == (down.shape[1])
+        )
+        check(base, adapter, changed_by(base, deltas), tmp_path)
+        (tmp_path / f"merged_{base.name}").rename(tmp_path / f"merged_{version}")
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (UNSLOTH, 'Add "lora_B_layout": "grouped_by_expert"'),
+        (UNSLOTH | {"lora_B_layout": "by_rank"}, "lora_B_layout is 'by_rank'"),
+        ({"unsloth_fused_expert_lora": {}}, "Unsloth made this adapter"),
+    ],
+)
+def test_a_packing_that_nobody_can_tell_is_refused(bases, config, part, tmp_path, capsys):
+    base = bases("qwen3_moe")
+    adapter, _ = fused(base, tmp_path / "adapter", True, False, **config)
+    command = ["merge", str(adapter), "--base", str(base), "--output", str(tmp_path / "out")]
+    assert main(command) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert part in shown and "adapter_config.json" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_attention_of_unsloth_has_no_packing(bases, tmp_path):
+    base = bases("qwen3_moe")
+    a, b = torch.randn(RANK, 192), torch.randn(128, RANK)
+    tensors = {}
+    for layer in range(3):
+        path = f"model.layers.{layer}.self_attn.q_proj"
+        tensors |= {f"{path}.lora_A.weight": a + layer, f"{path}.lora_B.weight": b - layer}
+    adapter = write(tmp_path / "adapter", UNSLOTH, tensors)
+    merge_adapter(base, adapter, tmp_path / "merged")
+
+
+def test_square_matrices_need_the_version(tmp_path):
+    """Nothing else tells inputs from outputs."""
+    base = tiny.save("mixtral", tmp_path / "mixtral", intermediate_size=192)
+    for version, outputs_first in (("0.18.1", True), ("0.20.0", False)):
+        adapter, deltas = fused(
+            base, tmp_path / version, False, outputs_first, peft_version=version
+        )
+        merge_adapter(base, adapter, tmp_path / f"merged_{version}")
+        same(logits(helpers.load(tmp_path / f"merged_{version}")), changed_by(base, deltas))
+    adapter, _ = fused(base, tmp_path / "unknown", False, False)
+    with pytest.raises(AdapterError, match="peft_version is missing"):
+        merge_adapter(base, adapter, tmp_path / "refused")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "mixtral"])
+@pytest.mark.parametrize("targets", ["list", "all-linear", "expression"])
+def test_adapters_of_transformers_4(bases, family, targets, tmp_path):
+    """LLaMA-Factory's ``lora_target: all``: each expert's, dense and shared matrices on their own.
+
+    With rsLoRA and a rank of its own for one kind, as its and axolotl's recipes can have.
+    """
+    base = bases(family)
+    stored, disk = load_file(base / "model.safetensors"), FAMILIES[family].disk
+    linear = [
+        name.removesuffix(".weight")
+        for name, tensor in stored.items()
+        if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    ]
+    last = disk.down.removesuffix(".weight").rpartition(".")[2]
+    torch.manual_seed(9)
+    tensors, changed = {}, dict(stored)
+    for path in linear:
+        rank = 6 if path.endswith(last) else RANK
+        rows, columns = stored[f"{path}.weight"].shape
+        a, b = torch.randn(rank, columns), torch.randn(rows, rank) * 0.02
+        tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+        changed[f"{path}.weight"] = stored[f"{path}.weight"] + 12 / math.sqrt(rank) * b @ a
+    ends = sorted({path.rpartition(".")[2] for path in linear})
+    config = {
+        "target_modules": {
+            "list": ends,
+            "all-linear": "all-linear",
+            "expression": rf"model\.layers\.\d+\..*\.({'|'.join(map(re.escape, ends))})",
+        }[targets],
+        "use_rslora": True,
+        "rank_pattern": {last: 6},
+    }
+    adapter = write(tmp_path / "adapter", config, tensors)
+    merge_adapter(base, adapter, tmp_path / "merged")
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, changed[name], rtol=1e-5, atol=1e-5)
+    if targets == "list":
+        check(base, adapter, logits(helpers.load(tmp_path / "merged")), tmp_path)
+    key = f"base_model.model.{linear[-1]}.lora_B.weight"
+    left = load_file(adapter / "adapter_model.safetensors")
+    del left[key]
+    save_file(left, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=re.escape(linear[-1])):
+        merge_adapter(base, adapter, tmp_path / "refused")
+
+
+def test_peft_now_makes_stacks_of_the_names_of_transformers_4(bases, tmp_path):
+    """What LLaMA-Factory and axolotl get from PEFT for ``gate_proj`` and the like today."""
+    base = bases("qwen3_moe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(
+            helpers.load(base),
+            LoraConfig(
+                r=4,
+                lora_alpha=12,
+                use_rslora=True,
+                target_modules=["q_proj", "gate", "gate_proj", "up_proj", "down_proj"],
+                task_type="CAUSAL_LM",
+            ),
+        )
+    helpers.randomize(model, 3, 0.05)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["rank_pattern"] and "gate_up_proj" in config["target_parameters"]
+    check(base, tmp_path / "adapter", logits(model), tmp_path)
