@@ -143,7 +143,7 @@ def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     arms = read_arms(recipe, output)
     clusters = read_object(output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
     categories = list(clusters["cluster"])
-    held = tables(arms, categories)
+    held = tables(arms, clusters["cluster"], clusters["tokens"])
     found = {
         **summarize(arms, categories),
         "seeds": recipe.seeds,

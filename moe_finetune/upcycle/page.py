@@ -31,7 +31,7 @@ from moe_finetune.report.sections.text import COLORED, color_key, coloured
 from moe_finetune.upcycle.files import CURVES
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.results import Arm
-from moe_finetune.upcycle.tables import Table
+from moe_finetune.upcycle.tables import PAPERS_ORDER, Table
 
 _MEASURES = {"cmr_1": "CMR_1, 1 is best", "s_rl": "S_RL, nats", "perplexity": "perplexity"}
 
@@ -123,7 +123,6 @@ def render(
         Section("frequency", "Text by token frequency", lambda _: _frequent(arms)),
         Section("selection", "Selection frequency", _selection),
         SPECIALIZATION,
-        Section("clusters", "Clusters", lambda _: _clusters(clusters)),
     ]
     return render_page(report, sections)
 
@@ -148,6 +147,8 @@ def _measures(arms: Sequence[Arm], colors: dict[str, str]) -> Markup:
             dot = Dot(found.mean, found.low, found.high, colors[arm.name], said)
             rows.append((arm.name, [dot], float("nan")))
         note = "Mean over seeds and its 95 % interval."
+        if metric == "perplexity":
+            note += f" {PAPERS_ORDER}"
         plot = dot_plot(f"{label} on test", f"{label} of each arm.", rows, x_label=label)
         charts.append(figure(f"{label} on test", plot, note=note, wide=True))
     return join(charts)
@@ -179,7 +180,7 @@ def _losses(report: ArmsReport, charts: Sequence[Chart], colors: dict[str, str])
 
 
 def _frequent(arms: Sequence[Arm]) -> Markup | None:
-    """Figure 1c: test texts in the colour of the expert whose texts hold each token most often."""
+    """Figure 1c: test texts in the color of the expert whose texts have each token most often."""
     routed = [arm for arm in arms if arm.routed and arm.measured[0]["passages"]]
     if not routed:
         return None
@@ -199,28 +200,23 @@ def _frequent(arms: Sequence[Arm]) -> Markup | None:
         agreed.append(f"{arm.name} {100 * float(np.mean(pairs)):.0f}")
     title = (
         "Tokens in the colour of the expert whose training texts have them most often (Figure 1c); "
-        f"the middle layer's first choice is that expert for, in %: {', '.join(agreed)}"
+        f"the first choice of layer {shown[0]['layer']} is that expert for, in %: "
+        f"{', '.join(agreed)}"
     )
     text = tag("div", coloured(shown, named), class_="panels broad")
-    note = "The same texts in the colours of the chosen experts are further down."
+    note = (
+        "The same texts in the colors of the chosen experts (Figures 1a and 1b) are further down. "
+        "The paper shows one text and layer 16; evaluation.passage_layer chooses another layer."
+    )
     return figure(title, color_key(named), text, note=note, wide=True)
 
 
 def _selection(report: Report) -> Markup | None:
     shots = report.snapshots()
-    return (
-        join([load(report.timelines(), load_title(shots)), frequencies(shots)]) if shots else None
-    )
-
-
-def _clusters(clusters: dict[str, int]) -> Markup:
-    numbers = sorted(set(clusters.values()))
-    rows: list[list[object]] = [
-        [str(n), ", ".join(name for name, own in clusters.items() if own == n)] for n in numbers
-    ]
-    columns: list[object] = ["Expert", "Categories"]
-    grid = table("Categories of each expert", columns, rows)
-    return figure("The data that each expert was trained on", grid, wide=True)
+    if not shots:
+        return None
+    title = f"{load_title(shots)} (Figure 3: selections on test by layer, an even share is 1)"
+    return join([load(report.timelines(), title), frequencies(shots)])
 
 
 def _shot(arm: Arm, color: str, categories: list[str]) -> Snapshot:
