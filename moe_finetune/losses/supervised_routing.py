@@ -44,7 +44,8 @@ def supervised_routing_loss(
     Raises:
         ValueError: for wrong shapes.
 
-    Source: *Supervised Routing for MoE* (P3), §3.2.
+    Source: *Supervised Routing for MoE* (P3), §3.2. The paper sums over the batch's tokens; the
+    default here is their mean, so that the gradient does not grow with the batch.
     """
     check_shapes(
         logits_TE=logits_TE,

@@ -224,6 +224,21 @@ def test_the_papers_recipe_takes_a_file_of_ones_own(tmp_path):
     assert sizes.most_N.tolist() == [1, 1, 1, 12, 12, 12, 12, 12]
 
 
+def test_the_papers_clusters_are_those_of_its_table_5(tmp_path):
+    folder = ROOT / "recipes/upcycle"
+    pinned = yaml.safe_load((folder / "paper_categories.yaml").read_text())["clusters"]["pinned"]
+    mine = tmp_path / "my.yaml"
+    texts = {"categories": dict.fromkeys(pinned, "texts.jsonl")}
+    mine.write_text(yaml.safe_dump({"dense": {"path": "dense"}, "texts": texts}))
+    paths = [folder / "paper.yaml", folder / "paper_categories.yaml", mine]
+    recipe = load_upcycle_recipe([*paths], ["experts.checkpoints=[a,b,c,d,e,f,g,h]"])
+    section = recipe.clusters
+    numbers = dict(enumerate(section.pinned.values()))
+    sizes = sizes_of(50, 8, numbers, bounds=section.bounds, exclusive=section.exclusive)
+    assert sizes.least_N.tolist() == sizes.most_N.tolist() == [10, 5, 10, 10, 12, 1, 1, 1]
+    assert [section.pinned[name] for name in ("Criminal", "Health", "Local Finance")] == [0, 4, 7]
+
+
 def test_the_miniature_is_the_papers_setting():
     recipe = load_upcycle_recipe([ROOT / "recipes/upcycle/miniature.yaml"])
     assert (recipe.clusters.count, recipe.merge.top_k) == (8, 2)
