@@ -7,6 +7,7 @@ from moe_finetune.losses.erc import Erc
 from moe_finetune.losses.load_balance import LoadBalance
 from moe_finetune.losses.ncl import Ncl
 from moe_finetune.losses.orthogonality import Orthogonality
+from moe_finetune.losses.released import SoftmaxVariance, SpanOrthogonality
 from moe_finetune.losses.router_orthogonality import RouterOrthogonality
 from moe_finetune.losses.specialization import Specialization
 from moe_finetune.losses.supervised_routing import SupervisedRouting
@@ -17,6 +18,7 @@ from moe_finetune.losses.z_loss import ZLoss
 for term in (
     *(LoadBalance, ZLoss, Orthogonality, Variance, Specialization, Coupling, Erc),
     *(RouterOrthogonality, Dpp, Ncl, SupervisedRouting, TeacherRouting),
+    *(SoftmaxVariance, SpanOrthogonality),
 ):
     TERMS.register(term.name, term)
 

@@ -56,7 +56,7 @@ class TermOptions(BaseModel):
     How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's,
     from which the weight is found when training begins (and again ``every`` so many steps). A
     weight beside a share is the note of an earlier run and is not used; 0 removes the term all the
-    same.
+    same. ``target`` finds the weight from the first forward's value instead, as a power of ten.
 
     ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints,
     at the number of tokens of its batch.
@@ -72,6 +72,13 @@ class TermOptions(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="in the weight's place: its gradient over the language loss's",
+    )
+    target: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="in the weight's place: the power of ten nearest to target / value, of the "
+        "first layer's value in the first forward",
     )
     every: int | None = Field(
         default=None, ge=1, description="steps after which a share's weight is found again"
@@ -95,9 +102,11 @@ class TermOptions(BaseModel):
 
     @model_validator(mode="after")
     def _strength(self) -> Self:
-        if self.weight is None and self.share is None:
+        if self.share is not None:
+            self.target = None
+        if self.weight is None and not self.finds_weight:
             raise ValueError("weight is missing; give a weight, or a share such as 0.1")
-        if self.share is not None and self.weight:
+        if self.finds_weight and self.weight:
             self.weight = None
         if (self.weight or 0.0) * (self.tokens or 1) > LARGEST_WEIGHT:
             raise ValueError(
@@ -115,6 +124,11 @@ class TermOptions(BaseModel):
         if self.reduction == "mean" and self.tokens is not None:
             raise ValueError("tokens: belongs to reduction 'sum'; add that or remove tokens")
         return self
+
+    @property
+    def finds_weight(self) -> bool:
+        """Whether training finds the weight: for a share, or from a target."""
+        return self.share is not None or self.target is not None
 
     @property
     def removed(self) -> bool:
@@ -223,6 +237,10 @@ class Term(ABC):
 
         A loss over tokens is their mean; ``reduction`` is the objective's to apply.
         """
+
+    def target_value(self, record: RoutingRecord, value: Tensor) -> Tensor:
+        """What ``target`` is divided by: the loss's size in the first layer's first forward."""
+        return value.detach().abs()
 
     def layers(self, facts: ModelFacts) -> tuple[int, ...]:
         """Layers in which the term has a value: what ``layers_reduction: mean`` divides by."""

@@ -8,6 +8,7 @@ from moe_finetune.losses.erc import erc_from_table, erc_loss, erc_table
 from moe_finetune.losses.load_balance import load_balancing_loss, load_totals
 from moe_finetune.losses.ncl import ncl_from_gram, ncl_loss
 from moe_finetune.losses.orthogonality import orthogonality_from_gram, orthogonality_loss
+from moe_finetune.losses.released import softmax_variance_loss, span_orthogonality_loss
 from moe_finetune.losses.router_orthogonality import router_orthogonality_loss
 from moe_finetune.losses.specialization import specialization_from_gram, specialization_loss
 from moe_finetune.losses.supervised_routing import supervised_routing_loss
@@ -30,6 +31,8 @@ __all__ = [
     "orthogonality_loss",
     "router_orthogonality_loss",
     "router_z_loss",
+    "softmax_variance_loss",
+    "span_orthogonality_loss",
     "specialization_from_gram",
     "specialization_loss",
     "supervised_routing_loss",

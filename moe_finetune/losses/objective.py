@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -11,11 +12,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, distributed
+from torch._subclasses.fake_tensor import is_fake
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import TERMS, LayerContext, ModelFacts, Need, Term
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.losses.tensors import distributed_run
 
 _FOUND = "strength."
 """Begins the state's keys of weights that were found for shares."""
@@ -126,6 +129,8 @@ class Objective:
             if value is None:
                 continue
             result.values[term.name] = value.detach()
+            if term.options.target is not None and self.full_weights[term.name] is None:
+                self._find_weight(term, record, value)
             weight = self.weights[term.name] * (term.options.tokens or 1)
             if term.options.layers_reduction == "mean":
                 weight /= self._layers[term.name]
@@ -133,6 +138,24 @@ class Objective:
                 continue
             result.weighted[term.name] = value * weight
         return result
+
+    def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:
+        """Set the weight for a term's target: the mean over the ranks decides for all of them."""
+        measured = term.target_value(record, value)
+        if measured.is_meta or is_fake(measured):  # memory is planned without values
+            return
+        if distributed_run():
+            measured = measured.clone()
+            distributed.all_reduce(measured, op=distributed.ReduceOp.SUM)
+            measured = measured / distributed.get_world_size()
+        size, target = float(measured), term.options.target
+        assert target is not None
+        if not math.isfinite(size) or size <= 0:
+            raise ObjectiveError(
+                f"method.terms.{term.name}.target: the first value is {size:g}, which gives no "
+                "weight; set target: null and a weight"
+            )
+        self.set_full_weight(term.name, 10.0 ** round(math.log10(target / size)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """State of all terms, keys prefixed by the term's name, and weights found for shares."""
@@ -143,18 +166,18 @@ class Objective:
         }
 
     def found_weights(self) -> dict[str, Tensor]:
-        """The part of the state that shares have: ``strength.<term>``, 0 until it is found."""
+        """State of weights that training finds: ``strength.<term>``, 0 until it is found."""
         return {
             f"{_FOUND}{term.name}": torch.tensor(
                 self.full_weights[term.name] or 0.0, dtype=torch.float64
             )
             for term in self.terms
-            if term.options.share is not None
+            if term.options.finds_weight
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for term in self.terms:
-            if term.options.share is not None:
+            if term.options.finds_weight:
                 self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)
             prefix = f"{term.name}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

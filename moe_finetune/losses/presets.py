@@ -116,6 +116,16 @@ _ALL = (
         shows="as orthogonal_variance, some thousand times weaker",
     ),
     Preset(
+        "orthogonal_variance_released",
+        terms={
+            "load_balance": _DEEPSEEK,
+            "span_orthogonality": {"target": 1e-4},
+            "softmax_variance": {"target": 1e-3},
+        },
+        source="P0's authors' code (November 2025), which differs from the paper",
+        shows="score variance above aux_loss",
+    ),
+    Preset(
         "specialization_coupling",
         terms=_COUPLED,
         source="P1 eq. 4, 6, Table 14 (fine-tuning)",

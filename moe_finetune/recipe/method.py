@@ -146,7 +146,7 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     shares = {
         name: {"share": share}
         for name in aims
-        if not {"weight", "share"} & set(changes.get(name) or {})
+        if not {"weight", "share", "target"} & set(changes.get(name) or {})
     }
     return {**method, "terms": merge_mappings(shares, changes)}
 

@@ -81,7 +81,9 @@ def _reach_of_sharded(
     device = parameters[0][1].device
     with in_mode(model, train=True):
         for term in copy.deepcopy(objective.terms):
-            term.options = term.options.model_copy(update={"weight": 1.0, "share": None})
+            term.options = term.options.model_copy(
+                update={"weight": 1.0, "share": None, "target": None}
+            )
             ids = torch.randint(0, objective.facts.vocab_size, PROBE_TOKENS, device=device)
             values: list[Tensor] = []
 

@@ -338,7 +338,7 @@ class FoundWeights(TrainerCallback):
         found = {
             term.name: weight
             for term in work.objective.terms
-            if term.options.share is not None
+            if term.options.finds_weight
             and (weight := work.objective.full_weights[term.name]) is not None
         }
         if found != self._written:
@@ -362,5 +362,5 @@ def noted_weights(path: Path) -> dict[str, float]:
     return {
         name: options["weight"]
         for name, options in terms.items()
-        if options.get("share") is not None and options.get("weight")
+        if (options.get("share") or options.get("target")) and options.get("weight")
     }

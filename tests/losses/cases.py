@@ -145,6 +145,22 @@ CASES = [
     _orthogonality("cosine", one_sided=True),
     Case("variance", functional.variance_loss, reference.variance, ("scores_TE",), ("scores_TE",)),
     Case(
+        "softmax_variance",
+        functional.softmax_variance_loss,
+        reference.softmax_variance,
+        ("logits_TE",),
+        ("logits_TE",),
+    ),
+    Case(
+        "span_orthogonality",
+        functional.span_orthogonality_loss,
+        reference.span_orthogonality,
+        ("outputs_TKH",),
+        ("outputs_TKH",),
+        pairs=True,
+        options={"eps": 1e-12},  # at 1e-6 the order of a selection shows in the seventh digit
+    ),
+    Case(
         "specialization",
         functional.specialization_loss,
         reference.specialization,

@@ -138,6 +138,45 @@ def variance(scores_TE, mask_T=None, reduction="mean"):
     return over_tokens(one, mask_T, tokens, reduction)
 
 
+def softmax_variance(logits_TE, mask_T=None, reduction="mean"):
+    tokens, experts = logits_TE.shape
+
+    def one(t):
+        exps = [logits_TE[t, e].exp() for e in range(experts)]
+        probs = [value / sum(exps) for value in exps]
+        mean = sum(probs) / experts
+        return -sum((p - mean) ** 2 for p in probs) / (experts - 1)
+
+    return over_tokens(one, mask_T, tokens, reduction)
+
+
+def span_projection(vector_H, others, eps=1e-6):
+    """Squared length of the projection on the span of ``others``, by Gram-Schmidt."""
+    basis = []
+    for other_H in others:
+        rest_H = other_H
+        for direction_H in basis:
+            rest_H = rest_H - (direction_H @ rest_H) * direction_H
+        basis.append(rest_H / (rest_H.norm() + eps))
+    return sum((((d @ vector_H) * d) ** 2).sum() for d in basis) if basis else zero()
+
+
+def span_orthogonality(outputs_TKH, mask_T=None, eps=1e-6, reduction="mean"):
+    chosen = outputs_TKH.shape[1]
+
+    def one(t):
+        rows = list(outputs_TKH[t])
+        return (
+            sum(
+                (span_projection(rows[k], rows[:k] + rows[k + 1 :], eps) for k in range(chosen)),
+                zero(),
+            )
+            / chosen
+        )
+
+    return over_tokens(one, mask_T, outputs_TKH.shape[0], reduction)
+
+
 def specialization(activations_TKD, mask_T=None, reduction="mean"):
     def one(t):
         z = activations_TKD[t]
