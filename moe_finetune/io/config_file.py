@@ -32,7 +32,11 @@ SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 """Published model types without a class -> the one whose class has their modules, as vLLM does."""
 _UNLIMITED = "time_step_limit"
 """Mamba's time steps, which are published without an upper limit."""
-_MAY_BE_ZERO = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
+_MAY_BE_ZERO = (
+    *("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),  # without latent attention
+)
+_MAY_BE_LISTS = ("moe_intermediate_size",)  # a number for each layer
 
 
 def check_config(config: Mapping[str, Any], place: object, quantized: bool = False) -> None:
@@ -47,7 +51,8 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
     """
     for key, most in _LARGEST.items():
         value, least = config.get(key), 0 if key in _MAY_BE_ZERO else 1
-        if value is not None and not (type(value) is int and least <= value <= most):
+        numbers = value if key in _MAY_BE_LISTS and isinstance(value, list) else [value]
+        if value is not None and not all(type(n) is int and least <= n <= most for n in numbers):
             raise CheckpointError(
                 f"{place}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
             )

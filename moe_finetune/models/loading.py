@@ -22,6 +22,8 @@ from moe_finetune.models.tiktoken_tokenizer import RANKS_FILE, load_tiktoken
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+# dots.llm1 is published with null, by which transformers' router divides.
+_INSTEAD_OF_NULL = {"dots1": {"n_group": 1, "topk_group": 1}}
 _SMALL_FILES = ("*.json", "*.jinja", RANKS_FILE, "LICENSE*", "README.md")
 
 
@@ -105,6 +107,9 @@ def parse_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{place} has a value that this model type refuses: {first_line(error)}"
         ) from error
+    for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
+        if getattr(config, key) is None:
+            setattr(config, key, value)
     # Quantised tensors are read as the floats that they stand for.
     for key in ("auto_map", QUANTIZATION):
         if hasattr(config, key):

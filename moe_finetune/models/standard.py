@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.models.base import QKVO, SHARED_EXPERTS, DiskLayout, Family, expert_groups, under
 from moe_finetune.models.structure import layers_with_experts
 
@@ -93,6 +94,22 @@ def _row(model_type: str, title: str, facts: dict[str, Any]) -> Family:
 def key(name: str) -> Callable[[Any], int]:
     """The config's whole number ``name``."""
     return lambda config: int(getattr(config, name))
+
+
+def same_in_all_layers(name: str) -> Callable[[Any], int]:
+    """The config's whole number ``name``, which may be written as a list of one for each layer."""
+
+    def read(config: Any) -> int:
+        value = getattr(config, name)
+        numbers = set(value) if isinstance(value, list) else {value}
+        if len(numbers) != 1:
+            raise UnsupportedModelError(
+                f"{config.model_type}: {name} differs by layer; only one number for all layers is "
+                "supported"
+            )
+        return int(numbers.pop())
+
+    return read
 
 
 def scaled(name: str = "routed_scaling_factor") -> Callable[[Any], float]:

@@ -94,6 +94,7 @@ FAMILIES = (
         disk=W1_W3_W2,
         router_name="router",
         num_experts=key("num_local_experts"),
+        renormalize=lambda config: False,
         own_weights="SparseMixer takes one expert after the other and, in training, samples them",
         expert_width=key("intermediate_size"),
     ),

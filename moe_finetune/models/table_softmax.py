@@ -20,6 +20,7 @@ from moe_finetune.models.standard import (
     W1_W3_W2,
     granite,
     key,
+    same_in_all_layers,
     softmax,
     yes,
 )
@@ -39,10 +40,7 @@ def _check_gpt_oss(config: Any) -> None:
 
 def _check_hunyuan(config: Any) -> None:
     for name in ("num_experts", "moe_topk"):
-        if not isinstance(getattr(config, name), int):
-            raise UnsupportedModelError(
-                f"hunyuan_v1_moe: {name} differs by layer; only one number for all is supported"
-            )
+        same_in_all_layers(name)(config)
 
 
 FAMILIES = (
@@ -122,7 +120,7 @@ FAMILIES = (
         shared_targets=under("mlp.shared_mlp", *GATED_MLP),
         disk=DiskLayout(router="gate.wg.weight"),
         router_weight="wg.weight",
-        top_k=key("moe_topk"),
+        top_k=same_in_all_layers("moe_topk"),
         renormalize=yes,
         expert_width=key("intermediate_size"),
         check=_check_hunyuan,

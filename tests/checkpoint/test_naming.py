@@ -205,3 +205,25 @@ def test_deepseek_ocr_2_for_its_authors_code_is_refused_with_what_to_take(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=r"take the files for .* deepseek_ocr2"):
         load_config(tmp_path)
+
+
+def test_sizes_that_are_published_as_a_list_or_null(tmp_path):
+    """Hunyuan-A13B writes one number a layer, dots.llm1 null, by which its class would divide."""
+    for family, changes in {
+        "hunyuan_v1_moe": {
+            "moe_topk": [families.TOP_K] * families.LAYERS,
+            "moe_intermediate_size": [families.WIDTH] * families.LAYERS,
+        },
+        "dots1": {"n_group": None, "topk_group": None},
+    }.items():
+        folder = tmp_path / family
+        model = families.model(family, **({"n_group": 1} if family == "dots1" else {}))
+        model.save_pretrained(folder)
+        change_config(folder, **changes)
+        assert open_checkpoint(folder).family.top_k(load_config(folder)) == families.TOP_K
+        with torch.no_grad():
+            wanted, found = model(ids_BL()).logits, load_model(folder)(ids_BL()).logits
+        assert torch.equal(wanted, found)
+    change_config(tmp_path / "hunyuan_v1_moe", moe_topk=[1, 2, 3, 3])
+    with pytest.raises(UnsupportedModelError, match="moe_topk differs by layer"):
+        load_config(tmp_path / "hunyuan_v1_moe")

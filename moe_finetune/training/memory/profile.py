@@ -87,6 +87,7 @@ def step_profile(
             model = adapted_model(short, recipe, device)
             # Some families ask the class on the meta device, whose tensors are not the step's.
             model_facts(model)
+            _fix_positions(model)
             with ExitStack() as stack:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 stack.enter_context(borders.live)
@@ -120,6 +121,16 @@ def step_profile(
         borders.after_head,
         [cache[index] for index in stands] if cache else [],
     )
+
+
+def _fix_positions(model: Any) -> None:
+    """Leave out the update of rotary frequencies, which reads a batch's longest position."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")
 
 
 def head_tiles(config: Any) -> AbstractContextManager[Any]:
