@@ -64,7 +64,7 @@ tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figur
 	$(BIN)/python docs/site/keys.py
 	$(BIN)/python docs/site/figures.py
 
-families: $(STAMP)  ## Write the README's table of families (tests and vLLM's registry)
+families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
 	$(BIN)/python -m tests.support_table
 
 bench: $(STAMP)  ## Speed and memory that need no data (half an hour, 30 GB of disk); writes eval/bench/results

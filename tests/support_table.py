@@ -1,7 +1,7 @@
-"""The README's table of families: what the tests cover, and what vLLM has.
+"""The tables of models: which published files open, what the tests cover, and what vLLM has.
 
-``python -m tests.support_table`` writes it into the README; a test asks that it is current. What
-vLLM has is read out of its registry's source, without importing it.
+``python -m tests.support_table`` writes them into ``docs/models.md`` and the README; a test asks
+that they are current. What vLLM has is read out of its registry's source, without importing it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_finetune.models import FAMILIES, Family
+from moe_finetune.io.config_file import SAME_CLASS
+from moe_finetune.models import FAMILIES, Family, find_family
+from moe_finetune.models.composite import part_of
 from tests.conftest import ROOT
+from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
-README = ROOT / "README.md"
+README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
+POPULAR = (
+    *("qwen3_moe", "deepseek_v2", "moonlight", "deepseek_moe", "qwen2_moe", "gpt_oss"),
+    *("glm4_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"),
+)
+"""Families of the README's table."""
 START, END = "<!-- families: make families -->\n", "<!-- end of families -->\n"
 NATIVE = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 BY_TRANSFORMERS = "_TRANSFORMERS_SUPPORTED_MODELS"
@@ -65,34 +73,73 @@ def router(family: Family) -> str:
     return ", ".join(parts)
 
 
-def lines(registry: dict[str, set[str]]) -> Iterator[str]:
-    """The table, a line each."""
-    yield "| family | checkpoints | router | trains and merges | vLLM 0.32 |"
-    yield "| --- | --- | --- | --- | --- |"
-    first = [name for name in TESTED if name in FAMILIES]
-    for name in [*first, *(name for name in FAMILIES if name not in first)]:
-        family = FAMILIES[name]
+def published() -> dict[str, list[str]]:
+    """Checkpoints whose published files open, by family's name."""
+    found: dict[str, list[str]] = {}
+    for name in fixture.NAMES:
+        content = fixture.read(name)
+        config = content.config
+        kind = SAME_CLASS.get(config["model_type"], config["model_type"])
+        family = find_family(kind, part_of(config))
+        if family is not None and not {"inspect", "reach"} & content.refused.keys():
+            models = found.setdefault(family.name, [])
+            models += [content.model] if content.model not in models else []
+    return found
+
+
+def model_type(family: Family) -> str:
+    """What the family's ``config.json`` says, and of which part where that differs by it."""
+    alike = [each for each in FAMILIES.values() if each.model_type == family.model_type]
+    part = f" with `{family.part}`" if len(alike) > 1 else ""
+    return f"`{family.model_type}`{part}"
+
+
+def full(registry: dict[str, set[str]]) -> Iterator[str]:
+    """The table of all models, a line each."""
+    opens = published()
+    head = "models | published files that open | router | trains and merges | vLLM 0.32 |"
+    yield f"| `model_type` | {head}"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for family in sorted(FAMILIES.values(), key=lambda family: (family.model_type, family.part)):
         shared = " with shared experts" if family.shared_targets else ""
         shared = f", the language part{shared}" if family.part else shared
-        served = in_vllm(family, registry)
         trains = "from scratch" if family.self_ranking else f"yes{shared}"
-        yield f"| `{name}` | {family.title} | {router(family)} | {trains} | {served} |"
+        files = ", ".join(opens.get(family.name, [])) or "class only"
+        served = in_vllm(family, registry)
+        yield (
+            f"| {model_type(family)} | {family.title} | {files} | {router(family)} | {trains} | "
+            f"{served} |"
+        )
 
 
-def table() -> str | None:
-    """The README's part between its marks, or None without vLLM."""
+def short(registry: dict[str, set[str]]) -> Iterator[str]:
+    """The README's table."""
+    opens = published()
+    yield "| `model_type` | models | published files that open | vLLM 0.32 |"
+    yield "| --- | --- | --- | --- |"
+    for family in map(FAMILIES.__getitem__, POPULAR):
+        files = ", ".join(opens.get(family.name, [])) or "class only"
+        yield f"| {model_type(family)} | {family.title} | {files} | {in_vllm(family, registry)} |"
+
+
+def tables() -> dict[Path, str] | None:
+    """Each page's part between its marks, or None without vLLM."""
     file = registry_file()
-    return None if file is None else "\n".join(lines(architectures(file))) + "\n"
+    if file is None:
+        return None
+    registry = architectures(file)
+    made = {MODELS: full(registry), README: short(registry)}
+    return {page: "\n".join(lines) + "\n" for page, lines in made.items()}
 
 
 def main() -> None:
-    """Write the table into the README."""
-    made = table()
+    """Write the tables into their pages."""
+    made = tables()
     if made is None:
-        raise SystemExit("vLLM is not installed: its registry is part of the table")
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    README.write_text(before + START + made + END + rest.partition(END)[2], encoding="utf-8")
+        raise SystemExit("vLLM is not installed: its registry is part of the tables")
+    for page, table in made.items():
+        before, _, rest = page.read_text(encoding="utf-8").partition(START)
+        page.write_text(before + START + table + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

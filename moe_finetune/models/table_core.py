@@ -54,7 +54,7 @@ FAMILIES = (
     ),
     sigmoid(
         "deepseek_v3",
-        "Moonlight-16B-A3B",
+        "DeepSeek-V3, R1, Kimi-K2, Moonlight",
         name="moonlight",
         attention_targets=MLA,
         moe_layers=after_dense_layers,
