@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import html
 import io
 import itertools
@@ -100,16 +102,7 @@ def _page(rows: list[dict[str, str]]) -> str:
         f"<input type='text' placeholder='comment'></article>"
         for number, row in enumerate(rows, 1)
     )
-    return (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Annotation</title><style>"
-        "body{font:16px system-ui;max-width:50rem;margin:2rem auto;padding:0 1rem 5rem}"
-        "pre{white-space:pre-wrap;background:#f4f4f5;padding:.7rem;border-radius:.4rem}"
-        "article{border-bottom:1px solid #ccc;padding:1rem 0}label{margin-right:1.5rem}"
-        "h2,h3{font-size:1rem;margin:.6rem 0 .2rem}footer{position:fixed;bottom:0;left:0;right:0;"
-        "background:#fff;border-top:1px solid #ccc;padding:.8rem;text-align:center}</style>"
-        f"<h1>Is the answer correct?</h1>{cards}"
-        "<footer><span id='done'>0</span> of "
-        f"{len(rows)} done <button id='save'>Save annotations</button></footer><script>"
+    script = (
         "const cards=[...document.querySelectorAll('article')];"
         "const pick=c=>(c.querySelector('input:checked')||{}).value||'';"
         "const note=c=>c.querySelector('[type=text]').value;"
@@ -120,7 +113,22 @@ def _page(rows: list[dict[str, str]]) -> str:
         "...cards.map(c=>[c.dataset.id,pick(c),q(note(c))].join(','))];"
         "const a=document.createElement('a');a.href=URL.createObjectURL(new Blob([lines.join("
         "'\\n')+'\\n'],{type:'text/csv'}));a.download='annotations.csv';a.click()};"
-        "</script></html>\n"
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'>"
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
+        f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'\">"
+        "<title>Annotation</title><style>"
+        "body{font:16px system-ui;max-width:50rem;margin:2rem auto;padding:0 1rem 5rem}"
+        "pre{white-space:pre-wrap;background:#f4f4f5;padding:.7rem;border-radius:.4rem}"
+        "article{border-bottom:1px solid #ccc;padding:1rem 0}label{margin-right:1.5rem}"
+        "h2,h3{font-size:1rem;margin:.6rem 0 .2rem}footer{position:fixed;bottom:0;left:0;right:0;"
+        "background:#fff;border-top:1px solid #ccc;padding:.8rem;text-align:center}</style>"
+        f"<h1>Is the answer correct?</h1>{cards}"
+        "<footer><span id='done'>0</span> of "
+        f"{len(rows)} done <button id='save'>Save annotations</button></footer>"
+        f"<script>{script}</script></html>\n"
     )
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from moe_finetune.errors import RecipeError
+
+SECRET = re.compile(
+    r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
+)
+"""Names of keys whose values are secrets."""
 
 
 class Section(BaseModel):
@@ -17,9 +26,30 @@ class Section(BaseModel):
 class WholeRecipe(Section):
     """A recipe that has been resolved and is saved with what it made."""
 
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        for key in _secrets(self.model_dump()):
+            raise RecipeError(
+                f"{key}: secrets stay out of recipes, which are stored with the run; set it in the "
+                "environment (HF_TOKEN, OPENAI_API_KEY), or use `hf auth login`"
+            )
+        return self
+
     def to_mapping(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML; what loads recipes reads it back to an equal one."""
         return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+
+
+def _secrets(value: Any, path: str = "") -> Iterator[str]:
+    """Keys of texts that a name such as ``hf_token`` calls a secret."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _secrets(inner, path)
+    elif isinstance(value, str) and value and SECRET.search(path.rpartition(".")[2]):
+        yield path

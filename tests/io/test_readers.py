@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 
 import pytest
 
 from moe_finetune.data.sources import read_rows
-from moe_finetune.errors import DataError, RecipeError
+from moe_finetune.errors import CheckpointError, DataError, RecipeError
 from moe_finetune.io.json_file import JsonError, parse_json, read_object
 from moe_finetune.io.rows import read_rows as read_task_rows
 from moe_finetune.io.rows import short_lines
+from moe_finetune.io.safetensors_header import read_header
 from moe_finetune.io.yaml_file import YamlError, parse_yaml
 from moe_finetune.recipe.tree import load_tree
 
@@ -161,3 +163,14 @@ def test_a_row_with_a_key_twice_or_too_deep(tmp_path, read):
         file.write_text(row + "\n")
         with pytest.raises(DataError, match=problem):
             read(file)
+
+
+def test_a_million_empty_tensors_are_refused_at_once(tmp_path):
+    empty = {
+        f"x{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(200_001)
+    }
+    text = json.dumps(empty, separators=(",", ":")).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="200,001 tensors, and at most 200,000 of a file"):
+        read_header(file, CheckpointError)

@@ -286,3 +286,19 @@ def test_a_part_keeps_the_ratio_of_alpha_to_rank(write):
     assert again.hash == recipe.hash
     found = {name: (part.rank, part.alpha) for name, part in again.lora.parts.items()}
     assert found == {"experts": (2, 4.0), "attention": (6, 5.0)}  # BASE: rank 8, alpha 16
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "evaluation.vllm={hf_token: hf_abc}",
+        "evaluation.vllm={speculative_config: {api_key: hf_abc}}",
+        "trainer.hub_token=hf_abc",
+    ],
+)
+def test_a_secret_in_a_recipe_is_refused(write, override):
+    with pytest.raises(RecipeError, match=r"_(token|key).*secrets stay out of recipes"):
+        load_recipe(write("r.yaml", BASE), ["evaluation.suite=paper0", override])
+    load_recipe(
+        write("r.yaml", BASE), ["evaluation.suite=paper0", "evaluation.vllm={hf_token: true}"]
+    )

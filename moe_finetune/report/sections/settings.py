@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
+from moe_finetune.recipe.section import SECRET
 from moe_finetune.report.context import Report, Section, group, table
 from moe_finetune.report.markup import DASH, Markup, is_number, join, number, tag
 
 MANY = 8  # a longer list of numbers is told by its ends
-SECRET = re.compile(
-    r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
-)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
