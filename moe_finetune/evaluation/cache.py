@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import EvaluationError
+from moe_finetune.errors import EvaluationError, OutputBusyError
 from moe_finetune.io.hashes import sha256_json, to_json
 from moe_finetune.io.terminal import terminal
 
@@ -25,6 +25,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS identity (sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB, checksum BLOB) WITHOUT ROWID;
 """
+_FOREIGN = "SELECT 1 FROM sqlite_master WHERE type IN ('trigger', 'view')"
 
 
 class ReplyStore:
@@ -39,6 +40,7 @@ class ReplyStore:
 
     Raises:
         EvaluationError: the file holds replies for another identity, or is not such a file.
+        OutputBusyError: another process is writing to it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]):
@@ -52,6 +54,8 @@ class ReplyStore:
         with self._errors():
             self._database = sqlite3.connect(path, check_same_thread=False)
             self._database.executescript(_TABLES)
+            if self._database.execute(_FOREIGN).fetchone() is not None:
+                raise sqlite3.DatabaseError("it has triggers or views of other programs")
             held = self._database.execute("SELECT sha256 FROM identity").fetchone()
             wanted = (sha256_json(identity),)
             if held is None:
@@ -69,19 +73,28 @@ class ReplyStore:
         try:
             yield
         except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+            name = getattr(error, "sqlite_errorname", "")
+            if name == "SQLITE_FULL":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                raise OutputBusyError(
+                    f"{self.path}: another process is writing replies there; wait for it to end"
+                ) from error
             raise EvaluationError(
                 f"{self.path}: cannot be used as a store of replies ({error}); remove it, and what "
                 "it held is asked again"
             ) from error
 
-    def _found(self, key: str) -> bytes | None:
+    def _found(self, key: str) -> tuple[Any] | None:
         with self._errors():
             query = "SELECT reply, checksum FROM replies WHERE key = ?"
             reply, checksum = self._database.execute(query, (key,)).fetchone() or (None, None)
-        sound = isinstance(reply, bytes) and _checksum(key, reply) == checksum
-        return reply if sound else None
+        if not isinstance(reply, bytes) or _checksum(key, reply) != checksum:
+            return None
+        try:
+            return (json.loads(reply.decode("utf-8", "surrogatepass")),)
+        except ValueError:
+            return None
 
     def __contains__(self, key: str) -> bool:
         return self._found(key) is not None
@@ -90,7 +103,7 @@ class ReplyStore:
         reply = self._found(key)
         if reply is None:
             raise KeyError(key)
-        return json.loads(reply.decode("utf-8", "surrogatepass"))
+        return reply[0]
 
     def add(self, replies: Iterable[tuple[str, Any]]) -> None:
         """Store replies, all of them or none, safe on the disk."""

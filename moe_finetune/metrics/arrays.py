@@ -7,6 +7,7 @@ D expert width, N items of a sample, V vocabulary, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,24 @@ Array = Any
 
 
 class NotFiniteError(NumericsError, ValueError):
-    """NaN or infinity where a metric needs numbers."""
+    """NaN or infinity where a metric needs numbers, in the array ``name``."""
+
+    def __init__(self, name: str, problem: str):
+        super().__init__(f"{name}: {problem}")
+        self.name = name
+
+
+@contextmanager
+def from_layer(layer: int) -> Iterator[None]:
+    """Name the model where a metric of what its ``layer`` computed meets NaN or infinity."""
+    try:
+        yield
+    except NotFiniteError as error:
+        raise NumericsError(
+            f"layer {layer}: the model computes NaN or infinity there ({error.name}). Its weights "
+            "are finite but too large: restore the checkpoint, load it in a wider dtype, or, after "
+            "training, lower trainer.learning_rate"
+        ) from error
 
 
 def to_numpy(values: Array) -> np.ndarray:
@@ -69,8 +87,9 @@ def floats(
     if not np.isfinite(array).all():
         bad = np.argwhere(~np.isfinite(array))
         raise NotFiniteError(
-            f"{name}: {len(bad)} of {array.size} values are NaN or infinite, the first at "
-            f"{tuple(bad[0].tolist())}; leave those rows out or find where they come from"
+            name,
+            f"{len(bad)} of {array.size} values are NaN or infinite, the first at "
+            f"{tuple(bad[0].tolist())}; leave those rows out or find where they come from",
         )
     return array
 

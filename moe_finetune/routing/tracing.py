@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import coherence_barrier, gram_cosine, noise_level, router_cosine
+from moe_finetune.metrics.arrays import from_layer
 from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.metrics.router import erc_of_norms
@@ -187,7 +188,8 @@ def trace_model(
                 ids = torch.from_numpy(ids_BT.astype(np.int64)).to(device)
                 model(input_ids=ids, use_cache=False, logits_to_keep=1)
                 for place, record in enumerate(records):
-                    measures.add(place, record)
+                    with from_layer(record.layer):
+                        measures.add(place, record)
                 measures.tokens += ids_BT.size
                 _append(writer, records, ids_BT, number, domain, probabilities)
                 number += len(ids_BT)

@@ -32,7 +32,7 @@ from moe_finetune.metrics import (
     routing_variance,
     score_variance,
 )
-from moe_finetune.metrics.arrays import mean_known
+from moe_finetune.metrics.arrays import from_layer, mean_known
 from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
@@ -132,7 +132,9 @@ class Sample:
         """Metrics by name, a list over layers each; None where one does not exist."""
         found: dict[str, list[float | None]] = {}
         for layer in self.layers:
-            for name, value in self._layer_metrics(layer).items():
+            with from_layer(layer):
+                values = self._layer_metrics(layer)
+            for name, value in values.items():
                 found.setdefault(name, []).append(None if value is None else float(value))
         return found
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 
 import pytest
 
-from moe_finetune.errors import EvaluationError
-from moe_finetune.evaluation.cache import ReplyStore, answer_all
+from moe_finetune.errors import EvaluationError, OutputBusyError
+from moe_finetune.evaluation.cache import ReplyStore, _checksum, answer_all
 
 IDENTITY = {"checkpoint": "a", "settings": {"seed": 0}}
 
@@ -102,3 +103,44 @@ def test_what_an_earlier_version_stored_is_named(file, capsys):
     assert said in capsys.readouterr().err
     ReplyStore(file, IDENTITY).close()
     assert capsys.readouterr().err == ""
+
+
+def test_a_store_that_another_process_writes_is_not_to_be_removed(file, monkeypatch):
+    stored(file, [("a", 1)])
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, timeout=0.1, **k))
+    with closing(connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(OutputBusyError, match="another process is writing") as problem:
+            ReplyStore(file, IDENTITY)
+    assert "remove" not in str(problem.value)
+    store = ReplyStore(file, IDENTITY)
+    assert store["a"] == 1
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t BEFORE INSERT ON replies BEGIN SELECT RAISE(IGNORE); END",
+        "CREATE TRIGGER t AFTER INSERT ON replies BEGIN DELETE FROM replies; END",
+        "CREATE VIEW v AS SELECT 1",
+    ],
+)
+def test_triggers_and_views_are_refused(statement, file):
+    stored(file, [("a", 1)])
+    with closing(sqlite3.connect(file)) as other:
+        other.execute(statement)
+    with pytest.raises(EvaluationError, match="triggers or views"):
+        ReplyStore(file, IDENTITY)
+
+
+def test_a_reply_with_a_right_checksum_that_is_no_json_is_asked_again(file):
+    stored(file, [("a", 1)])
+    with closing(sqlite3.connect(file)) as other, other:
+        body = b"{nope"
+        values = (body, _checksum("a", body))
+        other.execute("UPDATE replies SET reply = ?, checksum = ?", values)
+    store = ReplyStore(file, IDENTITY)
+    assert "a" not in store
+    store.close()

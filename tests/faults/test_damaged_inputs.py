@@ -227,3 +227,25 @@ def test_the_inputs_are_good_before_they_are_damaged(good, tmp_path, monkeypatch
     for argv in (MERGE, PLACE, SELECT, PERMUTE):
         assert main([*argv[:-1], str(tmp_path / argv[0])]) == 0, capsys.readouterr()[1]
     assert main(INSPECT) == 0
+
+
+@pytest.mark.parametrize("verb", ["train", "analyze"])
+def test_a_weight_that_overflows_names_the_layer_and_no_rows(verb, good, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(good / "base", tmp_path / "base")
+    file = tmp_path / "base" / SHARD
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.v_proj.weight"].fill_(3e38)
+    save_file(tensors, file, {"format": "pt"})
+    recipe = json.loads((good / "recipe.yaml").read_text())
+    recipe["model"]["path"] = str(tmp_path / "base")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    argv = {
+        "train": ["train", str(tmp_path / "recipe.yaml")],
+        "analyze": ["analyze", str(tmp_path / "base"), "-d", str(good / "train.jsonl")],
+    }[verb]
+    assert main([*argv, "-o", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "layer 1: the model computes NaN or infinity there" in message
+    assert "restore the checkpoint" in message and "rows out" not in message
