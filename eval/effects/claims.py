@@ -205,7 +205,7 @@ EFFECTS: tuple[Effect, ...] = (
             _tuned("epsilon", after("noise_level"), "erc", +1, baseline="erc_alpha_1.5"),
         ],
     ),
-    Effect(11, "CMR_1 and S_RL fall with SvMoE", "Tables 1, 2 and Fig. 3", []),
+    Effect(11, "CMR_1 and S_RL fall with SvMoE", "Tables 1, 4 and 6, Fig. 3", []),
     Effect(
         12,
         "Diverse experts have a higher effective rank, L_o the highest",

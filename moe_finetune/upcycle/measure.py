@@ -150,11 +150,11 @@ def _of_split(
     from moe_finetune.moe.layers import model_facts
 
     length, section = recipe.texts.max_length, recipe.evaluation
-    rows = [
-        (category, ids)
-        for category in range(len(texts.categories))
-        for ids in texts.windows(split, category, length, section.texts)
-    ]
+    categories = range(len(texts.categories))
+    numbers_T = np.concatenate([texts.measurable(split, c, section.texts) for c in categories])
+    lengths_T = np.minimum(texts.lengths_T, length)
+    # Texts are read batch by batch: their ids may be more than the memory.
+    ordered = numbers_T[np.argsort(lengths_T[numbers_T], kind="stable")].tolist()
     records: list[Any] = []
     pool: RoutingPool | None = None
     recorder: Recorder | None = None
@@ -167,16 +167,13 @@ def _of_split(
     losses: list[tuple[int, float, int]] = []
     try:
         with torch.no_grad():
-            rows.sort(key=lambda row: len(row[1]))
-            for batch in fill(rows, section.tokens_per_batch, lambda row: len(row[1])):
+            for batch in fill(ordered, section.tokens_per_batch, lambda text: lengths_T[text]):
                 records.clear()
-                loss_B = text_losses(model, [ids for _, ids in batch])
-                losses += [
-                    (category, float(loss), len(ids))
-                    for (category, ids), loss in zip(batch, loss_B, strict=True)
-                ]
+                loss_B = text_losses(model, list(texts.ids(batch, length)))
+                category_B, length_B = texts.category_T[batch], lengths_T[batch]
+                losses += zip(category_B.tolist(), loss_B, length_B.tolist(), strict=True)
                 if pool is not None:
-                    category_T = np.repeat([c for c, _ in batch], [len(ids) for _, ids in batch])
+                    category_T = np.repeat(category_B, length_B)
                     for layer, record in enumerate(records):
                         pool.add(layer, record, category_T, table.counts_VN)
     finally:
@@ -253,7 +250,8 @@ def passages(
         Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
     ):
         for category in dict.fromkeys(chosen.tolist()):
-            ids_T = texts.windows("test", category, PASSAGE)[0]
+            first = texts.measurable("test", category)[:1]
+            (ids_T,) = texts.ids(first, PASSAGE)
             records.clear()
             ids_1T = torch.from_numpy(ids_T.astype(np.int64))[None].to(model.device)
             model(input_ids=ids_1T, use_cache=False)

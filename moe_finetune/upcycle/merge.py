@@ -2,7 +2,7 @@
 
 The checkpoint is written tensor by tensor from the experts' files; no model is built, and memory
 stays at a few chunks a thread. Router rows are normal with standard deviation ``router_std``.
-Source: BTX (arXiv 2403.07816) as P3 §3.1 uses it.
+Source: BTX (arXiv 2403.07816) as P3 §3.2 uses it.
 
 Shape legend: N experts, H hidden, D width of the feed-forward.
 """

@@ -147,10 +147,6 @@ class Texts:
                 end = end if length is None else min(end, start + length)
                 yield np.frombuffer(os.pread(stream.fileno(), 4 * (end - start), 4 * start), "<i4")
 
-    def documents(self, split: Split, category: int) -> list[np.ndarray]:
-        """Ids of every text of a category's split, in memory."""
-        return list(self.ids(self.numbers(split, category)))
-
     def tokens(self, split: Split, category: int) -> int:
         """How many ids a category's split has."""
         return int(self.lengths_T[self.numbers(split, category)].sum())
@@ -158,12 +154,16 @@ class Texts:
     def windows(
         self, split: Split, category: int, length: int, limit: int | None = None
     ) -> list[np.ndarray]:
-        """The first ``length`` ids of each text that has two or more; evenly thinned."""
+        """The first ``length`` ids of each of :meth:`measurable` texts, in memory."""
+        return list(self.ids(self.measurable(split, category, limit), length))
+
+    def measurable(self, split: Split, category: int, limit: int | None = None) -> np.ndarray:
+        """Numbers of a category's texts that have two ids or more; evenly thinned."""
         numbers = self.numbers(split, category)
         numbers = numbers[self.lengths_T[numbers] > 1]
         if limit is not None and len(numbers) > limit:
             numbers = numbers[np.linspace(0, len(numbers) - 1, limit).round().astype(int)]
-        return list(self.ids(numbers, length))
+        return numbers
 
     def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> np.ndarray:
         """Training texts of some categories in a random order, laid end to end: ``(rows, length)``.

@@ -23,6 +23,10 @@ from tests.upcycle import dense
 EXPERTS, TOP_K, LENGTH = 5, 2, 23
 
 
+def documents(texts, split, category):
+    return texts.ids(texts.numbers(split, category))
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     files = dense.write_categories(tmp_path_factory.mktemp("texts"), 4, texts=15)
@@ -232,7 +236,7 @@ def test_made_questions_have_the_right_answers(texts):
     solved, asked = questions(tokenizer, texts, section)
     assert len(solved) == 5 and len(asked) == 40
     whole = {
-        split: [tokenizer.decode(ids) for c in range(4) for ids in texts.documents(split, c)]
+        split: [tokenizer.decode(ids) for c in range(4) for ids in documents(texts, split, c)]
         for split in ("train", "test")
     }
     for split, found in (("train", solved), ("test", asked)):
@@ -245,7 +249,7 @@ def test_made_questions_have_the_right_answers(texts):
 def test_accuracy_is_that_of_the_likelier_answer(texts):
     tokenizer = tiny.tokenizer()
     section = JudgementSection(shots=3, items=20, piece=9)
-    whole = [tokenizer.decode(ids) for c in range(4) for ids in texts.documents("test", c)]
+    whole = [tokenizer.decode(ids) for c in range(4) for ids in documents(texts, "test", c)]
     knows = Oracle(lambda prompt: any("".join(pieces(prompt)) in text for text in whole))
     assert judge(knows, tokenizer, texts, section)["accuracy"] == 1
     always = judge(Oracle(lambda prompt: True), tokenizer, texts, section)

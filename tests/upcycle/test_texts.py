@@ -15,6 +15,10 @@ from tests import tiny
 from tests.upcycle import dense
 
 
+def documents(texts, split, category):
+    return list(texts.ids(texts.numbers(split, category)))
+
+
 def split_texts(texts, seed):
     split_T = splits_of(len(texts), seed).tolist()
     pairs = list(zip(texts, split_T, strict=True))
@@ -49,7 +53,7 @@ def test_documents_are_the_texts_with_their_end(texts):
     tokenizer = tiny.tokenizer()
     for number, raw in enumerate(categories.values()):
         for split, part in split_texts(raw, 4).items():
-            held = tokenized.documents(split, number)
+            held = documents(tokenized, split, number)
             assert [tokenizer.decode(ids[:-1]) for ids in held] == part
             assert {int(ids[-1]) for ids in held} == {tokenizer.eos_token_id}
 
@@ -59,7 +63,7 @@ def test_blocks_are_the_training_texts_end_to_end(texts, tmp_path):
     file = tmp_path / "rows.bin"
     rows = tokenized.blocks([0, 1], 11, 3, file)
     assert isinstance(rows, np.memmap) and file.stat().st_size < 4 * (rows.size + 11)
-    stream = [ids for c in (0, 1) for ids in tokenized.documents("train", c)]
+    stream = [ids for c in (0, 1) for ids in documents(tokenized, "train", c)]
     total = sum(map(len, stream))
     assert rows.shape == (total // 11, 11)
     flat = rows.ravel().tolist()
@@ -80,9 +84,9 @@ def test_blocks_are_the_training_texts_end_to_end(texts, tmp_path):
 
 def test_windows_begin_the_texts(texts):
     _, tokenized = texts
-    documents = tokenized.documents("train", 1)
+    whole = documents(tokenized, "train", 1)
     windows = tokenized.windows("train", 1, 7)
-    assert [w.tolist() for w in windows] == [ids[:7].tolist() for ids in documents]
+    assert [w.tolist() for w in windows] == [ids[:7].tolist() for ids in whole]
     thinned = tokenized.windows("train", 1, 7, limit=3)
     assert [w.tolist() for w in thinned] == [windows[i].tolist() for i in (0, 8, 16)]
 
@@ -92,7 +96,7 @@ def test_counts_are_those_of_the_training_texts(texts):
     counts_CV = tokenized.counts(tiny.VOCABULARY)
     assert counts_CV.shape == (2, tiny.VOCABULARY)
     for category in (0, 1):
-        ids = [int(i) for text in tokenized.documents("train", category) for i in text]
+        ids = [int(i) for text in documents(tokenized, "train", category) for i in text]
         for token in (tiny.tokenizer().eos_token_id, ids[0], ids[5], 399):
             assert counts_CV[category, token] == ids.count(token)
 
@@ -103,9 +107,9 @@ def test_saved_is_loaded(texts, tmp_path):
     assert loaded.categories == tuple(categories)
     for split in SPLITS:
         for category in (0, 1):
-            ids = tokenized.documents(split, category)
+            ids = documents(tokenized, split, category)
             assert loaded.tokens(split, category) == sum(map(len, ids)) > 0
-            for ours, theirs in zip(loaded.documents(split, category), ids, strict=True):
+            for ours, theirs in zip(documents(loaded, split, category), ids, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
     with (tmp_path / "texts/tokens.bin").open("ab") as stream:
         stream.write(b"x")
@@ -131,7 +135,7 @@ def test_texts_begin_as_the_tokenizer_begins_a_sequence(texts, tmp_path):
     (tmp_path / "bos").mkdir()
     opened = Texts.tokenize(categories, tokenizer, 4, tmp_path / "bos")
     for split in SPLITS:
-        pairs = zip(opened.documents(split, 1), plain.documents(split, 1), strict=True)
+        pairs = zip(documents(opened, split, 1), documents(plain, split, 1), strict=True)
         for ids, without in pairs:
             assert ids.tolist() == [bos, *without.tolist()]
             assert ids[:-1].tolist() == tokenizer(tokenizer.decode(ids[1:-1]))["input_ids"]
