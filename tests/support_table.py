@@ -1,6 +1,6 @@
-"""The tables of models: which published files open, what the tests cover, and what vLLM has.
+"""The tables of models: which published files open, what vLLM has, and how rows are packed.
 
-``python -m tests.support_table`` writes them into ``docs/models.md`` and the README; a test asks
+``python -m tests.support_table`` writes them into pages of ``docs`` and the README; a test asks
 that they are current. What vLLM has is read out of its registry's source, without importing it.
 """
 
@@ -19,6 +19,7 @@ from tests.published import fixture
 from tests.vllm.families import OTHERS, TESTED
 
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
+DATA = ROOT / "docs" / "data.md"
 POPULAR = (
     *("qwen3_moe", "deepseek_v2", "moonlight", "deepseek_moe", "qwen2_moe", "gpt_oss"),
     *("glm4_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"),
@@ -122,13 +123,32 @@ def short(registry: dict[str, set[str]]) -> Iterator[str]:
         yield f"| {model_type(family)} | {family.title} | {files} | {in_vllm(family, registry)} |"
 
 
+def packed() -> Iterator[str]:
+    """The table of what keeps sequences of a row apart."""
+    how = {
+        (True, False): "the model's attention masks",
+        (False, False): "attention masks that `moe-finetune` builds",
+        (True, True): "attention masks; stateful modules run one sequence at a time",
+        (False, True): "both: masks that it builds, and one sequence at a time",
+    }
+    yield "| separated by | `model_type` |"
+    yield "| --- | --- |"
+    for facts, words in how.items():
+        alike = [
+            model_type(family)
+            for family in FAMILIES.values()
+            if (family.rows.masks_by_position, bool(family.rows.per_sequence)) == facts
+        ]
+        yield f"| {words} | {', '.join(sorted(alike))} |"
+
+
 def tables() -> dict[Path, str] | None:
     """Each page's part between its marks, or None without vLLM."""
     file = registry_file()
     if file is None:
         return None
     registry = architectures(file)
-    made = {MODELS: full(registry), README: short(registry)}
+    made = {MODELS: full(registry), README: short(registry), DATA: packed()}
     return {page: "\n".join(lines) + "\n" for page, lines in made.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
 from moe_finetune.moe.determinantal import Determinantal, DeterminantalChoice
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import family_in
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.routing.tracing_checkpoint import stored_bias, with_adapter
+
+log = logging.getLogger(__name__)
 
 
 class SpecialsKeptHFLM(HFLM):
@@ -64,6 +68,14 @@ def open_transformers(
     routing = None if choice is None else Recorder(model, perturbation=choice)
     if routing is not None:
         routing.install()
+    family = family_in(model)
+    if not family.rows.generates_padded and batch_size != 1:
+        log.warning(
+            "transformers' %s computes wrong logits for a prompt that is padded on the left: "
+            "prompts run one by one, which is slower",
+            family.title,
+        )
+        batch_size = 1
     if batch_size == "auto" and not cuda:
         batch_size = 16  # lm-eval's search for the largest batch exhausts a machine without GPU
     lm = SpecialsKeptHFLM(

@@ -75,6 +75,34 @@ class DiskLayout:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """What several sequences in a row, and padding, need in transformers' class of a family.
+
+    Read off each class and held by a test of every family: what a sequence computes depends neither
+    on another one in its row nor on padding.
+
+    Attributes:
+        masks_by_position: the class builds attention masks that end where positions start again;
+            otherwise the mask is built for it.
+        per_sequence: classes of modules in a decoder layer that carry something from token to token
+            other than by masked attention, such as a state or a convolution: they run one sequence
+            at a time.
+        padding: what padding on the left does that a mask hides, where no positions are given:
+            nothing ("unseen"), it "moves" the absolute positions that the class reads, or it is
+            "read" by the modules ``per_sequence``.
+        generates_padded: the class generates the same with padding on the left as without.
+    """
+
+    masks_by_position: bool = True
+    per_sequence: tuple[str, ...] = ()
+    padding: Literal["unseen", "moves", "read"] = "unseen"
+    generates_padded: bool = True
+
+
+UNREAD_POSITIONS = Rows(masks_by_position=False)
+
+
+@dataclass(frozen=True)
 class Family:
     """Facts of one model family; callables take the transformers config.
 
@@ -108,6 +136,7 @@ class Family:
         untrained: patterns of tensors that published files hold and no loader reads, where
             transformers' class does not declare them.
         architecture: the causal language model's class where transformers has none of its own.
+        rows: what several sequences in a row, and padding, need.
     """
 
     name: str
@@ -141,6 +170,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     architecture: str = ""
     part: str = ""
+    rows: Rows = Rows()
 
     @property
     def class_name(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_finetune.errors import RecipeError, UnsupportedModelError, did_you_mean
 from moe_finetune.io.run_folder import recipe_of_run
-from moe_finetune.models.base import FAMILIES, DiskLayout, Family
+from moe_finetune.models.base import FAMILIES, DiskLayout, Family, Rows
 from moe_finetune.models.structure import layers_with_experts
 from moe_finetune.models.table import PARTS
 from moe_finetune.recipe.family import DECLARED, FamilySection
@@ -112,6 +112,9 @@ def family_from(section: FamilySection) -> Family:
         moe_layers=layers_with_experts,
         expert_width=_fact(section, "expert_width", section.expert_width, int),
         bias_export="none" if section.disk.router_bias is None else "tensor",
+        rows=Rows(
+            **(section.rows.model_dump() | {"per_sequence": tuple(section.rows.per_sequence)})
+        ),
     )
 
 

@@ -9,7 +9,9 @@ from moe_finetune.models import table_core, table_other, table_sigmoid, table_so
 from moe_finetune.models.base import (
     MLA,
     SHARED_EXPERTS,
+    UNREAD_POSITIONS,
     Family,
+    Rows,
     after_dense_layers,
     expert_groups,
     require,
@@ -54,7 +56,7 @@ _DEEPSEEK_OCR2 = softmax(
     groups=_limited_groups,
     moe_layers=_sparse,
 )
-_GLM4V = sigmoid("glm4v_moe_text", "GLM-4.5V", moe_layers=after_dense_layers)
+_GLM4V = sigmoid("glm4v_moe_text", "GLM-4.5V", moe_layers=after_dense_layers, rows=UNREAD_POSITIONS)
 _GLM5_NEXT = sigmoid(
     "glm5_next_text",
     "GLM-5 Next",
@@ -63,6 +65,7 @@ _GLM5_NEXT = sigmoid(
         *under("self_attn", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj"),
     ),
     moe_layers=_sparse,
+    rows=Rows(per_sequence=("Glm5NextTextLinearAttention", "Glm5NextTextAttention")),
 )
 _MISTRAL4 = softmax(
     "mistral4",
@@ -74,6 +77,7 @@ _MISTRAL4 = softmax(
     scaling=scaled(),
     moe_layers=after_dense_layers,
     check=_check_mistral4,
+    rows=Rows(padding="moves"),
 )
 _QWEN3_VL = softmax(
     "qwen3_vl_moe_text", "Qwen3-VL-MoE", renormalize=yes, disk=replace(STACKS, router_bias=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe_finetune.models.base import GATED_MLP, QKVO, DiskLayout, require, under
+from moe_finetune.models.base import GATED_MLP, QKVO, DiskLayout, Rows, require, under
 from moe_finetune.models.standard import (
     STACKS,
     W1_W3_W2,
@@ -43,6 +43,8 @@ FAMILIES = (
         groups=ungrouped,
         fixed_layers=_hash_layers,
         check=_check_deepseek_v4,
+        # Keys are compressed in windows that are counted from the first place, padding or not.
+        rows=Rows(per_sequence=("DeepseekV4Attention",), padding="read", generates_padded=False),
     ),
     softmax(
         "gemma4_text",
@@ -76,6 +78,7 @@ FAMILIES = (
         own_weights="they are normalised together with the shared experts' weights",
         groups=ungrouped,
         bias_export="none",
+        rows=Rows(per_sequence=("InklingShortConvolution",)),
     ),
     softmax(
         "jamba",
@@ -87,6 +90,7 @@ FAMILIES = (
         router_returns=("logits",),
         renormalize=lambda config: False,
         expert_width=key("intermediate_size"),
+        rows=Rows(per_sequence=("JambaMambaMixer",)),
     ),
     softmax(
         "phimoe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_finetune.models.base import MLA, QKVO, DiskLayout, under
+from moe_finetune.models.base import MLA, QKVO, UNREAD_POSITIONS, DiskLayout, Rows, under
 from moe_finetune.models.standard import (
     STACKS,
     W1_W3_W2,
@@ -28,6 +28,7 @@ FAMILIES = (
         renormalize=yes,
         scaling=scaled("route_scale"),
         groups=ungrouped,
+        rows=UNREAD_POSITIONS,
     ),
     sigmoid("axk1", "A.X K1", attention_targets=MLA),
     sigmoid("axk2", "A.X K2", attention_targets=(*MLA, "self_attn.q_gate_proj")),
@@ -66,6 +67,7 @@ FAMILIES = (
         ),
         disk=replace(W1_W3_W2, router_bias="gate.e_score_correction_bias"),
         num_experts=key("num_local_experts"),
+        rows=Rows(per_sequence=("KimiLinearDeltaAttention",)),
     ),
     sigmoid(
         "laguna",
@@ -91,6 +93,7 @@ FAMILIES = (
         block_path="feed_forward",
         num_experts=key("num_experts"),
         groups=ungrouped,
+        rows=Rows(per_sequence=("Lfm2MoeShortConv",)),
     ),
     sigmoid("mimo_v2_flash", "MiMo-V2-Flash", shared_targets=()),
     sigmoid(
@@ -128,6 +131,7 @@ FAMILIES = (
         block_path="mixer",
         gated=False,
         separate_spaces=lambda config: config.moe_latent_size is not None,
+        rows=Rows(per_sequence=("NemotronHMamba2Mixer",)),
     ),
     sigmoid("solar_open", "Solar Open"),
 )

@@ -10,7 +10,9 @@ from moe_finetune.models.base import (
     QKVO,
     SHARED_EXPERT,
     SHARED_EXPERTS,
+    UNREAD_POSITIONS,
     DiskLayout,
+    Rows,
     require,
     under,
 )
@@ -93,6 +95,7 @@ FAMILIES = (
         num_experts=key("num_local_experts"),
         renormalize=yes,
         expert_width=key("intermediate_size"),
+        rows=UNREAD_POSITIONS,
     ),
     granite("granitemoe", "Granite 3 MoE"),
     granite(
@@ -100,6 +103,7 @@ FAMILIES = (
         "Granite 4 (Mamba hybrid)",
         attention_targets=(*QKVO, "mamba.in_proj"),
         shared_targets=GRANITE_SHARED,
+        rows=Rows(masks_by_position=False, per_sequence=("GraniteMoeHybridMambaLayer",)),
     ),
     granite(
         "granitemoe_swa",
@@ -124,6 +128,7 @@ FAMILIES = (
         renormalize=yes,
         expert_width=key("intermediate_size"),
         check=_check_hunyuan,
+        rows=Rows(padding="moves"),
     ),
     softmax("mellum", "Mellum", num_experts=key("num_local_experts")),
     softmax(
@@ -134,6 +139,8 @@ FAMILIES = (
         num_experts=key("num_local_experts"),
         renormalize=yes,
         expert_width=key("intermediate_size"),
+        # Its cache takes its length from the first layer, which is linear and has none.
+        rows=Rows(per_sequence=("MiniMaxLightningAttention",), generates_padded=False),
     ),
     softmax("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", shared_targets=SHARED_EXPERT),
     softmax(
@@ -142,17 +149,20 @@ FAMILIES = (
         attention_targets=(*QKVO, *LINEAR_ATTENTION),
         shared_targets=SHARED_EXPERT,
         renormalize=yes,
+        rows=Rows(per_sequence=("Qwen3_5MoeGatedDeltaNet",)),
     ),
     softmax(
         "qwen3_next",
         "Qwen3-Next-80B-A3B",
         attention_targets=(*QKVO, *LINEAR_ATTENTION),
         shared_targets=SHARED_EXPERT,
+        rows=Rows(per_sequence=("Qwen3NextGatedDeltaNet",)),
     ),
     softmax(
         "qwen4_exp_text",
         "Qwen4-Exp",
         attention_targets=(*QKVO, *LINEAR_ATTENTION),
         shared_targets=SHARED_EXPERT,
+        rows=Rows(per_sequence=("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer")),
     ),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_finetune.losses.base import PreviousLayer
 from moe_finetune.moe.inject import Apart
+from moe_finetune.moe.sequences import Sequences
 from moe_finetune.moe.tokens import Tokens
 
 CONTEXT_KEY = "moe_finetune_context"
@@ -52,6 +53,8 @@ class ForwardContext:
         tokens: which count, and their sequences; None when no layer has to hand over a record.
         apart: takes the losses by term in the place of injecting their sum, or None.
         given: what a trainer gives to this forward.
+        sequences: those of packed rows, where modules of the family need them; else None.
+        packed: whether rows have several sequences.
         previous: per MoE layer, what the layer below left for it.
         seen: layers that were counted; a recomputation finds its layer here.
         draws: per layer, random numbers that a recomputation must meet again.
@@ -65,6 +68,8 @@ class ForwardContext:
         tokens: Tokens | None,
         apart: Apart | None = None,
         given: Given | None = None,
+        sequences: Sequences | None = None,
+        packed: bool = False,
     ):
         self.train = train
         self.observe = observe
@@ -72,6 +77,8 @@ class ForwardContext:
         self.tokens = tokens
         self.apart = apart
         self.given = given or Given()
+        self.sequences = sequences
+        self.packed = packed
         self.previous: dict[int, PreviousLayer] = {}
         self.seen: set[int] = set()
         self.draws: dict[int, dict[str, Tensor]] = {}

@@ -40,6 +40,7 @@ from moe_finetune.moe.layers import (
 )
 from moe_finetune.moe.lora_factors import parameter_wrappers, run_linear, wrapped_linears
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.moe.sequences import InLayer, runs_alone, separate, tell_positions
 from moe_finetune.moe.tokens import read_tokens
 from moe_finetune.moe.visit import LayerVisits, Observer
 
@@ -97,6 +98,7 @@ class Recorder:
         self.layers = moe_layers(model)
         self._labels: Tensor | None = None
         self._ids: Tensor | None = None
+        self._mask: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -127,7 +129,7 @@ class Recorder:
             self._undo.pop()()
         for layer in self.layers:
             layer.clear()
-        self._labels = self._ids = None
+        self._labels = self._ids = self._mask = None
 
     def _install(self) -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
@@ -145,13 +147,17 @@ class Recorder:
             self._hook(below_peft.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
             self._hook(below_peft.register_forward_hook(self._forget_inputs, always_call=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
+        facts = self.layers[0].family.rows
         for module in map(inside, self.backbone.layers):
-            found = by_module.get(id(module))
+            found, in_layer = by_module.get(id(module)), InLayer()
             self._hook(
                 module.register_forward_pre_hook(
-                    partial(self._take_context, found), with_kwargs=True
+                    partial(self._take_context, found, in_layer), with_kwargs=True
                 )
             )
+            for part in module.modules():
+                if runs_alone(part, facts):
+                    self._attach(part, "forward", partial(in_layer.run, part.forward))
         for layer in self.layers:
             visits = LayerVisits(self, layer)
             self._hook(layer.router.register_forward_pre_hook(visits.before_router))
@@ -209,13 +215,18 @@ class Recorder:
 
     # -- one forward --------------------------------------------------------------------------
 
-    def _note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What the backbone is not called with: a composite gives its language part embeddings."""
         self._labels = kwargs.get("labels")
         self._ids = kwargs.get("input_ids", args[0] if args else None)
+        # A composite may make its language part's masks itself.
+        told = tell_positions(kwargs, _shaped_as_ids(args, kwargs))
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if told.get("attention_mask") is not mask else None
+        return args, told
 
     def _forget_inputs(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._labels = self._ids = None
+        self._labels = self._ids = self._mask = None
 
     def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         train = module.training and torch.is_grad_enabled()
@@ -225,18 +236,26 @@ class Recorder:
             if use_cache is None:
                 use_cache = getattr(module.config, "use_cache", False)
             check_layers(self.backbone.layers, use_cache)
+        like_BL = _shaped_as_ids(args, kwargs)
+        asked, facts = kwargs, self.layers[0].family.rows
+        if self._mask is not None:
+            asked = {**kwargs, "attention_mask": self._mask}
+        dtype = next(module.parameters()).dtype
+        kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
         context = ForwardContext(
             train=train and (self.objective is not None or self.perturbation is not None),
             observe=bool(self.observers) and (train or self.observe == "all"),
             scale=self.scale() if train and self.objective is not None else 0.0,
             tokens=None,
             apart=self.apart,
-            given=None if self.given is None else self.given(_rows(args, kwargs)),
+            given=None if self.given is None else self.given(len(like_BL)),
+            sequences=sequences,
+            packed=packed,
         )
         if context.wanted:
             context.tokens = read_tokens(
                 args,
-                kwargs,
+                asked,
                 ids_BL=ids,
                 pad_token_id=getattr(module.config, "pad_token_id", None),
                 labels_BL=labels,
@@ -245,9 +264,15 @@ class Recorder:
         return args, {**kwargs, CONTEXT_KEY: context}
 
     def _take_context(
-        self, layer: MoeLayer | None, module: nn.Module, args: tuple, kwargs: dict
+        self,
+        layer: MoeLayer | None,
+        in_layer: InLayer,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
     ) -> tuple[tuple, dict]:
         context = kwargs.pop(CONTEXT_KEY, None)
+        in_layer.sequences = None if context is None else context.sequences
         if layer is None:
             return args, kwargs
         layer.clear()
@@ -272,9 +297,9 @@ class Recorder:
         return bool(acts) and module.training and torch.is_grad_enabled()
 
 
-def _rows(args: tuple, kwargs: dict) -> int:
+def _shaped_as_ids(args: tuple, kwargs: dict) -> Tensor:
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return len(kwargs["inputs_embeds"] if ids is None else ids)
+    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
 def _experts_function(

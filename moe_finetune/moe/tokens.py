@@ -50,7 +50,7 @@ def read_tokens(
 
     Tokens that attention hides count for nothing, nor does the padding behind packed sequences.
     Sequences are the rows, or the runs within a row that attention keeps apart: by positions or
-    ``cu_seq_lens_q`` where there is no mask, by the mask where it has four dimensions.
+    ``cu_seq_lens_q``, or by the mask where it has four dimensions.
 
     Args:
         ids_BL: those that the model above was called with, which are of the embeddings.
@@ -90,6 +90,9 @@ def read_tokens(
         counted_BL, starts_BL = _read_pairs(mask, rows, length)
     elif mask.dim() == 2 and mask.shape[0] == rows and mask.shape[1] >= length:
         counted_BL = mask[:, mask.shape[1] - length :] != 0  # a cache lies before the tokens
+        starts_BL = _starts_of_packed(kwargs, like_BL)
+        if starts_BL is not None:  # neither in padding nor behind it
+            starts_BL[:, 1:] &= counted_BL[:, 1:] & counted_BL[:, :-1]
     else:
         raise CaptureError(
             f"attention_mask has shape {tuple(mask.shape)}, wanted (batch, length) or (batch, 1, "

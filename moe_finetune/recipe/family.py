@@ -32,6 +32,23 @@ class DiskSection(Section):
     per_expert: list[str] = Field(default=[], description="further tensors with one row an expert")
 
 
+class RowsSection(Section):
+    """What several sequences in a row, and padding, need, as in ``Rows``."""
+
+    masks_by_position: bool = Field(
+        default=True, description="attention ends where positions start again"
+    )
+    per_sequence: list[str] = Field(
+        default=[], description="classes of modules with a state, which run one sequence at a time"
+    )
+    padding: Literal["unseen", "moves", "read"] = Field(
+        default="unseen", description="what padding on the left changes that a mask hides"
+    )
+    generates_padded: bool = Field(
+        default=True, description="generates the same with padding on the left"
+    )
+
+
 class FamilySection(Section):
     """Facts of a family, by the names of ``Family``'s fields.
 
@@ -75,6 +92,7 @@ class FamilySection(Section):
         max_length=2,
         description="groups of experts, and how many a token may select from",
     )
+    rows: RowsSection = RowsSection()
     title: str | None = Field(default=None, description="for tables")
 
     @model_validator(mode="after")

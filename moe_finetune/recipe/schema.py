@@ -142,8 +142,8 @@ def recipe_from_tree(tree: Tree) -> Recipe:
 
 
 def pretraining_data(data: DataSection) -> DataSection:
-    """``data`` as pretraining takes it where it says nothing else: texts, cut to full rows."""
-    usual = {"format": "text", "packing": True, "packing_strategy": "wrapped"}
+    """``data`` as pretraining takes it where it says nothing else: texts, cut to rows, packed."""
+    usual = {"format": "text", "packing": True, "packing_strategy": "bfd_split"}
     unset = {key: value for key, value in usual.items() if key not in data.model_fields_set}
     return DataSection.model_validate({**data.model_dump(exclude_unset=True), **unset})
 

@@ -163,7 +163,7 @@ class DataSection(Section):
     )
     packing: bool = Field(default=False, description="several rows in one of `max_length`")
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
-        default="bfd", description="as in TRL"
+        default="bfd", description="as in TRL; in rows of `wrapped` texts see each other"
     )
     completion_only_loss: bool | None = Field(
         default=None, description="default: on where there is a completion"

@@ -9,7 +9,8 @@ ends the proof, since what comes after needs it. What is compared:
 3. the rule from logits to weights (score, renormalisation, scaling) and to the selection (bias,
    groups);
 4. LoRA's targets, and names on disk;
-5. logits and gradients of the recorded model, the record itself, and a merged adapter.
+5. logits and gradients of the recorded model, the record itself, and a merged adapter;
+6. packed rows, whose sequences must not see each other.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def run_checks(
     yield _recorded(make(), family)
     yield _gradients(make(), family)
     yield [_merged(make, folder)]
+    yield [_packed(make())]
 
 
 def _difference(wanted: Tensor, found: Tensor) -> float:
@@ -64,6 +65,20 @@ def _recorded(model: nn.Module, family: Family) -> list[Check]:
     parts.setdefault("record: selection", 0.0)
     checks = [_bounded(name, difference, LOGITS) for name, difference in parts.items()]
     return [_bounded("logits", _difference(wanted, found), LOGITS), *checks]
+
+
+def _packed(model: nn.Module) -> Check:
+    from moe_finetune.training.packed import BOUND, packed_difference
+
+    name, difference = "packed rows", packed_difference(model)
+    problem = None
+    if difference > BOUND:
+        problem = (
+            f"rows are declared so that sequences see each other: their logits differ by "
+            f"{difference:.1e} from those of each alone; see rows.per_sequence and "
+            "rows.masks_by_position"
+        )
+    return Check(name, difference, BOUND, problem)
 
 
 def adapted(model: nn.Module, seed: int = 3) -> nn.Module:

@@ -348,6 +348,11 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
             f"trainer.eval_steps {arguments.eval_steps:g} is more than the run's {steps} steps; "
             "data.validation is never evaluated"
         )
+    if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
+        yield (
+            "data.packing_strategy 'wrapped' cuts one stream of texts into rows, whose texts see "
+            "each other; 'bfd_split' keeps them apart"
+        )
     section = recipe.evaluation
     if section is not None and section.every is not None and section.every >= steps:
         yield (

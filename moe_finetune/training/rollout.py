@@ -22,6 +22,8 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import causal_lm
 from moe_finetune.moe.lora_active import TrainedAdapter
 from moe_finetune.moe.rollout import AgainstRollout, RolloutChoice
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.callback import SpecializationCallback
 
 log = logging.getLogger(__name__)
@@ -155,6 +157,22 @@ class FollowsRollouts(_Trainer):
         ):
             if count:
                 self._metrics["train"][name].append(total / count)
+
+
+def check_rollouts(recipe: Recipe, family: Family) -> None:
+    """Refuse rollouts of a family whose class samples wrongly beside padding.
+
+    Raises:
+        RecipeError: transformers would sample the completions of prompts of different length.
+    """
+    if STAGES[recipe.stage].form != "prompts" or recipe.trainer.get("use_vllm"):
+        return
+    if not family.rows.generates_padded:
+        raise RecipeError(
+            f"stage: {recipe.stage} samples completions of several prompts at once, and "
+            f"transformers' {family.title} computes wrong logits for a prompt with padding on its "
+            "left; set trainer.use_vllm: true, or choose a stage without rollouts"
+        )
 
 
 def check_replay(family: Family) -> None:

@@ -27,14 +27,16 @@ from moe_finetune.errors import CaptureError, ObjectiveError, QuantizationError
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.bias import BiasBalancer
+from moe_finetune.moe.context import CONTEXT_KEY
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Observer, Recorder
-from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.moe.layers import backbone_of, causal_lm, family_in, model_facts
 from moe_finetune.moe.noise import TrainingNoise
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training.bias_keep import KeptBias
+from moe_finetune.training.packed import packing_problem
 from moe_finetune.training.preconditions import check_forward
 from moe_finetune.training.reach import check_reach
 from moe_finetune.training.statistics import TrainingStatistics
@@ -133,6 +135,7 @@ class Specialization:
         self._unhook: Callable[[], None] | None = None
         self._trained_on = False
         self._said_eval = False
+        self._packed = False
 
     def __enter__(self) -> Specialization:
         self.install()
@@ -202,6 +205,9 @@ class Specialization:
         if backbone.training:
             check_forward(backbone.config, kwargs, next(self.model.parameters()).device)
             self._trained_on = True
+            if kwargs[CONTEXT_KEY].packed and not self._packed:
+                self._packed = True
+                self._check_packed()
         elif not self._said_eval:
             self._said_eval = True
             log.warning(
@@ -209,6 +215,12 @@ class Specialization:
                 "is added there. Call model.train() before a training forward (from_pretrained "
                 "returns eval mode), and torch.no_grad() around one that is not"
             )
+
+    def _check_packed(self) -> None:
+        config = causal_lm(self.model).config
+        problem = packing_problem(config, family_in(self.model))
+        if problem is not None:
+            log.warning("WARNING: positions start again within a row: %s", problem)
 
     def begin_step(self, step: int, total_steps: int) -> None:
         self.steps, self.total_steps = step, total_steps

@@ -95,6 +95,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     from moe_finetune.models.loading import load_config, load_tokenizer
     from moe_finetune.moe.layers import config_facts
     from moe_finetune.moe.offload import check_offload
+    from moe_finetune.training.packed import check_packing
     from moe_finetune.training.preconditions import (
         check_accelerator,
         check_launcher,
@@ -102,7 +103,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
         check_quantization,
     )
     from moe_finetune.training.rehearsal import check_arguments, rehearse
-    from moe_finetune.training.rollout import check_replay
+    from moe_finetune.training.rollout import check_replay, check_rollouts
     from moe_finetune.training.teacher import check_teacher
 
     check_launcher()
@@ -146,6 +147,9 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
                 f"method.bias_update: {problem}. In a recipe: set method.export_bias: drop, or "
                 "export.merge: false with an adapter"
             ) from None
+    if recipe.data.packing and recipe.data.packing_strategy != "wrapped":
+        check_packing(config, family)
+    check_rollouts(recipe, family)
     if recipe.router.replay:
         check_replay(family)
     if "teacher_routing" in recipe.method.terms:

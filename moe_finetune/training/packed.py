@@ -1,0 +1,82 @@
+"""Whether sequences of a packed row see each other: measured on a small model of the type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.models import FAMILIES, Family, table
+from moe_finetune.training.proof_model import random_model
+
+BOUND = 1e-4
+"""Relative difference of float32 logits; what leaks differs by more than 1e-2."""
+
+_LENGTHS = (13, 17, 9)
+
+
+def packed_difference(model: nn.Module) -> float:
+    """How far a packed sequence's logits, recorded, are from those that it has alone.
+
+    Relative to the largest logit; sequences of other tokens precede it in its row.
+    """
+    from moe_finetune.moe.hooks import Recorder
+    from moe_finetune.moe.layers import causal_lm
+
+    config: Any = causal_lm(model).config
+    most = min(260, config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randint(4, most, (length,), generator=generator) for length in _LENGTHS]
+    device = next(model.parameters()).device
+    positions = torch.cat([torch.arange(len(row)) for row in rows]).to(device)
+    worst = 0.0
+    with torch.no_grad(), Recorder(model):
+        packed = _logits(model, torch.cat(rows).to(device), positions)
+        for row, part in zip(rows, packed.split(_LENGTHS), strict=True):
+            alone = _logits(model, row.to(device), None)
+            worst = max(worst, float((alone - part).abs().max() / alone.abs().max()))
+    return worst
+
+
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
+    more = {} if positions is None else {"position_ids": positions[None]}
+    return model(input_ids=ids[None], use_cache=False, **more).logits[0]
+
+
+def packing_problem(config: Any, family: Family) -> str | None:
+    """Why rows of this model cannot be packed; None where they can.
+
+    Families of the package are known to keep sequences apart; others, which a recipe or a plugin
+    declares, are tried on a small model of the type, which takes seconds.
+    """
+    from moe_finetune.models.shrink import shrunk_config
+
+    if any(family is known for known in (*FAMILIES.values(), *table.PARTS)):
+        return None
+    try:
+        smaller = shrunk_config(config, family)
+    except CheckpointError as error:
+        return f"whether sequences in one row see each other cannot be measured: {error}"
+    with torch.random.fork_rng(devices=[]):
+        difference = packed_difference(random_model(smaller, 0))
+    if difference <= BOUND:
+        return None
+    return (
+        f"sequences in one row see each other in {family.title}: logits change by "
+        f"{difference:.0%} of the largest. Name the classes of its modules that carry a state in "
+        "the family's rows.per_sequence, and set rows.masks_by_position: false if its masks ignore "
+        "positions"
+    )
+
+
+def check_packing(config: Any, family: Family) -> None:
+    """Refuse to pack rows of a declared family that does not keep them apart.
+
+    Raises:
+        RecipeError: what to declare, or to set.
+    """
+    problem = packing_problem(config, family)
+    if problem is not None:
+        raise RecipeError(f"data.packing: {problem}; data.packing: false does not pack")
