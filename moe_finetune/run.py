@@ -408,6 +408,26 @@ def evaluate_steps(recipe: Recipe, output: Path, worker: Worker | None = None) -
             evaluate(recipe, folder, worker)
         for name in WEIGHTS:
             shutil.rmtree(folder / name, ignore_errors=True)
+    if lost := lost_steps(recipe, output):
+        terminal().say(
+            f"no scores after step {', '.join(map(str, lost))}: the model could not be kept there "
+            f"(see {output / LOG_FILE}); only a new run can score it",
+            "warning",
+        )
+
+
+def lost_steps(recipe: Recipe, output: Path) -> list[int]:
+    """The steps of ``evaluation.every`` whose model was not kept: on a full disk, for example."""
+    from moe_finetune.evaluation.steps import step_folders
+    from moe_finetune.training.trainer import METRICS_FILE
+
+    section = recipe.evaluation
+    if section is None or section.every is None:
+        return []
+    rows = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    last = json.loads(rows[-1])["step"] if rows else 0
+    due = range(section.every, last, section.every)
+    return [step for step in due if step not in step_folders(output)]
 
 
 def report(output: Path) -> Path:

@@ -133,8 +133,9 @@ def _check_read(place: str, row: Row, field: str, reward: str) -> None:
     value = row[field]
     if field == "tests":
         texts = [value] if isinstance(value, str) else value
-        good = isinstance(texts, list) and bool(texts) and all(isinstance(t, str) for t in texts)
-        wanted = "text, or a list of texts"
+        good = isinstance(texts, list) and bool(texts)
+        good = good and all(isinstance(text, str) and _has_code(text) for text in texts)
+        wanted = "Python code, or a list of such texts,"
     else:
         good = isinstance(value, str | int | float) and bool(str(value).strip())
         wanted = "text or a number"
@@ -143,6 +144,12 @@ def _check_read(place: str, row: Row, field: str, reward: str) -> None:
             f"{place}: '{field}': wanted {wanted}, which rewards: '{reward}' reads, got "
             f"{short(value)}"
         )
+
+
+def _has_code(text: str) -> bool:
+    """Whether a test does something: programs pass one that is empty, whatever they compute."""
+    lines = (line.strip() for line in text.splitlines())
+    return any(line and not line.startswith("#") and line != "pass" for line in lines)
 
 
 def _common_prompt(place: str, row: Row) -> Row:

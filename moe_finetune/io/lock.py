@@ -28,6 +28,8 @@ from moe_finetune.io.leftovers import clear_beside
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
+_REMOVED_BY_OTHERS = 1000
+"""Times that a folder may vanish in a row; some file systems, such as /proc, never take a file."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
@@ -108,6 +110,8 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
 def helpers_only(target: Path) -> bool:
     """Whether processes that share ``target`` are at work there, and none that has it alone."""
     target = Path(os.path.realpath(target))
+    if not target.name:
+        return False
     file = target.with_name(f".{target.name}.lock")
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
@@ -139,14 +143,23 @@ def one_writer(function: Callable[P, R]) -> Callable[P, R]:
 
 def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
     kind, made = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
+    if not target.name:
+        raise OutputError(f"{target}: is the root of the file system; choose another --output")
     path = target.with_name(f".{target.name}.lock")
+    removed = 0
     while True:
         _make_folders(path.parent, made)
         file: Path | None = path
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
-            continue  # who held a lock there has just removed the folder
+        except FileNotFoundError as problem:
+            removed += 1  # who held a lock there has just removed the folder
+            if removed < _REMOVED_BY_OTHERS:
+                continue
+            raise OutputError(
+                f"{path.parent}: no file can be made there ({problem.strerror}); "
+                "choose another --output"
+            ) from None
         except OSError as problem:
             # An output that is given as an empty folder inside one that cannot be written.
             if not target.is_dir():

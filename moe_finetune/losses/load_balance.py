@@ -166,7 +166,8 @@ class LoadBalanceOptions(TermOptions):
     reduction: Literal["mean"] = Field(default="mean", description="a batch has one value")
     variant: Variant = Field(default="switch", description="whose formula and scale")
     scope: Literal["sequence", "micro_batch", "global_batch"] = Field(
-        default="micro_batch", description="tokens that are balanced together"
+        default="micro_batch",
+        description="tokens that are balanced together; `global_batch`: a micro-batch of all ranks",
     )
     probabilities: Probabilities = Field(
         default="all", description="of all experts, or of the selected ones"

@@ -46,6 +46,7 @@ OWNED = {
 }
 """Fields of TRL's configs that a recipe cannot set, and what to do instead."""
 
+_BATCH = (lambda v: 1 <= v <= 2**20, "from 1 to 1048576")
 _AT_LEAST_1 = (lambda v: v >= 1, "1 or more")
 _NOT_NEGATIVE = (lambda v: v >= 0, "0 or more")
 _POSITIVE = (lambda v: v > 0, "more than 0")
@@ -54,10 +55,13 @@ _SEED = (lambda v: 0 <= v < 2**32, "from 0 to 4294967295")
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     # Above 1 every optimizer here makes weights of NaN after a step or two.
     "learning_rate": (lambda v: 0 <= v <= 1, "from 0 to 1, such as 1.0e-4"),
-    "per_device_train_batch_size": _AT_LEAST_1,
-    "per_device_eval_batch_size": _AT_LEAST_1,
-    "gradient_accumulation_steps": _AT_LEAST_1,
-    "max_steps": (lambda v: v == -1 or v >= 1, "1 or more, or -1 to count epochs"),
+    "per_device_train_batch_size": _BATCH,
+    "per_device_eval_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "max_steps": (
+        lambda v: v == -1 or 1 <= v < 2**31,
+        "from 1 to 2147483647, or -1 to count epochs",
+    ),
     "num_train_epochs": _POSITIVE,
     "warmup_steps": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,

@@ -28,7 +28,7 @@ class LoraPart(Section):
 class LoraSection(Section):
     """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
-    rank: int | None = Field(default=None, ge=1, description="of every adapted matrix")
+    rank: int | None = Field(default=None, ge=1, lt=2**31, description="of every adapted matrix")
     alpha: float | None = Field(default=None, gt=0, le=1e6, description="default: 4 x rank")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
     targets: list[Literal["attention", "shared_experts", "experts"]] = Field(

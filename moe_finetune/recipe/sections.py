@@ -157,7 +157,7 @@ class DataSection(Section):
         default=None,
         description="the day that chat templates write; default: that of the first preparation",
     )
-    max_length: int = Field(default=2048, ge=2, description="tokens of a row")
+    max_length: int = Field(default=2048, ge=2, le=2**24, description="tokens of a row")
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to a longer row"
     )
@@ -192,7 +192,9 @@ class RewardSection(Section):
     name: str | None = Field(default=None, description="exact_match, boxed or code")
     file: str | None = Field(default=None, description="a Python file of your own")
     function: str = Field(default="reward", description="of that file")
-    weight: float = Field(default=1.0, description="of this reward in the sum")
+    weight: float = Field(
+        default=1.0, ge=-1e6, le=1e6, allow_inf_nan=False, description="of this reward in the sum"
+    )
 
     @model_validator(mode="before")
     @classmethod

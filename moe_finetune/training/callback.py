@@ -138,6 +138,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         # The stock Trainer asks for this at every save, and a checkpoint may have come without.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self._say_where_the_bias_goes(work)
+        self._say_what_is_balanced(args.gradient_accumulation_steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._window.step(state)
@@ -251,4 +252,14 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 "model routes without it, other than in training. Set export_bias: drop to accept "
                 "that, or balance with the load_balance term",
                 family.title,
+            )
+
+    def _say_what_is_balanced(self, micro_batches: int) -> None:
+        balance: Any = self.method.terms.get("load_balance")
+        if balance is not None and balance.scope == "global_batch" and micro_batches > 1:
+            log.warning(
+                "method.terms.load_balance.scope: global_batch balances one micro-batch of all "
+                "processes, not the %d micro-batches of a step (gradient_accumulation_steps); for "
+                "a wider balance raise per_device_train_batch_size and lower accumulation",
+                micro_batches,
             )

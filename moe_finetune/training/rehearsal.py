@@ -346,7 +346,9 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
     if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
         yield (
             f"trainer.eval_steps {arguments.eval_steps:g} is more than the run's {steps} steps; "
-            "data.validation is never evaluated"
+            "data.validation is evaluated only "
+            + ("before the first step and " if arguments.eval_on_start else "")
+            + "after the last"
         )
     if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
         yield (

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.registry import Registry
 
 Reward = Callable[..., list[float]]
+LARGEST_REWARD = 1e12
+"""Weighted rewards and their squares must fit into float32."""
 REWARDS: Registry[Reward] = Registry("reward", RecipeError)
 
 
@@ -194,10 +195,11 @@ def _scores(found: Any, completions: Sequence[Any], where: str) -> list[float | 
             "for each"
         )
     for score, completion in zip(found, completions, strict=True):
-        if score is None or (hasattr(score, "__float__") and math.isfinite(score)):
+        if score is None or (hasattr(score, "__float__") and abs(float(score)) <= LARGEST_REWARD):
             continue
         raise RecipeError(
             f"{where} returned {short(score)} for the completion {short(text_of(completion))}; "
-            "wanted a finite number, or None where it does not apply"
+            f"wanted a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or None where it "
+            "does not apply"
         )
     return [None if score is None else float(score) for score in found]

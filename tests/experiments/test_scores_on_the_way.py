@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from moe_finetune.experiments import load_results as load_study_results
 from moe_finetune.experiments import load_study, run_study
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.numbers import report_numbers
-from moe_finetune.run import plan_run
+from moe_finetune.run import lost_steps, plan_run, run_recipe
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.keep_steps import KeepSteps
 from tests import tiny
@@ -121,3 +122,14 @@ def test_a_state_that_cannot_be_written_does_not_end_the_training(ingredients, t
     keep = KeepSteps(load_recipe(file), tmp_path, tiny.model("olmoe"), tiny.tokenizer(), method)
     keep.on_step_end(None, SimpleNamespace(global_step=2, max_steps=3), None)
     assert "the model after step 2 could not be kept, and will have no scores" in caplog.text
+
+
+def test_scores_that_a_full_disk_cost_are_named(ingredients, finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "runs" / "adapter-long" / "seed_1", run)
+    recipe = load_recipe(run / "recipe.yaml")
+    assert lost_steps(recipe, run) == []
+    shutil.rmtree(run / "steps" / "2")  # as where it could not be written
+    assert lost_steps(recipe, run) == [2]
+    run_recipe(recipe, run, resume=True)
+    assert "no scores after step 2: the model could not be kept there" in capsys.readouterr().err

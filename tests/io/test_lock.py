@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from moe_finetune.errors import OutputBusyError, OutputError, OutputExistsError
 from moe_finetune.io import lock as lock_module
 from moe_finetune.io import one_writer, output_folder, output_lock, write_new
+from moe_finetune.io.lock import helpers_only
 
 # Takes the lock, says so, and writes until its input ends.
 HOLDER = """
@@ -267,3 +269,14 @@ def test_an_output_that_is_killed_between_its_two_renames_is_restored(tmp_path, 
     with output_folder(target, 1, overwrite=True) as folder:
         (folder / "new").write_text("new")
     assert names(target) == ["new"] and names(tmp_path) == ["merged"]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("/", "is the root of the file system"), ("/proc/none", "/proc: no file can be made there")],
+)
+def test_where_no_lock_can_lie_is_said_at_once(target, message):
+    refused = pytest.raises(OutputError, match=message)
+    with refused, output_lock(Path(target)):
+        pass
+    assert not helpers_only(Path(target))

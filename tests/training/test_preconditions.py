@@ -169,3 +169,19 @@ def test_a_family_without_a_place_for_the_bias_is_said_when_training_begins(tmp_
     assert "Mixtral" in caplog.text and "export_bias: drop" in caplog.text
     assert not train("mixtral", export_bias="drop")
     assert not train("moonlight")
+
+
+@pytest.mark.parametrize(("scope", "steps", "said"), [("global_batch", 2, True),
+                                                      ("global_batch", 1, False),
+                                                      ("micro_batch", 2, False)])  # fmt: skip
+def test_a_global_batch_that_is_not_the_step_s_is_said(tmp_path, caplog, scope, steps, said):
+    method = {"terms": {"load_balance": {"weight": 0.01, "scope": scope}}}
+    trainer = Trainer(
+        adapted("olmoe"),
+        arguments(tmp_path, gradient_accumulation_steps=steps),
+        data_collator=collate,
+        train_dataset=rows(),
+        callbacks=[SpecializationCallback(method)],
+    )
+    trainer.train()
+    assert ("one micro-batch of all processes, not the 2 micro-batches" in caplog.text) == said

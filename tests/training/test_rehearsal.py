@@ -64,11 +64,11 @@ REFUSED = [
     (["trainer.learning_rate=.nan"], "trainer.learning_rate"),
     (
         ["trainer.per_device_train_batch_size=0"],
-        "train_batch_size: must be 1 or more, not 0",
+        "train_batch_size: must be from 1 to 1048576, not 0",
     ),
     (
         ["trainer.gradient_accumulation_steps=0"],
-        "accumulation_steps: must be 1 or more, not 0",
+        "accumulation_steps: must be from 1 to 1048576, not 0",
     ),
     (["trainer.deepspeed=zero.json"], "trainer.deepspeed: cannot be set here: use FSDP2"),
     (["trainer.adam_beta1=2.0"], "trainer.adam_beta1"),
@@ -81,6 +81,13 @@ REFUSED = [
     (["trainer.optim_args=nope"], "trainer.optim_args"),
     (["trainer.push_to_hub=true"], "use `merge --push`"),
     (["lora.rank=1000000000"], "--ignore-memory"),
+    (["lora.rank=1000000000000000000000000000000"], "lora.rank: must be less than 2147483648"),
+    (["data.max_length=1099511627776"], "data.max_length: must be 16777216 or less"),
+    (
+        ["trainer.per_device_train_batch_size=1000000000"],
+        "train_batch_size: must be from 1 to 1048576, not 1000000000",
+    ),
+    (["method.terms.variance.weight=3e38"], "weight: 3e+38 x tokens 16384 is more than 1e+12"),
     # the first that only a loaded model can tell
     (["method=erc", "router.train=frozen", "lora.targets=[attention]"], "method.terms."),
 ]
@@ -100,11 +107,14 @@ def test_a_corrected_start_works_and_logs_its_few_steps(capsys, caplog, recipe, 
     run.mkdir()
     assert train(capsys, recipe, "trainer.report_to=nolog", "--output", run)[0] == 2
     assert not list(run.iterdir()), "an empty folder stays what it was"
-    code, _, err = train(capsys, recipe, "trainer.logging_steps=50", "--output", run)
+    held_out = f"data.validation={recipe.parent / 'data.jsonl'}"
+    code, _, err = train(capsys, recipe, "trainer.logging_steps=50", held_out, "--output", run)
     assert code == 0, err
     said = "trainer.logging_steps 50 is more than the run's 3 steps; it logs each instead"
     assert said in caplog.text
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "evaluated only before the first step and after the last" in caplog.text
+    assert [row["step"] for row in logged if "eval_loss" in row] == [0, 3]
     assert [row["step"] for row in logged if row["kind"] == "train"] == [1, 2, 3]
 
 

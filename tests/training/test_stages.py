@@ -210,8 +210,11 @@ def test_a_row_without_the_form_is_refused_with_its_place(stage, row, said):
         ("boxed", {"answer": None}, "'answer': wanted text or a number, which rewards: 'boxed'"),
         ("exact_match", {"answer": " "}, "'answer': wanted text or a number"),
         ("code", {"answer": "4"}, "no field 'tests', which rewards: 'code' reads"),
-        ("code", {"tests": []}, "'tests': wanted text, or a list of texts"),
-        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': wanted text, or a list of texts"),
+        ("code", {"tests": []}, "'tests': wanted Python code, or a list of such texts"),
+        ("code", {"tests": ["assert f() == 1", 3]}, "'tests': wanted Python code, or a list"),
+        ("code", {"tests": ""}, "'tests': wanted Python code, or a list of such texts"),
+        ("code", {"tests": ["assert f() == 1", " "]}, "'tests': wanted Python code, or a list"),
+        ("code", {"tests": "# nothing\npass"}, "'tests': wanted Python code, or a list"),
     ],
 )
 def test_a_row_that_a_reward_cannot_read_is_refused_with_its_place(
@@ -380,8 +383,9 @@ def test_a_reward_names_the_field_that_is_missing():
         ("raise SystemExit(3)", "failed: SystemExit: 3"),
         ("pass", "returned None; wanted a list of numbers"),
         ("return [0.5]", "returned 1 numbers for 2 completions; wanted one for each"),
-        ("return [0.5, 'a']", "returned 'a' for the completion 'two'; wanted a finite number"),
-        ("return [float('nan'), 1]", "returned nan for the completion 'one'; wanted a finite"),
+        ("return [0.5, 'a']", "returned 'a' for the completion 'two'; wanted a number from"),
+        ("return [0.5, 1e308]", "returned 1e.308 for the completion 'two'; wanted a number from"),
+        ("return [float('nan'), 1]", "returned nan for the completion 'one'; wanted a number"),
     ],
 )
 @pytest.mark.parametrize("way", ["def", "async def"])
