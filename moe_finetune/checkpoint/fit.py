@@ -123,7 +123,7 @@ def check_tensors(
         stacks = _stacks(family)
         needed = {n: _turned(shape) if stacks(n) else shape for n, shape in needed.items()}
     strangers = set(tensors) - set(needed)
-    left_out = untrained(strangers, config, family)
+    left_out = untrained(sorted(strangers), config, family)
     extra = sorted(strangers - left_out.keys())
     for name in sorted(set(needed) - set(tensors)):
         if _tied_head(name, config):

@@ -62,11 +62,20 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
     return parts
 
 
-def stale_head(checkpoint: Checkpoint) -> list[str]:
-    """What to say where the layers that an MTP head reads change; nothing without a head."""
+def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
+    """What to say where the layers that an MTP head reads change; nothing without a head.
+
+    Args:
+        carried: whether what is written has the head; a model that trains in full is saved without.
+    """
     count, _ = checkpoint.parts_left_out().get(MTP, (0, 0))
     if not count:
         return []
+    if not carried:
+        return [
+            f"{MTP} ({count} tensors) is left out of merged/: a model that trains without an "
+            "adapter is saved without it, and cannot decode speculatively with it"
+        ]
     return [
         f"{MTP} ({count} tensors) stays as it is: it does not train with the layers that it "
         "reads, so speculative decoding with it may accept fewer tokens; other answers do not "

@@ -133,7 +133,7 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
                 "into an unquantised base; set export.merge: false, and merge the adapter with "
                 "moe-finetune merge --base, naming the unquantised checkpoint"
             )
-        for line in stale_head(opened):
+        for line in stale_head(opened, adapts(recipe.lora, recipe.router.train)):
             log.warning("%s", line)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))

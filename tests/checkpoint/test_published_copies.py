@@ -1,0 +1,62 @@
+"""Small copies of the models most used, tensors called as published: trained, merged, verified."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from moe_finetune.checkpoint import open_checkpoint
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.tree import Tree
+from moe_finetune.run import run_recipe
+from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
+
+COPIES = (
+    *("qwen3_moe", "deepseek_v2", "deepseek_moe", "moonlight", "qwen2_moe", "gpt_oss"),
+    *("glm4_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "olmoe"),
+)
+
+
+def copy_of(family, folder):
+    """The tiny model with its head, its names and config as in the published files."""
+    _, head = with_head(family, folder, names_of(family) if family in HEADS else [])
+    if family == "qwen3_5_moe_text":  # cut out of the model with vision
+        renamed = {
+            name.replace("model.", "model.language_model.", 1): tensor
+            for name, tensor in load_file(folder / WEIGHTS).items()
+        }
+        save_file(renamed, folder / WEIGHTS, metadata={"format": "pt"})
+    return head
+
+
+@pytest.mark.parametrize("family", COPIES)
+def test_two_steps_a_merge_and_its_proof(family, tmp_path, caplog):
+    base = tmp_path / "base"
+    head = copy_of(family, base)
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"{n} and {n * n}. " * 3} for n in range(4)])
+    tree = {
+        "model": {"path": str(base), "dtype": "float32"},
+        "method": "orthogonal_variance",
+        "lora": {"rank": 4, "alpha": 8},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 40, "packing": False},
+        "trainer": {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
+        "export": {"merge": True, "verify": True},  # the merged logits are base + adapter's
+    }
+    with caplog.at_level(logging.WARNING):
+        run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
+    merged = tmp_path / "run" / "merged"
+    before, after = load_file(base / WEIGHTS), load_file(merged / WEIGHTS)
+    assert before.keys() == after.keys() and carries(merged, head)
+    opened = open_checkpoint(merged)
+    changed = {name for name, tensor in before.items() if not tensor.equal(after[name])}
+    layer = min(opened.experts)
+    assert opened.family.disk.name("router", layer) in changed
+    assert opened.untrained.keys() == head.keys() and not changed & head.keys()
+    said = [m for m in caplog.messages if m.startswith(f"the MTP head ({len(head)} tensors) stays")]
+    assert len(said) == bool(head)
+    config = [json.loads((folder / "config.json").read_text()) for folder in (base, merged)]
+    assert config[0] == config[1]
