@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import RecipeError, UnsupportedModelError
+from moe_finetune.errors import DataError, RecipeError, UnsupportedModelError
 from moe_finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -78,6 +80,24 @@ class Inputs:
     validation: Any
     sources: list[tuple[str, Any]]
     plan: Plan
+
+
+@contextmanager
+def tokenizer_faults(folder: str) -> Iterator[None]:
+    """Report a fault inside the tokenizers library, which is no ``Exception``, as the tokenizer's.
+
+    Raises:
+        DataError: a pattern of ``tokenizer.json`` has no end on these texts, for example.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust; no module exports it
+            raise
+        raise DataError(
+            f"{folder}: its tokenizer failed on the training data: {error}; repair the patterns in "
+            "tokenizer.json, or name another model.tokenizer"
+        ) from None
 
 
 def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
@@ -160,7 +180,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
             suite = select(suite, recipe.evaluation.only)
         prepare(suite, recipe.evaluation.data_dir)
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
-    found = load_for_stage(recipe, tokenizer)
+    with tokenizer_faults(recipe.model.tokenizer or str(base)):
+        found = load_for_stage(recipe, tokenizer)
     examples = found.train, found.validation
     plan = rehearse(
         recipe, config, tokenizer, *examples, ignore_memory, activations, expert_ranks(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,18 @@ def test_experts_that_are_to_be_spread_over_one_process_are_warned_of(recipe, ca
     assert "nothing is spread" not in caplog.text
     check_inputs(load_recipe(recipe, ["parallel.experts=all"]))
     assert "parallel.experts: all, and one process was started: nothing is spread" in caplog.text
+
+
+def test_a_tokenizer_s_pattern_without_an_end_is_reported(capsys, recipe, tmp_path):
+    broken = tmp_path / "in" / "broken"
+    shutil.copytree(json.loads(recipe.read_text())["model"]["path"], broken)
+    tokenizer = json.loads((broken / "tokenizer.json").read_text())
+    pattern = {"Regex": r"((a|aa|[a-z ]+)+)+$x|(n+)+\1{5}(.*)*(.*)*z"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (broken / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": split}))
+    code, _, err = train(capsys, recipe, f"model.path={broken}", "--output", tmp_path / "run")
+    assert code == 2 and f"{broken}: its tokenizer failed on the training data" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resume_takes_other_keys_where_they_leave_the_training_what_it_was(
