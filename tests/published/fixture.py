@@ -52,8 +52,9 @@ class Row:
 
     @property
     def adapted(self) -> bool:
-        """Whether a LoRA on everything changes it: the layers of four parts, not their biases."""
-        return self.part in ADAPTED and not self.names.endswith("bias")
+        """Whether a LoRA on everything changes it: the matrices of four parts, not their biases."""
+        matrix = len(self.shape) > 1 and not self.names.endswith("bias")
+        return matrix and self.part in ADAPTED
 
     @property
     def bytes(self) -> int:
