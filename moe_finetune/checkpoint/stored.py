@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.checkpoint.tensors import DTYPES, read_bytes, read_tensor
-from moe_finetune.checkpoint.values import finite, not_finite
+from moe_finetune.checkpoint.values import DAMAGED, finite, not_finite
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import TensorInfo
@@ -146,9 +146,13 @@ class QuantizedTensors:
     def _values(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
-        values = self._form.values(parts)
+        file = self._parts[name][0].file
+        try:
+            values = self._form.values(parts)
+        except ValueError as problem:
+            raise CheckpointError(f"{file}: '{name}' {problem}; {DAMAGED}") from None
         if not finite(values):
-            raise CheckpointError(not_finite(self._parts[name][0].file, name))
+            raise CheckpointError(not_finite(file, name))
         return values
 
 

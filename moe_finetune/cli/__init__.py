@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        named = error.filename is not None and error.strerror is not None
+        shown = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"error: {shown}", file=sys.stderr)
         return 2 if error.errno in _PATH_ERRORS else 1
     except Exception as error:
         if is_machine_failure(error) and not debug:

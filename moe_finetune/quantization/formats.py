@@ -33,6 +33,7 @@ _REMEDY = (
     "use an unquantized checkpoint of the model, or one stored as fp8, compressed-tensors "
     "(4-bit pack-quantized) or mxfp4"
 )
+_ZERO_SCALE = "has a scale of 0 over values that are not 0"
 _RESTORE = "restore the checkpoint's own files and config.json"
 
 
@@ -50,7 +51,8 @@ class Format:
         of: the end of the float tensor's name.
         shape: of the float tensor, from the parts' headers; raises CheckpointError for parts whose
             shapes do not belong together. Only ``weight_shape`` is read.
-        values: the float32 tensor from the parts; of one expert from one expert's parts.
+        values: the float32 tensor from the parts; of one expert from one expert's parts. Raises
+            ValueError for a scale that erases values.
     """
 
     name: str
@@ -130,9 +132,12 @@ def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
 
     def values(parts: list[Tensor]) -> Tensor:
         weight, scale = parts[0].float(), parts[1].float()
+        zero = bool((scale == 0).any())
         for dim, size in enumerate((rows, columns)):
             length = weight.shape[dim]
             scale = scale.repeat_interleave(min(size, length), dim).narrow(dim, 0, length)
+        if zero and bool(((scale == 0) & (weight != 0)).any()):
+            raise ValueError(_ZERO_SCALE)
         return weight * scale
 
     suffixes = (".weight", ".weight_scale_inv")
@@ -170,7 +175,11 @@ def _packed_format(section: Mapping[str, Any], place: object) -> Format:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         digits = ((packed.unsqueeze(-1) >> shifts) & 15) - 8
         weight = digits.reshape(rows, -1)[:, :columns].float()
-        return weight * scale.repeat_interleave(columns // scale.shape[1], 1)
+        zero = bool((scale == 0).any())
+        scale = scale.repeat_interleave(columns // scale.shape[1], 1)
+        if zero and bool(((scale == 0) & (weight != 0)).any()):
+            raise ValueError(_ZERO_SCALE)
+        return weight * scale
 
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
     dtypes = (("I32",), FLOATS, INTEGERS)

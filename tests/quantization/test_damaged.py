@@ -222,6 +222,21 @@ def test_values_that_are_not_finite_are_refused(case, stored, tmp_path):
         load_model(tmp_path, dtype="float32", quantization="nf4")
 
 
+@pytest.mark.parametrize(("form", "part"), [("fp8", "weight_scale_inv"), ("int4", "weight_scale")])
+def test_a_scale_that_erases_values_is_refused(form, part, stored, tmp_path):
+    tensors, config = stored[form]
+    name = PARTS[form][part]
+    write(tmp_path, tensors | {name: first(0.0)(tensors[name])}, config)
+    with pytest.raises(CheckpointError, match=f"'{EXPERT}.weight' has a scale of 0 over values"):
+        load_model(tmp_path, dtype="float32")
+    packed = next(iter(PARTS[form].values()))
+    # In int4 eight digits of 8 stand for eight zeros.
+    empty = torch.full_like(tensors[packed], 0 if form == "fp8" else -0x77777778)
+    write(tmp_path, tensors | {name: tensors[name] * 0, packed: empty}, config)
+    loaded = load_model(tmp_path, dtype="float32")
+    assert not loaded.model.layers[2].mlp.experts.gate_up_proj[5, 48:].any()
+
+
 def test_a_weight_too_large_for_the_dtype_is_refused(stored, tmp_path):
     tensors, config = stored["fp8"]
     name = PARTS["fp8"]["weight_scale_inv"]
