@@ -247,7 +247,12 @@ def serve(
         bool, typer.Option("--expert-parallel", help="Spread the experts over those GPUs.")
     ] = False,
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="Adapter to serve over the base, unmerged.")
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="[NAME=]FOLDER",
+            help="Adapter to serve over the base, unmerged; may be repeated.",
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds to wait until it is ready.")
@@ -260,7 +265,7 @@ def serve(
     Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
     -- --max-model-len 4096
     """
-    from moe_finetune.vllm.serve import ServeOptions
+    from moe_finetune.vllm.serve import ServeOptions, named_adapters
     from moe_finetune.vllm.serve import serve as run_server
 
     options = ServeOptions(
@@ -270,7 +275,7 @@ def serve(
         tensor_parallel=tensor_parallel,
         data_parallel=data_parallel,
         expert_parallel=expert_parallel,
-        adapter=adapter,
+        adapters=named_adapters(adapter or ()),
         extra=tuple(context.args),
     )
     code = run_server(source, options, timeout)

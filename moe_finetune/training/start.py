@@ -170,6 +170,11 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
     if recipe.data.packing and recipe.data.packing_strategy != "wrapped":
         check_packing(config, family)
     check_rollouts(recipe, family)
+    if recipe.router.train == "full" and adapts(recipe.lora, "full"):
+        log.info(
+            "router.train: full: vLLM serves this run's adapter only after a merge; to serve it "
+            "unmerged over the base, set router.train to lora or frozen"
+        )
     if recipe.router.replay:
         check_replay(family)
     if "teacher_routing" in recipe.method.terms:

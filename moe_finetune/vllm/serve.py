@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -18,25 +19,26 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from moe_finetune.errors import AdapterError, RecipeError
+from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.io.checkpoint_files import COPY_AGAIN
+from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import checkpoint_in
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
+from moe_finetune.vllm.lora_support import LORA_RANKS, LoraSupport, ask_vllm
 from moe_finetune.vllm.supervisor import supervised
+
+if TYPE_CHECKING:
+    from moe_finetune.checkpoint.adapter import Adapter
 
 TAIL_LINES = 30
 STOP_SECONDS = 30.0
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM 0.32 takes for ``--max-lora-rank``."""
-# vLLM declares LoRA for these classes; latent attention it folds into other weights on loading.
-ADAPTED_ATTENTION = ("qwen3_moe", "olmoe", "mixtral")
-ADAPTED_EXPERTS = ("qwen3_moe",)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve; ``extra`` goes to ``vllm serve`` as it is."""
+    """How to serve; ``adapters`` are names and folders, ``extra`` goes to ``vllm serve``."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -44,7 +46,7 @@ class ServeOptions:
     tensor_parallel: int = 1
     data_parallel: int = 1
     expert_parallel: bool = False
-    adapter: Path | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
     extra: tuple[str, ...] = ()
 
     @property
@@ -67,29 +69,35 @@ def merged_folder(source: str | Path) -> Path:
     return folder
 
 
-def serve_command(folder: Path, options: ServeOptions, cpu: bool) -> list[str]:
+def serve_command(
+    folder: Path,
+    options: ServeOptions,
+    cpu: bool,
+    adapters: Mapping[str, Sequence[str]] | None = None,
+) -> list[str]:
     """The arguments of ``vllm serve`` for a checkpoint folder.
 
     On the CPU build it runs eagerly in float32 unless ``extra`` says otherwise.
 
+    Args:
+        adapters: the options of :func:`adapter_arguments`.
+
     Raises:
         RecipeError: an option that is never passed on, or that is given twice.
-        AdapterError: an adapter that vLLM 0.32 cannot serve without merging, and why.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-    ours: dict[str, str | None] = {
-        "--host": options.host,
-        "--port": str(options.port),
-        "--served-model-name": options.name or folder.resolve().name,
+    ours: dict[str, Sequence[str]] = {
+        "--host": [options.host],
+        "--port": [str(options.port)],
+        "--served-model-name": [options.name or folder.resolve().name],
     }
     if options.tensor_parallel > 1:
-        ours["--tensor-parallel-size"] = str(options.tensor_parallel)
+        ours["--tensor-parallel-size"] = [str(options.tensor_parallel)]
     if options.data_parallel > 1:
-        ours["--data-parallel-size"] = str(options.data_parallel)
+        ours["--data-parallel-size"] = [str(options.data_parallel)]
     if options.expert_parallel:
-        ours["--enable-expert-parallel"] = None
-    if options.adapter is not None:
-        ours |= adapter_arguments(folder, options.adapter, cpu)
+        ours["--enable-expert-parallel"] = []
+    ours |= adapters or {}
     given = {item.partition("=")[0].replace("_", "-") for item in options.extra}
     if "--trust-remote-code" in given:
         raise RecipeError(
@@ -99,64 +107,137 @@ def serve_command(folder: Path, options: ServeOptions, cpu: bool) -> list[str]:
     if twice:
         raise RecipeError(f"{twice[0]} is set by serve already; use serve's own option")
     if cpu:
-        defaults: dict[str, str | None] = {"--dtype": "float32", "--enforce-eager": None}
+        defaults: dict[str, Sequence[str]] = {"--dtype": ["float32"], "--enforce-eager": []}
         if "--dtype" not in given:  # see engine_arguments: AMX's kernel has no float32
-            defaults["--attention-backend"] = "CPU_MLA"
+            defaults["--attention-backend"] = ["CPU_MLA"]
         ours |= {key: value for key, value in defaults.items() if key not in given}
-    for key, value in ours.items():
-        command += [key] if value is None else [key, value]
+    for key, values in ours.items():
+        command += [key, *values]
     return [*command, *options.extra]
 
 
-def adapter_arguments(folder: Path, adapter: Path, cpu: bool) -> dict[str, str | None]:
-    """Options that serve ``adapter`` beside the base in ``folder``, under the adapter's name.
+def named_adapters(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    """``NAME=FOLDER``, or a folder that gives the name, as names and folders.
 
     Raises:
-        AdapterError: vLLM 0.32 cannot; the reason is named, and the remedy is to merge.
+        RecipeError: a name that is empty or given twice.
     """
-    from moe_finetune.checkpoint.adapter import BIAS_FILE
+    pairs: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        path = Path(folder if equals else text)
+        name = name if equals else path.resolve().name
+        if not name or not str(path).strip("."):
+            raise RecipeError(f"--adapter {text}: wanted NAME=FOLDER or a folder")
+        if name in pairs:
+            raise RecipeError(
+                f"--adapter {text}: another adapter is called '{name}' too; write NAME=FOLDER"
+            )
+        pairs[name] = path
+    return tuple(pairs.items())
+
+
+def checked_adapters(
+    folder: Path, adapters: Sequence[tuple[str, Path]], cpu: bool, scratch: Path
+) -> list[tuple[str, Adapter]]:
+    """The adapters as vLLM reads them, in their own folders or rewritten below ``scratch``.
+
+    Raises:
+        AdapterError: one is damaged, belongs to another base, or cannot be served unmerged on any
+            model; the reason is named.
+    """
+    from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
+    from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.opened import open_checkpoint
 
     base = open_checkpoint(folder)
-    opened, family = check_adapter(adapter, base), base.family
-    reason = None
-    experts = [key for key in opened.tensors if f".{family.experts_name}." in key]
-    attention = [key for key in opened.tensors if ".self_attn." in key and "lora_" in key]
-    others = sorted(set(opened.tensors) - set(experts) - set(attention))
-    if opened.metadata.experts is not None:
-        reason = "it holds chosen experts only, a packing that vLLM does not read"
-    elif (adapter / BIAS_FILE).is_file():
-        reason = "it has a routing bias, which an adapter cannot carry into vLLM"
-    elif opened.config.get("modules_to_save"):
-        reason = f"it replaces whole modules ({', '.join(opened.config['modules_to_save'])})"
-    elif others:
-        reason = f"'{others[0]}' is neither attention nor routed experts"
-    elif attention and family.name not in ADAPTED_ATTENTION:
-        reason = f"vLLM does not apply LoRA to the attention of {family.title}"
-    elif experts and family.name not in ADAPTED_EXPERTS:
-        reason = f"vLLM does not read LoRA on the experts of {family.title}"
-    elif cpu:
-        reason = "vLLM serves LoRA on MoE models on GPUs only"
-    rank = max((opened.rank(key) for key in opened.tensors), default=1)
-    if reason is None and rank > LORA_RANKS[-1]:
-        reason = f"its rank {rank} is above vLLM's {LORA_RANKS[-1]}"
-    if reason is not None:
-        raise AdapterError(
-            f"{adapter}: vLLM 0.32 cannot serve this adapter without merging: {reason}; merge it "
-            "with 'moe-finetune merge' and serve the merged checkpoint"
-        )
-    module = {"name": adapter.resolve().name, "path": str(adapter.resolve())}
-    found: dict[str, str | None] = {
-        "--enable-lora": None,
-        "--max-lora-rank": str(next(known for known in LORA_RANKS if known >= rank)),
+    readable: list[tuple[str, Adapter]] = []
+    for number, (name, path) in enumerate(adapters):
+        opened = check_adapter(path, base)
+        absorbed = next((key for key in opened.tensors if ".kv_b_proj." in key), None)
+        if (path / BIAS_FILE).is_file():
+            raise _unmerged(path, "it has a routing bias, which an adapter cannot carry into vLLM")
+        if absorbed is not None:
+            raise _unmerged(path, f"vLLM folds '{absorbed}' into other weights on loading")
+        if cpu:
+            raise _unmerged(path, "vLLM serves LoRA on MoE models on GPUs only")
+        written = open_adapter(peft_folder(opened, base, scratch / f"{number}-peft"))
+        stack = base.family.experts_name
+        pair = [
+            any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
+            for inner in ("", ".base_layer")
+        ]
+        if pair[0] != pair[1]:
+            raise _unmerged(path, "it adapts only one of the experts' two parameters")
+        readable.append((name, _patterns_by_module(written, scratch / f"{number}")))
+    return readable
+
+
+def _unmerged(adapter: Path, reason: str) -> AdapterError:
+    return AdapterError(
+        f"{adapter}: vLLM 0.32 cannot serve this adapter without merging: {reason}; merge it with "
+        "'moe-finetune merge' and serve the merged checkpoint"
+    )
+
+
+def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
+    """The adapter with patterns that name modules: vLLM does not match them to parameters."""
+    from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, open_adapter
+
+    patterns = {
+        key: {
+            re.sub(r"\\?\.weight$", "", name): value
+            for name, value in (adapter.config.get(key) or {}).items()
+        }
+        for key in ("rank_pattern", "alpha_pattern")
     }
-    if experts:
-        found["--enable-mixed-moe-lora-format"] = None
-        found["--lora-modules"] = json.dumps({**module, "is_3d_lora_weight": True})
-    else:
-        found["--lora-modules"] = json.dumps(module)
-    return found
+    if all(patterns[key] == (adapter.config.get(key) or {}) for key in patterns):
+        return adapter
+    output.mkdir(parents=True)
+    (output / CONFIG).write_text(json.dumps(adapter.config | patterns), encoding="utf-8")
+    (output / WEIGHTS).symlink_to((adapter.folder / WEIGHTS).resolve())
+    return open_adapter(output)
+
+
+def adapter_arguments(
+    folder: Path, adapters: Sequence[tuple[str, Adapter]], support: LoraSupport
+) -> dict[str, list[str]]:
+    """Options that serve ``adapters`` beside the base in ``folder``, under their names.
+
+    Args:
+        support: what vLLM says of the base's class, and of each adapter.
+
+    Raises:
+        AdapterError: vLLM does not support that; the reason is vLLM's, and the remedy is to merge.
+    """
+    from moe_finetune.checkpoint.opened import open_checkpoint
+
+    family = open_checkpoint(folder).family
+    rank, modules, any_stacks = 1, [], False
+    for (name, adapter), refused in zip(adapters, support.refused, strict=True):
+        stacks = any(f".{family.experts_name}." in key for key in adapter.tensors)
+        if not support.supported:
+            raise _unmerged(adapter.folder, f"vLLM's class of {family.title} has no LoRA")
+        if refused is not None:
+            raise _unmerged(adapter.folder, refused)
+        if stacks and not support.gated:
+            raise _unmerged(
+                adapter.folder, f"vLLM reads no stacks of the experts of {family.title}"
+            )
+        ranks = [adapter.config["r"], *(adapter.config.get("rank_pattern") or {}).values()]
+        rank, any_stacks = max(rank, *ranks), any_stacks or stacks
+        module = {"name": name, "path": str(adapter.folder.resolve())}
+        modules.append(json.dumps({**module, "is_3d_lora_weight": True} if stacks else module))
+    arguments = {
+        "--enable-lora": [],
+        "--max-loras": [str(len(adapters))],
+        "--max-lora-rank": [str(next(known for known in LORA_RANKS if known >= rank))],
+        "--lora-modules": modules,
+    }
+    if any_stacks and not support.stacked:
+        arguments["--enable-mixed-moe-lora-format"] = []
+    return arguments
 
 
 def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) -> int:
@@ -168,19 +249,28 @@ def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) ->
     """
     folder = merged_folder(source)
     require_vllm()
-    cpu = is_cpu_build()
-    command = serve_command(folder, options, cpu)
-    environment = {**CPU_KV_CACHE, **os.environ} if cpu else dict(os.environ)
     name = options.name or folder.resolve().name
-    if options.adapter is not None:
-        name = options.adapter.resolve().name
-    print(shlex.join(command), file=sys.stderr)
+    if name in dict(options.adapters):
+        raise RecipeError(f"--adapter {name}: the base has this name; write NAME=FOLDER")
+    with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
+        cpu = is_cpu_build()
+        arguments = None
+        if options.adapters:
+            adapters = checked_adapters(folder, options.adapters, cpu, Path(scratch))
+            architecture = read_object(folder / "config.json", CheckpointError, COPY_AGAIN)
+            named = (architecture.get("architectures") or [""])[0]
+            support = ask_vllm(named, [adapter.folder for _, adapter in adapters])
+            arguments = adapter_arguments(folder, adapters, support)
+        command = serve_command(folder, options, cpu, arguments)
+        environment = {**CPU_KV_CACHE, **os.environ} if cpu else dict(os.environ)
+        print(shlex.join(command), file=sys.stderr)
 
-    def ready() -> None:
-        print(f"serving {folder} at {options.url}/v1", flush=True)
-        print(curl_line(options.url, name, has_chat_template(folder)), flush=True)
+        def ready() -> None:
+            print(f"serving {folder} at {options.url}/v1", flush=True)
+            for served in [adapter for adapter, _ in options.adapters] or [name]:
+                print(curl_line(options.url, served, has_chat_template(folder)), flush=True)
 
-    return watch(command, options, environment, ready, timeout)
+        return watch(command, options, environment, ready, timeout)
 
 
 def has_chat_template(folder: Path) -> bool:

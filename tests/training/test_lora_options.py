@@ -14,6 +14,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
 from moe_finetune.training.preconditions import check_accelerator
+from moe_finetune.training.start import check_inputs
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint.helpers import load, logits, with_adapter
@@ -28,13 +29,13 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def recipe(base, tmp_path):
-    def make(lora=None, **trainer):
+    def make(lora=None, router="lora", **trainer):
         rows = [{"text": f"row {n} of {n * n} letters " * 3} for n in range(24)]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tree = {
             "model": {"path": str(base), "dtype": "float32"},
             "method": {"preset": "orthogonal_variance"},
-            "router": {"train": "lora"},
+            "router": {"train": router},
             "lora": {"rank": 4, "alpha": 8, "parts": {"experts": {"rank": 2}}, **(lora or {})},
             "data": {"train": str(tmp_path / "a.jsonl"), "max_length": 64},
             "trainer": {
@@ -109,3 +110,11 @@ def test_liger_that_is_not_installed_is_named():
     except ImportError:
         with pytest.raises(DependencyError, match="pip install liger-kernel"):
             check_accelerator({"use_liger_kernel": True})
+
+
+@pytest.mark.parametrize(("router", "told"), [("full", True), ("lora", False)])
+def test_a_full_router_is_named_before_training(recipe, router, told, caplog):
+    made = recipe(router=router)
+    with caplog.at_level("INFO", logger="moe_finetune"):
+        check_inputs(made)
+    assert ("set router.train to lora or frozen" in caplog.text) == told

@@ -8,26 +8,30 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from moe_finetune import cli
-from moe_finetune.checkpoint import write_metadata
+from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
+from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
 from moe_finetune.vllm.serve import (
     ServeOptions,
     adapter_arguments,
+    checked_adapters,
     curl_line,
     merged_folder,
+    named_adapters,
     serve_command,
     watch,
 )
-from tests.checkpoint.helpers import EXPERTS
+from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
 from tests.vllm_server import ROOT, needs_vllm
@@ -89,49 +93,72 @@ def test_what_is_served(tmp_path, tiny_checkpoint):
         merged_folder(tmp_path / "nowhere")
 
 
-def test_an_adapter_on_qwen3_experts_is_served_on_a_gpu(tmp_path, tiny_checkpoint):
+def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
-    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
-    found = adapter_arguments(base, adapter, cpu=False)
-    assert found["--max-lora-rank"] == "16" and "--enable-lora" in found
-    assert "--enable-mixed-moe-lora-format" in found
-    module = json.loads(found["--lora-modules"])
-    assert module == {"name": "law", "path": str(adapter), "is_3d_lora_weight": True}
-    command = serve_command(base, ServeOptions(adapter=adapter), cpu=False)
-    assert pairs(command)["--max-lora-rank"] == "16"
+    law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
-    found = adapter_arguments(base, plain, cpu=False)
-    assert "--enable-mixed-moe-lora-format" not in found
+    given = named_adapters([str(law), f"calm={plain}"])
+    assert given == (("law", law), ("calm", plain))
+    adapters = checked_adapters(base, given, False, tmp_path / "scratch")
+    found = adapter_arguments(base, adapters, LoraSupport(True, True, refused=(None, None)))
+    assert found["--max-lora-rank"] == ["16"] and found["--max-loras"] == ["2"]
+    assert "--enable-mixed-moe-lora-format" in found and "--enable-lora" in found
+    assert [json.loads(module) for module in found["--lora-modules"]] == [
+        {"name": "law", "path": str(law), "is_3d_lora_weight": True},
+        {"name": "calm", "path": str(plain)},
+    ]
+    command = serve_command(base, ServeOptions(adapters=given), False, found)
+    assert pairs(command)["--max-lora-rank"] == "16"
+    alone = adapter_arguments(base, adapters[1:], LoraSupport(True, True, refused=(None,)))
+    assert "--enable-mixed-moe-lora-format" not in alone
+    stacked = LoraSupport(True, True, stacked=True, refused=(None, None))
+    assert "--enable-mixed-moe-lora-format" not in adapter_arguments(base, adapters, stacked)
+    for wrong in ([str(law), str(law)], [f"={law}"], ["law="]):
+        with pytest.raises(RecipeError, match="--adapter"):
+            named_adapters(wrong)
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "cpu", "reason"),
+    ("options", "cpu", "reason"),
     [
-        ("qwen3_moe", {"target_parameters": list(EXPERTS)}, True, "on GPUs only"),
-        ("qwen3_moe", {}, False, "neither attention nor routed experts"),
-        ("qwen3_moe", {**ATTENTION, "modules_to_save": ["gate"]}, False, "whole modules (gate)"),
-        ("olmoe", {"target_parameters": list(EXPERTS)}, False, "on the experts of OLMoE"),
-        ("deepseek_v2", ATTENTION, False, "attention of DeepSeek"),
+        ({"target_parameters": list(EXPERTS)}, True, "on GPUs only"),
+        ({"target_parameters": [EXPERTS[1]]}, False, "only one of the experts' two parameters"),
+        ({"target_parameters": None, "target_modules": ["kv_b_proj"]}, False, "kv_b_proj"),
     ],
 )
-def test_an_adapter_that_vllm_cannot_serve(tmp_path, tiny_checkpoint, family, options, cpu, reason):
-    base = tiny_checkpoint(family)
+def test_what_no_class_can_serve(tmp_path, tiny_checkpoint, options, cpu, reason):
+    base = tiny_checkpoint("deepseek_v2" if "kv_b_proj" in reason else "qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", **options)
     with pytest.raises(AdapterError) as caught:
-        adapter_arguments(base, adapter, cpu)
+        checked_adapters(base, [("a", adapter)], cpu, tmp_path / "scratch")
     assert reason in str(caught.value) and "moe-finetune merge" in str(caught.value)
 
 
-def test_chosen_experts_and_biases_are_refused(tmp_path, tiny_checkpoint):
+def test_chosen_experts_are_filled_up_and_a_bias_is_refused(tmp_path, tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
     adapter = random_adapter(base, tmp_path / "adapter", **ATTENTION)
     save_file({"bias.1": torch.zeros(12)}, adapter / "router_bias.safetensors")
     with pytest.raises(AdapterError, match="routing bias"):
-        adapter_arguments(base, adapter, cpu=False)
-    adapter = random_adapter(base, tmp_path / "chosen", target_parameters=list(EXPERTS))
-    write_metadata(adapter, {layer: range(12) for layer in range(3)})
-    with pytest.raises(AdapterError, match="chosen experts only"):
-        adapter_arguments(base, adapter, cpu=False)
+        checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+    whole = random_adapter(base, tmp_path / "whole", target_parameters=list(EXPERTS))
+    chosen = select(whole, base, {1: [3, 10]}, tmp_path / "chosen")
+    ((_, filled),) = checked_adapters(base, [("a", chosen)], False, tmp_path / "scratch")
+    stacks = [key for key in filled.tensors if ".experts." in key]
+    assert {key.split(".")[2] for key in stacks} == {"1"}
+    assert filled.folder != chosen and filled.metadata.experts is None
+
+
+def test_patterns_of_parameters_name_modules_for_vllm(tmp_path, tiny_checkpoint):
+    """vLLM would give a router's or shared expert's factors the rank of all others."""
+    base = tiny_checkpoint("qwen3_moe")
+    options = {"rank_pattern": {r"mlp\.gate\.weight": 2}, "alpha_pattern": {"gate.weight": 9}}
+    adapter = random_adapter(
+        base, tmp_path / "adapter", **options, target_parameters=["gate.weight"]
+    )
+    ((_, found),) = checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+    assert found.config["rank_pattern"] == {r"mlp\.gate": 2}
+    assert found.config["alpha_pattern"] == {"gate": 9}
+    assert (found.folder / "adapter_model.safetensors").resolve().parent == adapter
 
 
 def test_the_curl_line_is_one_a_shell_splits():
@@ -372,15 +399,82 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     base = tiny_checkpoint("qwen3_moe")
-    adapter = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
+    plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
+    given = (("law", law), ("calm", plain))
     options = ServeOptions(
-        port=8123, tensor_parallel=4, data_parallel=2, expert_parallel=True, adapter=adapter
+        port=8123, tensor_parallel=4, data_parallel=2, expert_parallel=True, adapters=given
     )
+    adapters = checked_adapters(base, given, False, tmp_path / "scratch")
+    support = ask_vllm("Qwen3MoeForCausalLM", [law, plain])  # in a process of its own
+    assert support == support_in_vllm("Qwen3MoeForCausalLM", [law, plain])
+    arguments = adapter_arguments(base, adapters, support)
     parser = make_arg_parser(FlexibleArgumentParser())
-    found = parser.parse_args(serve_command(base, options, cpu=False)[4:])
+    found = parser.parse_args(serve_command(base, options, False, arguments)[4:])
     assert found.model_tag == str(base) and found.port == 8123 and found.enable_lora
     assert (found.tensor_parallel_size, found.data_parallel_size) == (4, 2)
     assert found.enable_expert_parallel and found.enable_mixed_moe_lora_format
-    assert found.max_lora_rank == 16 and found.lora_modules[0].is_3d_lora_weight
+    assert found.max_lora_rank == 16 and found.max_loras == 2
+    assert [(m.name, m.is_3d_lora_weight) for m in found.lora_modules] == [
+        ("law", True),
+        ("calm", False),
+    ]
     on_cpu = parser.parse_args(serve_command(base, ServeOptions(), cpu=True)[4:])
     assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_is_asked_what_its_classes_support(tmp_path, tiny_checkpoint):
+    base = tiny_checkpoint("qwen3_moe")
+    saved = random_adapter(base, tmp_path / "saved", **ATTENTION, modules_to_save=["gate"])
+    dora = random_adapter(base, tmp_path / "dora", **ATTENTION, use_dora=True)
+    support = support_in_vllm("Qwen3MoeForCausalLM", [saved, dora])
+    assert support.supported and support.gated and not support.stacked
+    opened = [("saved", open_adapter(saved)), ("dora", open_adapter(dora))]
+    with pytest.raises(AdapterError, match=r"modules_to_save.*moe-finetune merge"):
+        adapter_arguments(base, opened, support)
+    with pytest.raises(AdapterError, match=r"DoRA.*moe-finetune merge"):
+        adapter_arguments(base, opened[1:], replace(support, refused=support.refused[1:]))
+    gpt_oss = support_in_vllm("GptOssForCausalLM", [])
+    assert gpt_oss.supported and gpt_oss.stacked
+    assert support_in_vllm("Glm4MoeForCausalLM", []).supported
+    assert not support_in_vllm("NemotronHForCausalLM", []).gated
+    assert not support_in_vllm("NobodysForCausalLM", []).known
+    unknown = LoraSupport(False, refused=(None,))
+    with pytest.raises(AdapterError, match="has no LoRA"):
+        adapter_arguments(base, opened[1:], unknown)
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_reads_our_ranks_and_scalings(tmp_path, tiny_checkpoint):
+    """vLLM's own loader, on an adapter with rsLoRA and a rank for each part, router included."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    base = tiny_checkpoint("qwen3_moe")
+    adapter = random_adapter(
+        base,
+        tmp_path / "adapter",
+        use_rslora=True,
+        target_parameters=[*EXPERTS, "mlp.gate.weight"],
+        rank_pattern={"mlp.gate.weight": 2, "mlp.experts.gate_up_proj": 6, "o_proj": 3},
+        alpha_pattern={"mlp.gate.weight": 5, "mlp.experts.down_proj": 7},
+    )
+    ((_, served),) = checked_adapters(base, [("a", adapter)], False, tmp_path / "scratch")
+    helper = PEFTHelper.from_local_dir(str(served.folder), None)
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts"}
+    loras = LoRAModel.from_local_checkpoint(
+        str(served.folder), names, helper, device="cpu", dtype=torch.float32
+    ).loras
+    layer = "model.layers.1"
+    wanted = {
+        f"{layer}.self_attn.q_proj": (4, 12 / 4**0.5),
+        f"{layer}.self_attn.o_proj": (3, 12 / 3**0.5),
+        f"{layer}.mlp.gate": (2, 5 / 2**0.5),
+        f"{layer}.mlp.experts.base_layer": (6, 12 / 6**0.5),
+        f"{layer}.mlp.experts": (4, 7 / 4**0.5),
+    }
+    for name, (rank, scaling) in wanted.items():
+        assert (loras[name].rank, loras[name].scaling) == (rank, pytest.approx(scaling))
