@@ -20,19 +20,19 @@ from moe_finetune.models.loading import load_config, load_tokenizer
 from moe_finetune.models.structure import shapes_on_disk
 from tests import tiny
 from tests.models import moonlight_files
+from tests.published import fixture
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 CODE = "raise SystemExit('remote code ran')\n"
 
 
-def _publish(family: str, fixture: str, folder: Path) -> Path:
+def _publish(family: str, published: str, folder: Path) -> Path:
     """A tiny model with its family's published files: config with auto_map, shards, code."""
     tiny.model(family).save_pretrained(folder, max_shard_size="300KB")
-    facts = json.loads((FIXTURES / fixture).read_text())
+    auto_map = fixture.read(published).config["auto_map"]
     config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = facts["auto_map"]
+    config["auto_map"] = auto_map
     (folder / "config.json").write_text(json.dumps(config))
-    for module in {target.split(".")[0] for target in facts["auto_map"].values()}:
+    for module in {target.split(".")[0] for target in auto_map.values()}:
         (folder / f"{module}.py").write_text(CODE)
     if family == "moonlight":
         moonlight_files.write(folder)
@@ -46,15 +46,15 @@ def _publish(family: str, fixture: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "fixture"),
+    ("family", "published"),
     [
-        ("deepseek_moe", "deepseek_moe_16b.json"),
-        ("deepseek_v2", "deepseek_v2_lite.json"),
-        ("moonlight", "moonlight_16b_a3b.json"),
+        ("deepseek_moe", "deepseek_moe_16b"),
+        ("deepseek_v2", "deepseek_v2_lite"),
+        ("moonlight", "moonlight_16b_a3b"),
     ],
 )
-def test_public_files_become_a_folder_without_code(family, fixture, tmp_path):
-    source = _publish(family, fixture, tmp_path / "public")
+def test_public_files_become_a_folder_without_code(family, published, tmp_path):
+    source = _publish(family, published, tmp_path / "public")
     before = {file.name: file.read_bytes() for file in source.iterdir()}
     output = convert_checkpoint(source, tmp_path / "out" / "converted")
 
@@ -93,7 +93,7 @@ def test_public_files_become_a_folder_without_code(family, fixture, tmp_path):
 
 
 def test_shards_without_an_index_get_one(tmp_path):
-    source = _publish("deepseek_moe", "deepseek_moe_16b.json", tmp_path / "public")
+    source = _publish("deepseek_moe", "deepseek_moe_16b", tmp_path / "public")
     index = source / "model.safetensors.index.json"
     expected = json.loads(index.read_text())
     index.unlink()
@@ -104,7 +104,7 @@ def test_shards_without_an_index_get_one(tmp_path):
 
 
 def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
-    source = _publish("moonlight", "moonlight_16b_a3b.json", tmp_path / "public")
+    source = _publish("moonlight", "moonlight_16b_a3b", tmp_path / "public")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("mine")
     with pytest.raises(OutputExistsError, match="there: is not empty"):
@@ -120,7 +120,7 @@ def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
 
 @pytest.mark.parametrize("name", ["LICENSE", "generation_config.json", "merges.txt", "NOTICE"])
 def test_only_regular_files_are_copied(name, tmp_path):
-    source = _publish("deepseek_moe", "deepseek_moe_16b.json", tmp_path / "public")
+    source = _publish("deepseek_moe", "deepseek_moe_16b", tmp_path / "public")
     for make in (lambda p: p.symlink_to("/dev/zero"), os.mkfifo):
         (source / name).unlink(missing_ok=True)
         make(source / name)
@@ -136,7 +136,7 @@ def test_only_regular_files_are_copied(name, tmp_path):
 
 def test_space_is_asked_for_before_weights_are_read(tmp_path, capsys):
     """A checkpoint of 6 TB of zeros, of which only the header is on the disk."""
-    source = _publish("deepseek_moe", "deepseek_moe_16b.json", tmp_path / "public")
+    source = _publish("deepseek_moe", "deepseek_moe_16b", tmp_path / "public")
     for file in source.glob("*.safetensors"):
         file.unlink()
     (source / "model.safetensors.index.json").unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,14 @@ from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.memory.plan import GIB
 from tests import tiny
-
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+from tests.published import fixture
 
 
 @pytest.fixture
 def qwen(tmp_path) -> Path:
     """The published config of Qwen3-30B-A3B, without weights or tokenizer."""
-    shutil.copy(FIXTURES / "qwen3_30b_a3b.json", tmp_path / "config.json")
+    config = fixture.read("qwen3_30b_a3b").config
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 

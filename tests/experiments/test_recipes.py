@@ -13,6 +13,7 @@ from moe_finetune.experiments import expand, load_study
 from moe_finetune.experiments.reproductions import reproduction_of
 from moe_finetune.experiments.slurm import batch_script, shard_command
 from moe_finetune.losses.presets import PRESETS
+from tests.published import fixture
 
 STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
 FILES = [file for file in sorted(STUDIES.glob("*.yaml")) if reproduction_of(file) is None]
@@ -107,7 +108,7 @@ def test_paper1_pretrain_by_hand():
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-small-lb", 0.4, 0.08),
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-medium-lb", 1.1, 0.10),
         ("paper1_pretrain", "deepseek_moe_16b", "vanilla-large-lb", 7.0, 0.50),
-        ("paper1_pretrain", "glm4_moe", "shared-large-lb", 7.0, 0.60),
+        ("paper1_pretrain", "glm_4_5_air", "shared-large-lb", 7.0, 0.60),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-erc", 3.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e256-erc", 15.0, None),
         ("paper2_pretrain", "olmoe_1b_7b", "e64-autonomy", 3.0, None),
@@ -118,26 +119,9 @@ def test_pretrained_sizes_are_the_papers(
     study, config, arm, billions, active, tmp_path, monkeypatch
 ):
     """On the meta device, from the config of the checkpoint that the recipe names."""
-    import shutil
-
     from moe_finetune.experiments.plan import model_size
 
-    fixtures = Path(__file__).resolve().parents[1] / "fixtures"
-    own = {
-        "olmoe_1b_7b": {"model_type": "olmoe"},  # transformers' defaults are its shape
-        "glm4_moe": {
-            "model_type": "glm4_moe",
-            "eos_token_id": [5, 7],
-            "head_dim": 128,
-            "partial_rotary_factor": 0.5,
-            "rope_theta": 1e6,
-            "num_nextn_predict_layers": 1,
-        },
-    }
-    if config in own:
-        (tmp_path / "config.json").write_text(json.dumps(own[config]))
-    else:
-        shutil.copy(fixtures / f"{config}.json", tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(fixture.read(config).config))
     runs = expand(load_study(STUDIES / f"{study}.yaml", [f"model.path={tmp_path}"]))
     recipe = next(run.recipe for run in runs if run.arm == arm)
     if billions > 3:  # the smaller arms' memory is told as well, which takes longer than counting

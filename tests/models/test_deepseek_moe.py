@@ -17,8 +17,9 @@ from moe_finetune.models import FAMILIES, deepseek_moe, family_of
 from moe_finetune.models.deepseek_moe.modeling import DeepseekForCausalLM
 from tests import tiny
 from tests.models import deepseek_reference
+from tests.published import fixture
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "deepseek_moe_16b.json"
+PUBLISHED = fixture.read("deepseek_moe_16b").config
 VARIANTS = [
     {},
     {"norm_topk_prob": True, "n_shared_experts": None},
@@ -127,20 +128,19 @@ def _published_names(config) -> set[str]:
 
 
 def test_published_config_loads_and_its_code_is_neither_run_nor_written_back(tmp_path):
-    (tmp_path / "config.json").write_text(FIXTURE.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     for module in ("configuration_deepseek", "modeling_deepseek"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('remote code ran')\n")
     deepseek_moe.register()
     config = AutoConfig.from_pretrained(tmp_path)
-    facts = json.loads(FIXTURE.read_text())
-    for key in facts.keys() - {
+    for key in PUBLISHED.keys() - {
         "auto_map",
         "rope_theta",
         "rope_scaling",
         "torch_dtype",
         "transformers_version",
     }:
-        assert getattr(config, key) == facts[key], key
+        assert getattr(config, key) == PUBLISHED[key], key
     assert config.rope_parameters == {"rope_theta": 10000, "rope_type": "default"}
     assert config.dtype == torch.bfloat16
     config.save_pretrained(tmp_path / "out")

@@ -23,9 +23,9 @@ from moe_finetune.models.structure import meta_model, shapes_on_disk
 from moe_finetune.training import inspection
 from moe_finetune.training.inspection import inspect_checkpoint
 from tests import tiny
+from tests.published import fixture
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-PUBLISHED = sorted(FIXTURES.glob("*.json"))
+PUBLISHED = ("deepseek_moe_16b", "deepseek_v2_lite", "moonlight_16b_a3b", "qwen3_30b_a3b")
 SHARD = "model.safetensors"
 
 VARIANTS = [
@@ -93,9 +93,9 @@ def test_variants(family, changes, tmp_path):
     same_as_the_class(raw_config(family) | changes, tmp_path)
 
 
-@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
-def test_published(file, tmp_path):
-    same_as_the_class(json.loads(file.read_text()), tmp_path)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published(name, tmp_path):
+    same_as_the_class(fixture.read(name).config, tmp_path)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
