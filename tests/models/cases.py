@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from moe_finetune.models import FAMILIES, table
 from tests import tiny_adapter
 from tests import tiny_families as tiny
+
+COMPOSITES = [family.name for family in table.COMPOSITES]
+NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
+NEEDS_A_FILE = {"supervised_routing"}
+STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
 
 
 def adapted(family, router="lora"):

@@ -17,7 +17,7 @@ from moe_finetune.errors import CaptureError, CheckpointError, ObjectiveError, U
 from moe_finetune.lora.coverage import lora_coverage
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
-from moe_finetune.models import FAMILIES, family_of, table
+from moe_finetune.models import FAMILIES, family_of
 from moe_finetune.models.structure import class_of
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.biased_choice import Rule, select_with_bias
@@ -26,17 +26,13 @@ from moe_finetune.moe.layers import model_facts, moe_layers
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.training.reach import check_reach
 from tests import tiny_families as tiny
-from tests.models.cases import adapted, batch, run
+from tests.models.cases import NAMES, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch, run
 
-COMPOSITES = [family.name for family in table.COMPOSITES]
-NAMES = [family.name for family in table.FAMILIES] + COMPOSITES
 # Their own gate's SiLU is taken over all rows at once: the last of a vector round otherwise.
 OWN_GATE = {
     *("deepseek_v4", "hy_v4", "minimax_m3_vl", "minimax_m3_vl_text", "nemotron_h"),
     *("glm5_next", "nemotron_h_omni"),
 }
-NEEDS_A_FILE = {"supervised_routing"}
-STANDARD_WEIGHTS = [name for name in NAMES if FAMILIES[name].own_weights is None]
 
 
 def loaded(folder):

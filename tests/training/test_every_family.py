@@ -13,8 +13,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.training.specialization import Specialization
 from tests import tiny_families as tiny
-from tests.models.cases import adapted, batch
-from tests.models.test_every_family import NAMES, NEEDS_A_FILE, STANDARD_WEIGHTS
+from tests.models.cases import NAMES, NEEDS_A_FILE, STANDARD_WEIGHTS, adapted, batch
 
 # Every preset meets several families, and every family a preset and its own bias.
 OTHERS = sorted(set(PRESETS) - NEEDS_A_FILE - {"loss_free"})

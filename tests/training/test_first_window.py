@@ -12,6 +12,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.training.grpo import trainer_for
 from tests.training.policy import COMMON, Policy, adapted, explicit, gradients
 from tests.training.strength import BATCHES, agree, by_hand, logged, train
 
@@ -230,8 +231,6 @@ def test_a_share_whose_aim_is_met_later_keeps_its_weight(caplog):
 
 @pytest.mark.parametrize("every", [None, 1])
 def test_grpo_goes_on_over_equal_rewards(tmp_path, every):
-    from tests.training.test_rollout import trainer_for
-
     trainer = trainer_for(
         tmp_path, "qwen3_moe", False, max_steps=4, num_iterations=1, beta=0.0, max_grad_norm=1.0
     )
