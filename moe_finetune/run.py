@@ -96,7 +96,7 @@ def carry_out(
     if not trained:
         with terminal().phase("prepare"):
             inputs = check_inputs(recipe, ignore_memory)
-        recipe = _with_date(recipe, inputs.date)
+        recipe = with_date(recipe, inputs.date)
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     made = not output.exists()
     if ranks.rank() == 0:
@@ -194,10 +194,11 @@ def on_day_of(recipe: Recipe, output: Path) -> Recipe:
     saved = output / RECIPE_FILE
     if recipe.data.date is not None or not saved.is_file():
         return recipe
-    return _with_date(recipe, load_recipe(saved).data.date)
+    return with_date(recipe, load_recipe(saved).data.date)
 
 
-def _with_date(recipe: Recipe, date: str | None) -> Recipe:
+def with_date(recipe: Recipe, date: str | None) -> Recipe:
+    """``recipe`` with the day (ISO) that its chat template writes, if it writes one."""
     data = recipe.data.model_copy(update={"date": date or recipe.data.date})
     return recipe.model_copy(update={"data": data})
 

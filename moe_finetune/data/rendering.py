@@ -76,7 +76,7 @@ class Template:
             return "", []
         texts, marks = self._limited(
             lambda: render_jinja_template(
-                conversations=[copy.deepcopy(list(turns))],
+                conversations=[list(turns)],
                 chat_template=template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marked,

@@ -5,85 +5,30 @@ The expectations are written by hand. Templates are those that TRL carries of pu
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import logging
-import re
 
 import pytest
-from transformers import AddedToken
 
 from moe_finetune.data.examples import load_dataset_for, load_examples
 from moe_finetune.data.rows import Former
-from moe_finetune.data.tokenize import IGNORED, on_day, set_chat_template, tokenize_row
+from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from moe_finetune.training.preview import marked
 from tests import tiny
+from tests.conversations import (
+    ASK,
+    LEGACY,
+    OPENAI,
+    SHAREGPT,
+    TOOLS,
+    TRL,
+    YES,
+    tokenizer_of,
+)
 
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
-FUNCTION = {"name": "rain", "description": "Rain?", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-ASK = {"role": "user", "content": "Wet?"}
-RESULT = {"role": "tool", "tool_call_id": "c12345678", "name": "rain", "content": "7 mm"}
-YES = {"role": "assistant", "content": "Yes."}
-OPENAI = {
-    "tools": TOOLS,
-    "messages": [
-        ASK,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": "c12345678",
-                    "type": "function",
-                    "function": {"name": "rain", "arguments": '{"city":"Bonn"}'},
-                }
-            ],
-        },
-        RESULT,
-        YES,
-    ],
-}
-TRL = {
-    "tools": json.dumps(TOOLS),
-    "messages": [
-        ASK,
-        {
-            "role": "assistant",
-            "tool_calls": [
-                {"type": "function", "function": {"name": "rain", "arguments": {"city": "Bonn"}}}
-            ],
-        },
-        {"role": "tool", "name": "rain", "content": "7 mm"},
-        YES,
-    ],
-}
-SHAREGPT = {
-    "system": "Be brief.",
-    "tools": json.dumps([FUNCTION]),
-    "conversations": [
-        {"from": "human", "value": "Wet?"},
-        {"from": "function_call", "value": '{"name": "rain", "arguments": {"city": "Bonn"}}'},
-        {"from": "observation", "value": "7 mm"},
-        {"from": "gpt", "value": "Yes."},
-    ],
-}
-LEGACY = {
-    "functions": [FUNCTION],
-    "messages": [
-        ASK,
-        {
-            "role": "assistant",
-            "content": None,
-            "function_call": {"name": "rain", "arguments": '{"city": "Bonn"}'},
-        },
-        {"role": "function", "name": "rain", "content": "7 mm"},
-        YES,
-    ],
-}
 SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
 LAYOUTS = {"openai": OPENAI, "trl": TRL, "sharegpt": SHAREGPT, "legacy": LEGACY}
 CALLED = {  # the end of the conversation above, from the question on
@@ -124,16 +69,6 @@ CALLED = {  # the end of the conversation above, from the question on
         "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n"
     ),
 }
-
-
-def tokenizer_of(name: str):
-    """A byte tokenizer with the template of this name in TRL."""
-    tokenizer = tiny.tokenizer()
-    folder = importlib.resources.files("trl") / "chat_templates"
-    tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
-    tokens = sorted(set(re.findall(r"<[|｜][^\s<>]+?[|｜]>", tokenizer.chat_template)))
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
-    return on_day(tokenizer, "2026-02-03")
 
 
 def learned(row: dict, tokenizer, completion_only: bool = True, **options) -> str:

@@ -1,0 +1,160 @@
+"""Turns of preferences, labels and prompts: the tokens that TRL's trainers make of them, by hand.
+
+What an answer is judged by is between ⟦ and ⟧.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moe_finetune.data.stage_rows import load_stage_rows
+from moe_finetune.data.tokenize import as_published
+from moe_finetune.errors import DataError
+from moe_finetune.recipe.sections import DataSection
+from moe_finetune.recipe.stages import STAGES
+from tests import tiny
+from tests.conversations import ASK, FUNCTION, OPENAI, SHAREGPT, TOOLS, TRL, YES, tokenizer_of
+
+NO = {"role": "assistant", "content": "No."}
+CALLED = TRL["messages"][:3]  # the question, the call and its result
+PREFERENCES = {
+    "trl": {"prompt": CALLED, "chosen": [YES], "rejected": [NO], "tools": json.dumps(TOOLS)},
+    "whole": {"chosen": [*CALLED, YES], "rejected": [*CALLED, NO], "tools": TOOLS},
+    "openai": {
+        "input": {"messages": OPENAI["messages"][:3], "tools": TOOLS},
+        "preferred_output": [YES],
+        "non_preferred_output": [NO],
+    },
+    "sharegpt": {
+        "conversations": SHAREGPT["conversations"][:3],
+        "tools": json.dumps([FUNCTION]),
+        "chosen": {"from": "gpt", "value": "Yes."},
+        "rejected": {"from": "gpt", "value": "No."},
+    },
+}
+LABELS = {
+    "trl": {"prompt": CALLED, "completion": [YES], "label": True, "tools": TOOLS},
+    "sharegpt": {**SHAREGPT, "kto_tag": False},
+    "messages": {"messages": [*CALLED, YES], "tools": TOOLS, "label": True},
+}
+ASKED = (
+    "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+    '<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\n<tool_response>\n7 mm\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    return tokenizer_of("qwen3_instruct_2507")
+
+
+def load(stage: str, row: dict, tokenizer, tmp_path, **options):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
+    options = {"max_length": 4096, **options}
+    return load_stage_rows(
+        STAGES[stage], DataSection(train=str(file), **options), tokenizer, seed=0
+    )
+
+
+def trainer_of(stage: str, examples, tmp_path):
+    """TRL's trainer, which has made tokens of the rows."""
+    found = STAGES[stage]
+    arguments = found.config_class()(
+        output_dir=str(tmp_path / "out"), max_length=4096, use_cpu=True, bf16=False,
+        report_to="none", per_device_train_batch_size=2,
+    )  # fmt: skip
+    return found.trainer_class()(
+        model=tiny.model("olmoe"),
+        ref_model=tiny.model("olmoe"),
+        args=arguments,
+        train_dataset=examples.train,
+        processing_class=examples.tokenizer,
+    )
+
+
+@pytest.mark.parametrize("layout", PREFERENCES)
+def test_dpo(tokenizer, tmp_path, layout):
+    examples = load("dpo", PREFERENCES[layout], tokenizer, tmp_path)
+    row = trainer_of("dpo", examples, tmp_path).train_dataset[0]
+    prompt = tokenizer.decode(row["prompt_ids"])
+    assert prompt.endswith(ASKED) and '"description": "Rain?"' in prompt.removesuffix(ASKED)
+    assert tokenizer.decode(row["chosen_ids"]) == "Yes.<|im_end|>\n"
+    assert tokenizer.decode(row["rejected_ids"]) == "No.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("layout", LABELS)
+def test_kto(tokenizer, tmp_path, layout):
+    examples = load("kto", LABELS[layout], tokenizer, tmp_path)
+    row = trainer_of("kto", examples, tmp_path).train_dataset[0]
+    prompt = tokenizer.decode(row["prompt_ids"])
+    assert prompt.endswith(ASKED) and '"description": "Rain?"' in prompt.removesuffix(ASKED)
+    assert ("Be brief." in prompt) == (layout == "sharegpt") and row["label"] != (
+        layout == "sharegpt"
+    )
+    assert tokenizer.decode(row["completion_ids"]) == "Yes.<|im_end|>\n"
+
+
+def test_orpo_and_grpo_give_the_template_what_the_first_turn_carries(tokenizer, tmp_path):
+    from trl.data_utils import maybe_apply_chat_template
+
+    rows = load("orpo", PREFERENCES["trl"], tokenizer, tmp_path)
+    text = maybe_apply_chat_template(rows.train[0], rows.tokenizer)
+    assert text["prompt"].endswith(ASKED) and '"description": "Rain?"' in text["prompt"]
+    assert (text["chosen"], text["rejected"]) == ("Yes.<|im_end|>\n", "No.<|im_end|>\n")
+    asked = {"prompt": CALLED, "tools": TOOLS, "answer": "7"}
+    rows = load("grpo", asked, tokenizer, tmp_path)
+    given = [rows.train[0]["prompt"]]  # as GRPO's and distillation's trainers do
+    (ids,) = rows.tokenizer.apply_chat_template(
+        conversation=given, tools=None, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    assert tokenizer.decode(ids) == text["prompt"] and rows.train[0]["answer"] == "7"
+    assert as_published(rows.tokenizer).chat_template == tokenizer.chat_template
+
+
+def test_variables_and_the_date_reach_trl(tmp_path):
+    row = {"prompt": [ASK], "chosen": [YES], "rejected": [NO],
+           "chat_template_kwargs": {"reasoning_effort": "low"}}  # fmt: skip
+    tokenizer = as_published(tokenizer_of("gptoss"))
+    examples = load("dpo", row, tokenizer, tmp_path, date="2024-02-03")
+    prompt = examples.tokenizer.apply_chat_template(
+        examples.train[0]["prompt"], tokenize=False, add_generation_prompt=True
+    )
+    assert (
+        "Current date: 2024-02-03\n\nReasoning: low\n" in prompt and examples.date == "2024-02-03"
+    )
+
+
+def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
+    examples = load("dpo", PREFERENCES["trl"], tokenizer, tmp_path)
+    row = examples.sources[0][1][0]
+    learned = [token for token in row["labels"] if token != -100]
+    assert tokenizer.decode(learned) == "Yes.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "said"),
+    [
+        ("dpo", {"prompt": [ASK], "chosen": [*CALLED[1:], YES], "rejected": [NO]},
+         r"'chosen'\[1\]: a turn of 'tool', which would be learned.*'prompt'"),
+        ("dpo", {"prompt": [ASK], "chosen": [{**YES, "weight": 0}], "rejected": [NO]},
+         r"'chosen'\[0\]: an answer that is not learned"),
+        ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
+         r"turn 1: 'thinking': the chat template does not read it"),
+        ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text is trained"),
+        ("grpo", {"prompt": [{**ASK, "name": "Ann"}]}, r"turn 0: 'name'"),
+        ("kto", {"prompt": [ASK], "completion": [YES], "label": True, "tools": "{"}, "not JSON"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{said}"):
+        load(stage, row, tokenizer, tmp_path)
+
+
+def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
+    load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
+    assert "train data: nothing reads score" in caplog.text
