@@ -247,6 +247,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     from moe_finetune.moe.offload import offload_experts
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training import ranks
+    from moe_finetune.training.continued import continue_adapter
     from moe_finetune.training.drift import watch_drift
     from moe_finetune.training.keep_steps import KeepSteps
     from moe_finetune.training.numerics import make_deterministic
@@ -261,6 +262,8 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     model: Any = start_model(recipe)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
+    if recipe.lora is not None and recipe.lora.start is not None:
+        continue_adapter(model, Path(recipe.lora.start), base_folder(recipe))
     if recipe.model.offload == "experts":
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())

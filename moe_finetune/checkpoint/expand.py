@@ -36,14 +36,18 @@ _OF_OTHERS = (
 )  # fmt: skip
 
 
-def peft_folder(adapter: Adapter, base: Checkpoint, output: Path) -> Path:
+def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = False) -> Path:
     """``adapter``'s own folder where PEFT reads it as it was meant, else ``output``, written.
+
+    With ``rewrite`` it is written in any case, and stacks have a scaling of 1.
 
     Raises:
         AdapterError, CheckpointError: as for a merge; or an adapter that PEFT has no form for.
     """
     updates = resolve(adapter, base)
-    if ordinary(adapter, [update for _, update in updates if isinstance(update, LowRank)]):
+    if not rewrite and ordinary(
+        adapter, [update for _, update in updates if isinstance(update, LowRank)]
+    ):
         return adapter.folder
     by_tensor: dict[str, list[LowRank]] = {}
     for name, update in updates:

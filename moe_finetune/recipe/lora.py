@@ -50,6 +50,9 @@ class LoraSection(Section):
         default="kaiming",
         description="kaiming, gaussian, orthogonal, pissa, pissa_niter_N or olora",
     )
+    start: str | None = Field(
+        default=None, description="adapter's folder to go on from; default: new factors"
+    )
     loraplus_lr_ratio: float | None = Field(
         default=None, ge=1, le=1e6, description="LoRA+: learning rate of B over that of the rest"
     )
@@ -113,5 +116,10 @@ class LoraSection(Section):
             for key, rank in ranks.items():
                 if rank is not None and rank % 2:
                     yield f"{key}: lora.init 'orthogonal' needs an even rank, not {rank}"
+        if self.start is not None and (self.changes_base or self.experts != "all" or self.use_dora):
+            yield (
+                "lora.start: goes with the default lora.init, all experts and no DoRA only; leave "
+                "one of them out, or merge the adapter and train from the merged checkpoint"
+            )
         if self.loraplus_lr_ratio is not None and not self.adapted(router):
             yield "lora.loraplus_lr_ratio: nothing has an adapter; add a part to lora.targets"

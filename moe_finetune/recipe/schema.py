@@ -210,6 +210,8 @@ def _unstartable(recipe: Recipe, lora: LoraSection) -> Iterator[str]:
             yield f"lora.init: '{lora.init}' does not go with {other}; set one to its default"
         if lora.loraplus_lr_ratio is not None and "parallel" in other:
             yield f"lora.loraplus_lr_ratio: does not go with {other}; leave one of them out"
+        if lora.start is not None and ("parallel" in other or "offload" in other):
+            yield f"lora.start: does not go with {other}; leave one of them out"
         if lora.use_dora:
             yield f"lora.use_dora: does not go with {other}; set one to its default"
     if lora.changes_base and recipe.stage not in ("sft", "pretrain"):

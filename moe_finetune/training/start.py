@@ -103,6 +103,7 @@ def tokenizer_faults(folder: str) -> Iterator[None]:
 def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool = False) -> Inputs:
     """Find whatever is wrong with checkpoint, method, trainer, data or suite beforehand."""
     from moe_finetune.checkpoint.bias import bias_config
+    from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.checkpoint.untrained import stale_head
     from moe_finetune.data.stage_rows import load_for_stage
@@ -155,6 +156,8 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
             )
         for line in stale_head(opened, adapts(recipe.lora, recipe.router.train)):
             log.warning("%s", line)
+        if recipe.lora is not None and recipe.lora.start is not None:
+            check_adapter(recipe.lora.start, opened)
     options = {name: term.model_dump() for name, term in recipe.method.terms.items()}
     Objective.from_options(options, config_facts(config))
     family = family_of(config)

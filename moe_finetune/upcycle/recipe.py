@@ -30,7 +30,7 @@ DENSE_TARGETS: dict[str, tuple[str, ...]] = {
 }
 """``lora.targets`` -> modules of a dense model; its feed-forward is what becomes an expert."""
 
-_NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "loraplus_lr_ratio"}
+_NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ratio"}
 
 
 class PretrainSection(Section):

@@ -257,6 +257,8 @@ def test_from_preset():
     (["lora.init=pissa", "model.quantization=nf4"], "does not go with model.quantization 'nf4'"),
     (["lora.init=olora", "model.offload=experts"], "does not go with model.offload 'experts'"),
     (["lora.init=orthogonal", "parallel.experts=2"], "does not go with parallel.experts: 2"),
+    (["lora.start=a", "lora.init=pissa"], "lora.start: goes with the default lora.init"),
+    (["lora.start=a", "parallel.experts=2"], "lora.start: does not go with parallel.experts: 2"),
     (["lora.loraplus_lr_ratio=0.5"], "lora.loraplus_lr_ratio: must be 1 or more, not 0.5"),
     (["lora.loraplus_lr_ratio=8", "lora.targets=[]"], "nothing has an adapter"),
     (["lora.loraplus_lr_ratio=8", "parallel.experts=2"], "does not go with parallel.experts: 2"),

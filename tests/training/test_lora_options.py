@@ -9,15 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.errors import DependencyError
+from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.errors import AdapterError, DependencyError
+from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
+from moe_finetune.training.continued import continue_adapter
 from moe_finetune.training.preconditions import check_accelerator
 from moe_finetune.training.start import check_inputs
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
-from tests.checkpoint.helpers import load, logits, with_adapter
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import EXPERTS, load, logits, with_adapter
 
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -78,8 +83,6 @@ def test_loraplus_and_neftune_are_those_of_peft_and_transformers(recipe, base, t
     from datasets import Dataset
     from peft.optimizers import create_loraplus_optimizer
 
-    from moe_finetune.lora.targets import add_lora
-
     made = recipe({"loraplus_lr_ratio": 16.0}, weight_decay=0.03, neftune_noise_alpha=7.0)
     torch.manual_seed(0)
     model = add_lora(load(base), made.lora, made.router.train)
@@ -118,3 +121,50 @@ def test_a_full_router_is_named_before_training(recipe, router, told, caplog):
     with caplog.at_level("INFO", logger="moe_finetune"):
         check_inputs(made)
     assert ("set router.train to lora or frozen" in caplog.text) == told
+
+
+@pytest.mark.parametrize("maker", ["peft", "unsloth", "rank_of_a_part", "router"])
+def test_training_goes_on_from_an_adapter(base, maker, tmp_path):
+    """Before the first step the model computes what base and adapter compute."""
+    options = {
+        "peft": {"target_parameters": list(EXPERTS)},
+        "unsloth": {"target_parameters": list(EXPERTS)},
+        "rank_of_a_part": {
+            "target_parameters": list(EXPERTS), "rank_pattern": {"down_proj": 3},
+            "use_rslora": True,
+        },
+        "router": {"target_parameters": [*EXPERTS, "mlp.gate.weight"]},
+    }[maker]  # fmt: skip
+    adapter = helpers.adapter(base, tmp_path / "adapter", **options)
+    if maker == "unsloth":
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        config["lora_B_layout"] = "grouped_by_expert"
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+    merge_adapter(base, adapter, tmp_path / "merged")
+    wanted = logits(load(tmp_path / "merged"))
+    lora = LoraSection(rank=6, alpha=5.0, targets=["attention", "experts"])
+    model = add_lora(load(base), lora, "lora" if maker == "router" else "frozen")
+    continue_adapter(model, adapter, base)
+    assert (logits(model.eval()) - wanted).norm() < 1e-5 * wanted.norm()
+    assert (logits(load(base)) - wanted).norm() > 0.02 * wanted.norm()
+
+
+def test_an_adapter_that_the_recipe_cannot_go_on_from(base, recipe, tmp_path):
+    adapter = helpers.adapter(base, tmp_path / "adapter")
+    for lora, part in (
+        (LoraSection(rank=6, alpha=6.0, targets=["attention"]), "does not train"),
+        (LoraSection(rank=3, alpha=6.0), "has rank 4, and the recipe gives it 3"),
+    ):
+        with pytest.raises(AdapterError, match=part):
+            continue_adapter(add_lora(load(base), lora, "lora"), adapter, base)
+    with pytest.raises(AdapterError, match="no such adapter folder"):
+        check_inputs(recipe({"start": str(tmp_path / "nowhere")}))
+
+
+def test_a_run_goes_on_from_an_adapter(base, recipe, tmp_path):
+    adapter = helpers.adapter(base, tmp_path / "adapter")
+    lora = {"start": str(adapter), "parts": {}, "targets": ["attention", "experts"]}
+    output = run_recipe(recipe(lora, learning_rate=0.0, max_steps=1), tmp_path / "run")
+    merge_adapter(base, adapter, tmp_path / "merged")
+    wanted = logits(load(tmp_path / "merged"))
+    assert (logits(load(output / "merged")) - wanted).norm() < 1e-5 * wanted.norm()

@@ -1,0 +1,85 @@
+"""Training that goes on from an adapter, whoever made it.
+
+Shape legend: E experts (1 for a matrix), R the recipe's rank, r the adapter's, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.errors import AdapterError
+
+
+@torch.no_grad()
+def continue_adapter(model: Any, path: Path, base: Path) -> None:
+    """Give ``model``'s new factors, as ``add_lora`` leaves them, what an adapter has learned.
+
+    The model then computes what base and adapter compute. An adapter of a lower rank than the
+    recipe's leaves directions free, which begin as new ones do; parts that it does not adapt are
+    new.
+
+    Args:
+        path: the adapter's folder.
+        base: the folder of the checkpoint that it was trained on.
+
+    Raises:
+        AdapterError: it adapts or replaces what the recipe does not, or has a higher rank.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
+    from moe_finetune.checkpoint.expand import peft_folder
+    from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.tensors import read_tensor
+    from moe_finetune.training.whole import live_weights
+
+    checkpoint = open_checkpoint(base)
+    with tempfile.TemporaryDirectory() as scratch:
+        written = peft_folder(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
+        adapter = open_adapter(written)
+        tensors = {key: read_tensor(info).float() for key, info in adapter.tensors.items()}
+    live = {name.removeprefix(PREFIX): tensor for name, tensor in live_weights(model).items()}
+    for name, module in model.named_modules():
+        key = name.removeprefix(PREFIX)
+        if not isinstance(module, LoraLayer) or f"{key}.lora_A.weight" not in tensors:
+            continue
+        a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
+        experts: Any = getattr(module, "num_experts", 1)
+        rank, own = a.shape[0] // experts, module.r[model.active_adapter]
+        if rank > own:
+            raise AdapterError(
+                f"{path}: '{key}' has rank {rank}, and the recipe gives it {own}; set lora.rank or "
+                f"lora.parts to {rank} or more"
+            )
+        parameter = getattr(module, "parameter_name", "weight")
+        rule = f"{key.replace('.base_layer', '')}.{parameter}"
+        if not adapter.targets_parameter(rule):
+            rule = key
+        scale = adapter.scaling(rule) / module.scaling[model.active_adapter]
+        _fill(live[f"{key}.lora_A.weight"], a, experts, rank, own, in_a=True)
+        _fill(live[f"{key}.lora_B.weight"], b * scale, experts, rank, own, in_a=False)
+    for key in list(tensors):
+        if key in live and live[key].shape == tensors[key].shape:
+            live[key].copy_(tensors.pop(key))
+    if tensors:
+        raise AdapterError(
+            f"{path}: has '{next(iter(tensors))}' ({len(tensors)} such tensors), which the recipe "
+            "does not train; add its part to lora.targets or set router.train, or merge the "
+            "adapter and train from the merged checkpoint"
+        )
+
+
+def _fill(target: Tensor, values: Tensor, experts: int, rank: int, own: int, *, in_a: bool) -> None:
+    """Copy factors of rank ``rank`` into the first directions of PEFT's packed ones of ``own``."""
+    if in_a:
+        target.view(experts, own, -1)[:, :rank] = values.view(experts, rank, -1).to(target)
+        return
+    out_size = target.shape[0]
+    view_ORE = target.view(out_size, own, experts)
+    view_ORE[:, :rank] = values.reshape(out_size, rank, experts).to(target)
