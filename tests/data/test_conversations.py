@@ -353,3 +353,16 @@ def test_a_date_is_a_day():
     assert DataSection(train="a", date="2026-03-04").date == "2026-03-04"
     with pytest.raises(ValueError, match="wanted a day such as"):
         DataSection(train="a", date="yesterday")
+
+
+def test_processes_render_for_themselves(tmp_path):
+    rows = [{"messages": [{**ASK, "content": f"Wet {i}?"}, YES]} for i in range(7)]
+    section = DataSection(train=write(tmp_path, *rows), num_proc=2)
+    train, _ = load_dataset_for(section, tiny.tokenizer(), 0)
+    texts = sorted(tiny.tokenizer().decode(ids) for ids in train["input_ids"])
+    assert [text[len("<|im_start|>user\n") :][:5] for text in texts] == [
+        f"Wet {i}" for i in range(7)
+    ]
+    section = DataSection(train=write(tmp_path, *rows, {"messages": [ASK, THOUGHT]}), num_proc=2)
+    with pytest.raises(DataError, match=r"rows\.jsonl:8: turn 1: 'reasoning_content'"):
+        load_dataset_for(section, tiny.tokenizer(), 0)

@@ -134,3 +134,19 @@ def test_what_a_step_takes(data, extra, rows, tokens, said):
     given = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 5}
     arguments = SimpleNamespace(**given | extra)
     assert describe_steps(recipe_from_tree(tree), arguments, rows, tokens) == said
+
+
+def test_preview_of_preferences_shows_turns_as_the_model_sees_them(tiny_checkpoint, tmp_path):
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    row = {"prompt": [{"role": "user", "content": "Wet?"}], **answers}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    tree = {
+        "stage": "dpo",
+        "model": {"path": str(tiny_checkpoint("qwen3_moe"))},
+        "data": {"train": str(tmp_path / "d.jsonl")},
+    }
+    asked = "<|im_start|>user\nWet?<|im_end|><|im_start|>assistant\n"
+    assert preview(recipe_from_tree(Tree(tree))) == (
+        f"stage dpo: 1 rows\n\nrow 1\n  chosen: {asked}⟦chosen<|im_end|>⟧\n"
+        f"  rejected: {asked}⟦rejected<|im_end|>⟧"
+    )
