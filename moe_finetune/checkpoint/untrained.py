@@ -2,8 +2,9 @@
 
 transformers declares what its class leaves out (``_keys_to_ignore_on_load_unexpected``). Where it
 names a layer by its number, that is the published model's first layer after the decoder's, and a
-smaller one of the family has its head after its own last layer. Such tensors are neither loaded
-nor trained, and every export carries their bytes.
+smaller one of the family has its head after its own last layer. A config that counts predicting
+layers declares them too (MiniMax-M2's, of whose class transformers says nothing). Such tensors are
+neither loaded nor trained, and every export carries their bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
         family: whose names the files have; None for a dense model.
     """
     found = list(names)
-    patterns = list(_patterns(config, family))
+    patterns = list(_patterns(config))
     predicting = _predicting_layers(found, config, family)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     parts = {}
@@ -83,11 +84,11 @@ def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
     ]
 
 
-def _patterns(config: Any, family: Family | None) -> Iterator[re.Pattern[str]]:
-    """What transformers, the family and the config declare, layers of larger models apart."""
+def _patterns(config: Any) -> Iterator[re.Pattern[str]]:
+    """What transformers and the config declare, layers of larger models apart."""
     text = config.get_text_config()
     layers = text.num_hidden_layers
-    declared = list(ignored_names(config)) + list(family.untrained if family else ())
+    declared = list(ignored_names(config))
     if any(_counts(text)):
         declared.append(r"(^|\.)mtp(_\w+)?\.")
     for pattern in declared:

@@ -36,7 +36,7 @@ _MAY_BE_ZERO = (
     *("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),  # without latent attention
 )
-_MAY_BE_LISTS = ("moe_intermediate_size",)  # a number for each layer
+_MAY_BE_LISTS = ("moe_intermediate_size", "moe_layer_freq")  # a number for each layer
 
 
 def check_config(config: Mapping[str, Any], place: object, quantized: bool = False) -> None:
@@ -51,7 +51,9 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
     """
     for key, most in _LARGEST.items():
         value, least = config.get(key), 0 if key in _MAY_BE_ZERO else 1
-        numbers = value if key in _MAY_BE_LISTS and isinstance(value, list) else [value]
+        numbers = [value]
+        if key in _MAY_BE_LISTS and isinstance(value, list):
+            numbers, least = value, 0
         if value is not None and not all(type(n) is int and least <= n <= most for n in numbers):
             raise CheckpointError(
                 f"{place}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"

@@ -133,8 +133,6 @@ class Family:
         separate_spaces: whether router and experts read vectors of different spaces.
         check: raises UnsupportedModelError for options of a config that are not supported.
         bias_export: where a checkpoint holds a bias on the selection.
-        untrained: patterns of tensors that published files hold and no loader reads, where
-            transformers' class does not declare them.
         architecture: the causal language model's class where transformers has none of its own.
         rows: what several sequences in a row, and padding, need.
     """
@@ -167,7 +165,6 @@ class Family:
     separate_spaces: Callable[[Any], bool] = lambda config: False
     check: Callable[[Any], None] = lambda config: None
     bias_export: Literal["tensor", "noaux_tc", "none"] = "none"
-    untrained: tuple[str, ...] = ()
     architecture: str = ""
     part: str = ""
     rows: Rows = Rows()

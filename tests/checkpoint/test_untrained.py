@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint, permute_experts
 from moe_finetune.checkpoint.convert import convert_checkpoint
+from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.untrained import MTP, OTHER
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models import FAMILIES
 from moe_finetune.training.inspection import inspect_checkpoint
+from tests.quantization.formats import as_fp8, packs, rewrite
 from tests.tiny_adapter import adapted
-from tests.tiny_heads import HEADS, carries, names_of, with_head
+from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -71,3 +75,22 @@ def test_what_nobody_declares_is_refused(family, name, says, tmp_path):
     with_head(family, tmp_path, [name])
     with pytest.raises(CheckpointError, match=says):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["moonlight", "qwen3_next"])
+def test_a_head_in_fp8_blocks(family, tmp_path):
+    """DeepSeek-V3's head is stored as the rest; its scales count, and nothing of it is loaded."""
+    base, names = tmp_path / "base", names_of(family)
+    with_head(family, base, names)
+    floats = rewrite(base, as_fp8)
+    opened = open_checkpoint(base, stored=True)
+    assert opened.untrained.keys() == set(names)
+    scales = [f"{name}_scale_inv" for name in names if packs(name)]
+    stored = load_file(base / WEIGHTS)
+    size = sum(stored[name].nbytes for name in (*names, *scales))
+    assert len(scales) > 1
+    assert opened.parts_left_out() == {MTP: (len(names) + len(scales), size)}
+    state = load_model(base, dtype="float32").state_dict()
+    router = opened.family.router_target
+    (name,) = [n for n in state if n.endswith(f"layers.2.{router}")]
+    assert torch.equal(state[name], floats[opened.family.disk.name("router", 2)])

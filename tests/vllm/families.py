@@ -30,6 +30,9 @@ SERVED: dict[str, dict[str, Any]] = {
 
 OTHERS = {
     "ernie4_5_moe": "its CPU router leaves the bias out",
+    "gpt_oss": "has it; on a CPU not for unquantized experts with a bias",
+    "nemotron_h": "has it; on a CPU not for experts without a gate",
+    "qwen3_next": "has it; on a CPU in bfloat16 only",
 }
 """Families of which vLLM has the class, and whose tiny checkpoints it serves otherwise."""
 

@@ -1,6 +1,7 @@
 """Families, base + adapter merged, in real vLLM: the tokens and log-probabilities of base +
-adapter in transformers. The plugin and its mending of rotary positions act through their entry
-point. One process serves all checkpoints in turn."""
+adapter in transformers. Those that are published with an MTP head have one here, too. The plugin
+and its mending of rotary positions act through their entry point. One process serves all
+checkpoints in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
-from tests import tiny, tiny_families, vllm_server
+from tests import tiny, tiny_families, tiny_heads, vllm_server
 from tests.vllm.families import SERVED, TESTED
 
 MAX_TOKENS = 64
@@ -37,10 +38,13 @@ def _adapted(base):
 
 
 def _base(family, folder, tiny_checkpoint):
-    if family in tiny.FAMILY_NAMES:
+    if family in tiny_heads.HEADS:  # which vLLM leaves aside, too
+        tiny_heads.with_head(family, folder, **SERVED.get(family, {}))
+    elif family in tiny.FAMILY_NAMES:
         return convert_checkpoint(tiny_checkpoint(family), folder)
-    tiny_families.model(family, **SERVED[family]).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    else:
+        tiny_families.model(family, **SERVED[family]).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
     return folder
 
 
