@@ -92,9 +92,8 @@ def with_head(family, folder, names=None, **changes):
 
     ``changes`` are of the tiny model; the names are by default the published head's.
     """
-    counts = {"minimax_m2": {"num_mtp_modules": 3}} | dict.fromkeys(
-        ("moonlight", "glm4_moe_lite"), {"num_nextn_predict_layers": 1}
-    )
+    count = {"num_nextn_predict_layers": 1}
+    counts = {"minimax_m2": {"num_mtp_modules": 3}, "moonlight": count, "glm4_moe_lite": count}
     source = tiny if family in tiny.FAMILY_NAMES else families
     model = source.model(family, **counts.get(family, {}) | changes)
     model.save_pretrained(folder)
