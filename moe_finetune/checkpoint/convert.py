@@ -11,7 +11,6 @@ from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.checkpoint.carried import refuse_foreign_links, small_files
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.checkpoint.tokenizer import write_json, write_tokenizer
-from moe_finetune.checkpoint.values import check_values
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer, output_folder, sync
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_config, tensors_of
@@ -38,6 +37,8 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
         OutputExistsError, OutputBusyError, DiskSpaceError: ``output`` holds something, is being
             written, or does not fit on the disk.
     """
+    from moe_finetune.checkpoint.values import check_values  # needs torch
+
     output = Path(output)
     check_output(output)
     folder = local_folder(source)
