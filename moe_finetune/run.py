@@ -207,7 +207,7 @@ def begin(recipe: Recipe, output: Path) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
     from moe_finetune.io.environment import describe_environment
     from moe_finetune.recipe.schema import load_recipe
-    from moe_finetune.training.trainer import noted_weights, with_weights
+    from moe_finetune.training.run_log import noted_weights, with_weights
 
     # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
     saved = output / RECIPE_FILE
@@ -423,7 +423,7 @@ def evaluate_steps(recipe: Recipe, output: Path, worker: Worker | None = None) -
 def lost_steps(recipe: Recipe, output: Path) -> list[int]:
     """The steps of ``evaluation.every`` whose model was not kept: on a full disk, for example."""
     from moe_finetune.evaluation.steps import step_folders
-    from moe_finetune.training.trainer import METRICS_FILE
+    from moe_finetune.training.run_log import METRICS_FILE
 
     section = recipe.evaluation
     if section is None or section.every is None:

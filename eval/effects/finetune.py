@@ -29,7 +29,8 @@ from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.trainer import METRICS_FILE, build_trainer
+from moe_finetune.training.run_log import METRICS_FILE
+from moe_finetune.training.trainer import build_trainer
 
 TOPICS_SEED = 0
 

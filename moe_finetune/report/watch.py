@@ -145,7 +145,15 @@ def look(run: Path) -> Picture:
         values=dict(values),
         load_LE=load_LE,
         measured=measured,
-        finished=(run / "report" / "index.html").is_file(),
+        finished=(run / "report" / "index.html").is_file() or _trained_elsewhere(run),
+    )
+
+
+def _trained_elsewhere(run: Path) -> bool:
+    """Whether a trainer that is not ours has ended this run; a report is its user's to ask for."""
+    summary = run / "summary.json"
+    return summary.is_file() and bool(
+        read_object(summary, DataError, "remove the file").get("trained_elsewhere")
     )
 
 

@@ -2,6 +2,9 @@
 
     trainer = SFTTrainer(..., callbacks=[SpecializationCallback("orthogonal_variance")])
 
+With ``output="runs/mine"`` it leaves a run's folder there, which ``report``, ``compare``, ``watch``
+and ``merge`` read.
+
 The callback puts the method on the trainer's model when training begins and takes it off when it
 ends. ``attach(trainer)`` is optional: it lets the callback read the accumulation window from the
 trainer (exact with unsized data and on a resume inside an epoch) and puts its values into what
@@ -30,6 +33,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
 from moe_finetune.training.save import describe_adapter
@@ -62,6 +66,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     Args:
         method: a preset's name, or the same mapping as ``method:`` in a recipe.
+        output: a new or empty folder for the run: its log, its routing before and after training
+            and at evaluations, its method, and the adapter. Call ``attach(trainer)`` to measure
+            the routing on the trainer's evaluation data instead of its training data.
         dropout: LoRA dropout inside the routed and shared experts (PEFT has none there).
         kernel: the experts' products: "auto", "grouped" or "loop".
         **overrides: keys of ``method:`` laid over the preset.
@@ -73,6 +80,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     Raises:
         RecipeError: an unknown preset, term or option.
+        OutputExistsError: when training begins: ``output`` holds something already.
         ObjectiveError: when training begins: a term that reaches nothing trainable, fp16, or a
             trainer that adds a balance loss of its own.
     """
@@ -81,16 +89,19 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self,
         method: str | dict[str, Any] | Method,
         *,
+        output: str | Path | None = None,
         dropout: float = 0.0,
         kernel: Kernel = "auto",
         **overrides: Any,
     ):
         self.method = resolve_method(method, **overrides)
+        self.output = None if output is None else Path(output)
         self.dropout = dropout
         self.kernel: Kernel = kernel
         self.specialization: Specialization | None = None
         self.run_metadata: dict[str, Any] = {}
         self.routing_file: Path | None = None
+        self._run: HostRun | None = None
         self._window = AccumulationWindow()
 
     def attach(self, trainer: Trainer) -> SpecializationCallback:
@@ -133,7 +144,14 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             work.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))
         elif before is not None:
             work.carry_over(before)
-        work.install()
+        if self.output is not None:
+            self._begin_run(work, args, state, kwargs)
+        try:
+            work.install()
+        except BaseException:
+            if self._run is not None:
+                self._run.discard()
+            raise
         work.run = state
         # The stock Trainer asks for this at every save, and a checkpoint may have come without.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -146,14 +164,19 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._at_work().step()
+        if self._run is not None:
+            self._run.step(args, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.specialization is None or logs is None or "loss" not in logs:
+        if self.specialization is None or logs is None:
             return
-        values = self.specialization.read()
-        logs.update(values)
-        if state.log_history:
-            state.log_history[-1].update(values)
+        if "loss" in logs:
+            values = self.specialization.read()
+            logs.update(values)
+            if state.log_history:
+                state.log_history[-1].update(values)
+        if self._run is not None:
+            self._run.log(args, state, control, logs)
 
     def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
         # The recorder is at work during training alone; an evaluation by itself has no method.
@@ -176,6 +199,8 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             self._window.trainer.log(values)
         else:
             state.log_history.append({**values, "step": state.global_step})
+            if self._run is not None:
+                self._run.log(args, state, control, values)
 
     def on_train_end(self, args, state, control, **kwargs):
         work = self._at_work()
@@ -186,6 +211,8 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             saved = held.get("stateful_callbacks") or {}
             work.load_state_dict(self._tables(saved, str(file)))
         work.rest()
+        if self._run is not None:
+            self._run.end(work)
 
     @property
     def recorder(self) -> Recorder:
@@ -230,6 +257,12 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     def share_rank_states(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
         """What ``rank`` loads of the states of another number of ranks."""
         return TrainingStatistics.share(states, rank)
+
+    def _begin_run(self, work: Specialization, args: Any, state: Any, given: Any) -> None:
+        assert self.output is not None
+        self._run = HostRun(self.output, self.method, self.dropout)
+        self._run.begin(work, args, state, given, self._window.trainer)
+        self.run_metadata, self.routing_file = self._run.metadata, self._run.routing_file
 
     def _at_work(self) -> Specialization:
         assert self.specialization is not None, "training has not begun"

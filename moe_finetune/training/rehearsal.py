@@ -335,7 +335,7 @@ def _machine() -> int:
 
 def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Iterator[str]:
     """Intervals that are longer than the run; below 1 they are shares of it."""
-    from moe_finetune.training.trainer import logged_every
+    from moe_finetune.training.run_log import logged_every
 
     every = logged_every(steps)
     if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:

@@ -241,7 +241,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
         torch.random.fork_rng(devices=[]),
     ):
         for number, batch in enumerate(batches, start=1):
-            for inputs in _token_inputs(batch):
+            for inputs in token_inputs(batch):
                 has_tokens = True
                 on_device = {name: values.to(device) for name, values in inputs.items()}
                 model(**on_device, use_cache=False, logits_to_keep=1)
@@ -250,7 +250,7 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
     return sample if has_tokens else None
 
 
-def _token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
+def token_inputs(batch: Any) -> Iterator[dict[str, Tensor]]:
     """A batch's arguments for the model; ORPO's batches have them for each side of a pair."""
     if isinstance(batch, Mapping):
         for prefix in ("", "chosen_", "rejected_"):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.io import write_atomic
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
-from moe_finetune.recipe.tree import load_tree
 from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.generation_batch import ResumesRollouts
@@ -27,14 +23,17 @@ from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
+from moe_finetune.training.run_log import (
+    RECIPE_FILE,
+    ROUTING_FILE,
+    FoundWeights,
+    RunLog,
+    with_weights,
+)
 from moe_finetune.training.teacher import RoutesAsTeacher
 
 _Trainer: Any = object
 log = logging.getLogger(__name__)
-METRICS_FILE = "metrics.jsonl"
-ROUTING_FILE = Path("routing") / "steps.jsonl"
-RECIPE_FILE = "recipe.yaml"
-LOGS_OF_A_SHORT_RUN = 10
 
 
 def training_arguments(recipe: Recipe, output: Path) -> Any:
@@ -159,75 +158,6 @@ def trainer_of(stage: Stage) -> Any:
     return type(f"Run{base.__name__}", (*mixins, base), {"__doc__": RunTrainer.__doc__})
 
 
-def logged_every(max_steps: int) -> int:
-    """Steps between logs of a run that is shorter than its ``logging_steps``."""
-    return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
-
-
-class RunLog(TrainerCallback):
-    """Appends every log of the trainer, with tokens/s, to ``metrics.jsonl``.
-
-    On a GPU a row of training also has ``peak_memory_gib``: the most that tensors took of the first
-    rank's device since training began.
-    """
-
-    def __init__(self, output: Path):
-        self.path = output / METRICS_FILE
-        self._tokens: float | None = 0.0
-        self._time = 0.0
-        self.tokens_per_second: float | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._time = time.perf_counter()
-        self._tokens = None if state.global_step else 0.0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        if state.is_world_process_zero:
-            for path in (self.path, self.path.parent / ROUTING_FILE):
-                drop_after(path, state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if args.logging_strategy == "no":
-            return
-        short = args.logging_strategy == "steps" and args.logging_steps > state.max_steps
-        due = short and not state.global_step % logged_every(state.max_steps)
-        if due or state.global_step >= state.max_steps:
-            control.should_log = True
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is None or not state.is_world_process_zero:
-            return
-        now = time.perf_counter()
-        tokens = logs.get("num_tokens")
-        if "loss" in logs and tokens is not None and now > self._time:
-            if self._tokens is not None and tokens > self._tokens:
-                self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
-                logs["tokens_per_second"] = round(self.tokens_per_second, 1)
-            self._tokens, self._time = tokens, now
-        if "loss" in logs and torch.cuda.is_available():
-            logs["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-        evaluated = any(name.startswith("eval_") for name in logs)
-        kind = "train" if "loss" in logs else "eval" if evaluated else "end"
-        row = {"kind": kind, "step": state.global_step, **logs}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, default=float) + "\n")
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Forget rows of a run's log past ``step``: a resumed run writes them again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break  # the last line of a killed run
-        if row["step"] <= step and row.get("kind") != "end":
-            kept.append(line)
-    write_atomic(path, "".join(line + "\n" for line in kept))
-
-
 def build_trainer(
     recipe: Recipe,
     output: Path,
@@ -273,7 +203,11 @@ def build_trainer(
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
-    found = FoundWeights(recipe, output / RECIPE_FILE, callback)
+    found = FoundWeights(
+        output / RECIPE_FILE,
+        lambda: callback.specialization,
+        lambda weights: with_weights(recipe, weights).to_yaml(),
+    )
     own_callbacks = (RunLog(output), trainer.guard, watch, found, LiveTable())
     for place, own in enumerate(own_callbacks, start=1):
         trainer.callback_handler.callbacks.insert(place, own)
@@ -313,54 +247,3 @@ def _stage_arguments(
     if STAGES[recipe.stage].reference and recipe.lora is None:
         return {"ref_model": other()}
     return {}
-
-
-class FoundWeights(TrainerCallback):
-    """Writes the weights that were found for shares into the run's resolved recipe.
-
-    A recipe read back from there is equal to the one that was given: beside a share, a weight is a
-    note.
-
-    Args:
-        path: its resolved copy; nothing is written where there is none.
-    """
-
-    def __init__(self, recipe: Recipe, path: Path, callback: SpecializationCallback):
-        self.recipe = recipe
-        self.path = path
-        self.callback = callback
-        self._written: dict[str, float] = {}
-
-    def on_step_end(self, args, state, control, **kwargs):
-        work = self.callback.specialization
-        if work is None or not state.is_world_process_zero or not self.path.exists():
-            return
-        found = {
-            term.name: weight
-            for term in work.objective.terms
-            if term.options.finds_weight
-            and (weight := work.objective.full_weights[term.name]) is not None
-        }
-        if found != self._written:
-            self._written = found
-            write_atomic(self.path, with_weights(self.recipe, found).to_yaml())
-
-
-def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
-    """``recipe`` with these weights noted beside the shares that they were found for."""
-    terms = {
-        name: options.model_copy(update={"weight": weights[name]}) if name in weights else options
-        for name, options in recipe.method.terms.items()
-    }
-    method = recipe.method.model_copy(update={"terms": terms})
-    return recipe.model_copy(update={"method": method})
-
-
-def noted_weights(path: Path) -> dict[str, float]:
-    """The weights that :class:`FoundWeights` noted in a run's recipe, by term."""
-    terms = load_tree([path]).values["method"]["terms"]
-    return {
-        name: options["weight"]
-        for name, options in terms.items()
-        if (options.get("share") or options.get("target")) and options.get("weight")
-    }

@@ -81,9 +81,9 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
+    from moe_finetune.training.run_log import METRICS_FILE
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.signals import StopOnSignal
-    from moe_finetune.training.trainer import METRICS_FILE
     from moe_finetune.upcycle.dense import load_dense
 
     recipe = job.recipe
@@ -135,7 +135,8 @@ def build(
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
     from moe_finetune.training.numerics import NumericsGuard
-    from moe_finetune.training.trainer import RunLog, trainer_of, training_arguments
+    from moe_finetune.training.run_log import RunLog
+    from moe_finetune.training.trainer import trainer_of, training_arguments
 
     plain: Any = trainer_of(STAGES["sft"])
 

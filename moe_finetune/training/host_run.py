@@ -1,0 +1,302 @@
+"""The folder of a run whose trainer is not ours: what :mod:`moe_finetune.run` writes of its own.
+
+``recipe.yaml`` has what can be read from the trainer: model, method, the adapter's size and the
+trainer's arguments. It has no data, so the verbs that read runs take it, and ``train`` does not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from torch.utils.data import IterableDataset
+
+from moe_finetune.errors import MoeFinetuneError, ObjectiveError
+from moe_finetune.io import write_atomic
+from moe_finetune.io.environment import describe_environment
+from moe_finetune.io.folder import enter_folder
+from moe_finetune.moe.layers import backbone_of, causal_lm
+from moe_finetune.recipe.lora import LoraSection
+from moe_finetune.recipe.method import Method
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.sections import DataSection, ModelSection
+from moe_finetune.training import ranks
+from moe_finetune.training.rank_state import random_state, set_random_state
+from moe_finetune.training.run_log import (
+    RECIPE_FILE,
+    ROUTING_FILE,
+    FoundWeights,
+    RunLog,
+    with_weights,
+)
+from moe_finetune.training.sample import token_inputs
+from moe_finetune.training.save import run_metadata, save_trained
+from moe_finetune.training.snapshot import MAX_TOKENS, Example, first_rows, take_snapshot
+from moe_finetune.training.specialization import Specialization
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+log = logging.getLogger(__name__)
+SUMMARY_FILE = "summary.json"
+ARGUMENTS = (
+    *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "weight_decay"),
+    *("max_grad_norm", "optim", "bf16", "gradient_checkpointing", "seed"),
+)
+
+
+class HostRun:
+    """Writes a run's folder while somebody else's trainer trains.
+
+    Args:
+        output: the folder; new or empty, unless the trainer resumes.
+        dropout: of the adapter inside the experts.
+
+    Raises:
+        OutputExistsError: ``output`` holds something else, or a run that is not resumed.
+    """
+
+    def __init__(self, output: Path, method: Method, dropout: float):
+        self.output, self.method, self.dropout = output, method, dropout
+        self.routing_file = output / ROUTING_FILE
+        self.metadata: dict[str, Any] = {}
+        self._log = RunLog(output)
+        self._weights: FoundWeights | None = None
+        self._recipe: Recipe | None = None
+        self._rows: list[Example] = []
+        self._held_out = False
+        self._tokenizer: Any = None
+        self._new_folder = False
+        self._started = 0.0
+
+    def begin(
+        self, work: Specialization, args: Any, state: Any, given: Mapping[str, Any], trainer: Any
+    ) -> None:
+        """Check the folder, take the routing before training, and write what is known.
+
+        All ranks call this before the method is on the model.
+
+        Args:
+            given: what the trainer passes to callbacks when training begins.
+            trainer: the trainer itself where it is known: then its evaluation data are measured.
+        """
+        resumed = enter_folder(self.output, RECIPE_FILE, "a run", bool(state.global_step))
+        recipe = self._recipe = self._read_recipe(work.model, args)
+        self.metadata = run_metadata(recipe)
+        self._tokenizer = given.get("processing_class") or _tokenizer_of(recipe)
+        self._rows, self._held_out = _sample(trainer, given.get("train_dataloader"))
+        arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
+        arguments["max_steps"] = state.max_steps
+        self._weights = FoundWeights(
+            self.output / RECIPE_FILE,
+            lambda: work,
+            lambda weights: _text(with_weights(recipe, weights), arguments),
+        )
+        self._started = time.perf_counter()
+        if args.logging_strategy == "steps" and state.logging_steps > state.max_steps:
+            log.warning(
+                "logging_steps is %s and training has %s steps: the run will have no curve; lower "
+                "logging_steps",
+                state.logging_steps,
+                state.max_steps,
+            )
+        self._new_folder = not self.output.exists()
+        ranks.barrier()  # rank 0 writes into the folder that the others look at above
+        if ranks.rank() == 0:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.output / RECIPE_FILE, _text(recipe, arguments))
+            environment = json.dumps(describe_environment(), indent=2) + "\n"
+            write_atomic(self.output / "environment.json", environment)
+            self.routing_file.parent.mkdir(exist_ok=True)
+        before = self.output / "routing" / "before.json"
+        if ranks.any_rank(ranks.rank() == 0 and not (resumed and before.exists())):
+            self._snapshot(work, before)
+        self._log.on_train_begin(args, state, None)
+
+    def discard(self) -> None:
+        """Remove what :meth:`begin` wrote of a training that cannot begin."""
+        if ranks.rank() > 0 or self._log.path.exists():
+            return
+        shutil.rmtree(self.output / "routing", ignore_errors=True)
+        for name in (RECIPE_FILE, "environment.json"):
+            (self.output / name).unlink(missing_ok=True)
+        if self._new_folder:
+            self.output.rmdir()
+
+    def step(self, args: Any, state: Any, control: Any) -> None:
+        """After an optimizer step: note the weights that were found for shares."""
+        assert self._weights is not None
+        self._weights.on_step_end(args, state, control)
+
+    def log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> None:
+        """Append what the trainer logged."""
+        self._log.on_log(args, state, control, logs=logs)
+
+    def end(self, work: Specialization) -> None:
+        """The routing after training, and the adapter; all ranks, the losses off the model.
+
+        The trainer has yet to save what it trained, so a failure to write is a warning.
+        """
+        assert self._recipe is not None
+        try:
+            self._snapshot(work, self.output / "routing" / "after.json")
+            problem = _unsaved(work.model)
+            if problem is None:
+                save_trained(work.model, self._tokenizer, self._recipe, self.output, work.balancer)
+            else:
+                log.warning("WARNING: %s has no adapter/: %s", self.output, problem)
+            if ranks.rank() == 0:
+                seconds = round(time.perf_counter() - self._started, 1)
+                summary = {"seconds": seconds, "trained_elsewhere": True}
+                write_atomic(self.output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+        except (MoeFinetuneError, OSError) as error:
+            ranks.barrier()  # where the others wait for what rank 0 writes
+            log.warning("WARNING: the run in %s is incomplete: %s", self.output, error)
+
+    def _snapshot(self, work: Specialization, path: Path) -> None:
+        if self._rows:
+            take_snapshot(
+                work.model,
+                self._rows,
+                path,
+                perturbation=work.perturbation if path.stem == "after" else None,
+                tokenizer=self._tokenizer,
+                data="validation" if self._held_out else "train",
+            )
+
+    def _read_recipe(self, model: Any, args: Any) -> Recipe:
+        """What a recipe says of this training, as far as the model shows it."""
+        inner = causal_lm(model)
+        name = getattr(inner.config, "_name_or_path", "") or getattr(
+            backbone_of(model).config, "_name_or_path", ""
+        )
+        if not name:
+            raise ObjectiveError(
+                f"output: {self.output} could not be merged: the model does not name the "
+                "checkpoint it comes from (config._name_or_path); load it with from_pretrained, "
+                "or leave output out"
+            )
+        whole = next(inner.parameters()).dtype == torch.float32 and not args.bf16
+        adapter = _lora_config(model)
+        lora = None
+        if adapter is not None:
+            lora = LoraSection(
+                rank=adapter.r, alpha=float(adapter.lora_alpha), dropout=self.dropout
+            )
+        return Recipe.model_construct(
+            model=ModelSection(path=str(name), dtype="float32" if whole else "bfloat16"),
+            method=self.method,
+            lora=lora,
+            data=DataSection(train=[]),
+        )
+
+
+def _text(recipe: Recipe, arguments: Mapping[str, Any]) -> str:
+    """``recipe.yaml``: what the trainer's arguments and the model say, and nothing assumed."""
+    sections = recipe.to_mapping()
+    lora = sections["lora"] and {name: sections["lora"][name] for name in ("rank", "alpha")}
+    known = {
+        "model": {name: sections["model"][name] for name in ("path", "dtype")},
+        "method": sections["method"],
+        "lora": lora,
+        "trainer": {
+            name: value.value if isinstance(value, Enum) else value
+            for name, value in arguments.items()
+            if value is not None
+        },
+    }
+    return yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
+
+
+def _lora_config(model: Any) -> Any:
+    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", None))
+    return config if getattr(config, "peft_type", None) == "LORA" else None
+
+
+def _unsaved(model: Any) -> str | None:
+    """Why what was trained is not written here."""
+    if hasattr(model, "peft_config") and _lora_config(model) is None:
+        return "the adapter is not LoRA; merge the one that the trainer saves"
+    return None
+
+
+def _tokenizer_of(recipe: Recipe) -> Any:
+    from moe_finetune.models.loading import load_tokenizer
+
+    return load_tokenizer(recipe.model.path)
+
+
+def _sample(trainer: Trainer | None, loader: Any) -> tuple[list[Example], bool]:
+    """Rows to take snapshots of, and whether training does not see them."""
+    collate = getattr(loader, "collate_fn", None)
+    held_out = getattr(trainer, "eval_dataset", None)
+    sets = (held_out if isinstance(held_out, Mapping) else {"evaluation": held_out}).items()
+    missing = ""
+    for sources, measured in ((list(sets), True), ([("training", _dataset(loader))], False)):
+        rows: list[Example] = []
+        for name, dataset in sources:
+            missing = _no_rows(dataset)
+            if not missing:
+                tokens = _token_rows(dataset, collate, name)
+                rows += first_rows(tokens, MAX_TOKENS // len(sources))
+        if rows:
+            if not measured:
+                log.warning("routing before and after is measured on training data")
+            return rows, measured
+    log.warning(
+        "WARNING: routing before and after training is not written: %s",
+        missing or "rows have no 'input_ids', and neither has a batch of them",
+    )
+    return [], False
+
+
+def _dataset(loader: Any) -> Any:
+    return getattr(getattr(loader, "base_dataloader", loader), "dataset", None)
+
+
+def _no_rows(dataset: Any) -> str:
+    """Why rows of a data set cannot be read beside training; empty where they can."""
+    if dataset is None:
+        return "the trainer shows no data set"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return (
+            f"the data set is iterable ({type(dataset).__name__}), and rows read here would be "
+            "missing from training; give the trainer a sized eval_dataset, and call "
+            "callback.attach(trainer)"
+        )
+    return ""
+
+
+def _token_rows(dataset: Any, collate: Any, name: str) -> Iterator[Example]:
+    """Rows as tokens, one at a time; the random numbers of training stay what they are."""
+    for number in range(len(dataset)):
+        state = random_state()
+        try:
+            rows = list(_tokens(dataset[number], collate))
+        finally:
+            set_random_state(state)
+        if not rows:
+            return
+        yield from ({"input_ids": row, "domain": name} for row in rows)
+
+
+def _tokens(row: Any, collate: Any) -> Iterable[list[int]]:
+    """The tokens of a row, or those that the trainer's collator makes of it."""
+    if isinstance(row, Mapping) and row.get("input_ids") is not None:
+        yield torch.as_tensor(row["input_ids"]).flatten().tolist()
+        return
+    if collate is None:
+        return
+    for inputs in token_inputs(collate([row])):
+        mask = inputs.get("attention_mask")
+        for place, ids in enumerate(inputs["input_ids"]):
+            yield (ids if mask is None else ids[mask[place].bool()]).tolist()

@@ -1,0 +1,145 @@
+"""What a run writes while it trains: its log, and the weights that were found for shares."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from moe_finetune.io import write_atomic
+from moe_finetune.recipe.schema import Recipe
+from moe_finetune.recipe.tree import load_tree
+from moe_finetune.training.specialization import Specialization
+
+METRICS_FILE = "metrics.jsonl"
+ROUTING_FILE = Path("routing") / "steps.jsonl"
+RECIPE_FILE = "recipe.yaml"
+LOGS_OF_A_SHORT_RUN = 10
+
+
+def logged_every(max_steps: int) -> int:
+    """Steps between logs of a run that is shorter than its ``logging_steps``."""
+    return max(1, max_steps // LOGS_OF_A_SHORT_RUN)
+
+
+class RunLog(TrainerCallback):
+    """Appends every log of the trainer, with tokens/s, to ``metrics.jsonl``.
+
+    On a GPU a row of training also has ``peak_memory_gib``: the most that tensors took of the first
+    rank's device since training began.
+    """
+
+    def __init__(self, output: Path):
+        self.path = output / METRICS_FILE
+        self._tokens: float | None = 0.0
+        self._time = 0.0
+        self.tokens_per_second: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._time = time.perf_counter()
+        self._tokens = None if state.global_step else 0.0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        if state.is_world_process_zero:
+            for path in (self.path, self.path.parent / ROUTING_FILE):
+                drop_after(path, state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.logging_strategy == "no":
+            return
+        short = args.logging_strategy == "steps" and args.logging_steps > state.max_steps
+        due = short and not state.global_step % logged_every(state.max_steps)
+        if due or state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None or not state.is_world_process_zero:
+            return
+        now = time.perf_counter()
+        tokens = logs.get("num_tokens")
+        if "loss" in logs and tokens is not None and now > self._time:
+            if self._tokens is not None and tokens > self._tokens:
+                self.tokens_per_second = (tokens - self._tokens) / (now - self._time)
+                logs["tokens_per_second"] = round(self.tokens_per_second, 1)
+            self._tokens, self._time = tokens, now
+        if "loss" in logs and torch.cuda.is_available():
+            logs["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        evaluated = any(name.startswith("eval_") for name in logs)
+        kind = "train" if "loss" in logs else "eval" if evaluated else "end"
+        row = {"kind": kind, "step": state.global_step, **logs}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, default=float) + "\n")
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Forget rows of a run's log past ``step``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break  # the last line of a killed run
+        if row["step"] <= step and row.get("kind") != "end":
+            kept.append(line)
+    write_atomic(path, "".join(line + "\n" for line in kept))
+
+
+class FoundWeights(TrainerCallback):
+    """Writes the weights that were found for shares into the run's resolved recipe.
+
+    A recipe read back from there is equal to the one before: beside a share, a weight is a note.
+
+    Args:
+        path: the resolved recipe; nothing is written while there is none.
+        at_work: returns the method, once training has begun.
+        text: the recipe's text with these weights, by term.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        at_work: Callable[[], Specialization | None],
+        text: Callable[[dict[str, float]], str],
+    ):
+        self.path, self.at_work, self.text = path, at_work, text
+        self._written: dict[str, float] = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        work = self.at_work()
+        if work is None or not state.is_world_process_zero or not self.path.exists():
+            return
+        weights = {
+            term.name: weight
+            for term in work.objective.terms
+            if term.options.finds_weight
+            and (weight := work.objective.full_weights[term.name]) is not None
+        }
+        if weights != self._written:
+            self._written = weights
+            write_atomic(self.path, self.text(weights))
+
+
+def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
+    """``recipe`` with these weights noted beside the shares that they were found for."""
+    terms = {
+        name: options.model_copy(update={"weight": weights[name]}) if name in weights else options
+        for name, options in recipe.method.terms.items()
+    }
+    method = recipe.method.model_copy(update={"terms": terms})
+    return recipe.model_copy(update={"method": method})
+
+
+def noted_weights(path: Path) -> dict[str, float]:
+    """The weights that :class:`FoundWeights` noted in a run's recipe, by term."""
+    terms = load_tree([path]).values["method"]["terms"]
+    return {
+        name: options["weight"]
+        for name, options in terms.items()
+        if (options.get("share") or options.get("target")) and options.get("weight")
+    }
