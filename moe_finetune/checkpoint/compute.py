@@ -28,7 +28,7 @@ from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace
 from moe_finetune.checkpoint.values import all_finite, finite, not_finite
 from moe_finetune.checkpoint.writer import Output
 from moe_finetune.errors import CheckpointError, MoeFinetuneError, NumericsError
-from moe_finetune.io.safetensors_header import ITEM_BYTES, TensorInfo
+from moe_finetune.io.safetensors_header import FLOATS, ITEM_BYTES, TensorInfo
 
 # Elements read and written at a time by one thread: the whole of one expert's matrix, a part of
 # lm_head. Elements worked on at a time: few enough to stay in a core's own cache.
@@ -144,9 +144,8 @@ class Merged:
         columns: int,
     ) -> float:
         """Write one matrix of the tensor (its only one, or an expert's); square of its change."""
-        left_OR, right_RI = self._low_rank(expert)
+        left_OR, right_RI = self.low_rank(expert)
         squares = 0.0
-        magnitude = next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
         start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
             last = min(first + step, rows)
@@ -162,33 +161,64 @@ class Merged:
                 rows_here = slice(top, min(top + block, last - first))
                 work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
                 work_OI.copy_(chunk_OI[rows_here])
-                for update in self.plan.updates:
-                    if isinstance(update, Replace):
-                        if not finite(work_OI):
-                            raise self._not_finite(source)
-                        squares += self._replace(work_OI, update, begin + top * columns)
-                if left_OR is not None and right_RI is not None:
-                    below = slice(first + rows_here.start, first + rows_here.stop)
-                    before_OI = work_OI.clone() if magnitude else None
-                    work_OI.addmm_(left_OR[below], right_RI)
-                    if magnitude and before_OI is not None:
-                        norms_O = self.factors.norms(magnitude)[below]
-                        work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
-                        squares += (work_OI - before_OI).square().sum().item()
+                below = slice(first + rows_here.start, first + rows_here.stop)
+                at_element = begin + top * columns
+                squares += self.change(work_OI, below, at_element, left_OR, right_RI)
                 _check_range(work_OI, target)
                 out_OI[rows_here].copy_(work_OI)
                 if not finite(out_OI[rows_here]):
-                    raise self._not_finite(source)
+                    raise self.not_finite()
             out.write(out_OI.view(-1).view(torch.uint8), at)
-        if left_OR is not None and right_RI is not None and magnitude is None:
+        if left_OR is not None and right_RI is not None and self._magnitude is None:
             # ||L R||^2 = sum((L^T L) * (R R^T)): the product itself is never needed.
             gram = (left_OR.T @ left_OR).double() * (right_RI @ right_RI.T).double()
             squares += max(gram.sum().item(), 0.0)
         return squares
 
-    def _not_finite(self, source: TensorInfo) -> MoeFinetuneError:
+    def change(
+        self,
+        work_OI: Tensor,
+        rows: slice,
+        first: int,
+        left_OR: Tensor | None,
+        right_RI: Tensor | None,
+    ) -> float:
+        """Carry out the updates on ``rows`` of one matrix, in place.
+
+        Args:
+            work_OI: the base's float32 values of those rows.
+            first: the number that their first element has in the whole tensor.
+            left_OR, right_RI: of :meth:`low_rank`.
+
+        Returns:
+            the square of the change, without that of low-rank updates where no DoRA follows them.
+        """
+        squares = 0.0
+        for update in self.plan.updates:
+            if isinstance(update, Replace):
+                if not finite(work_OI):
+                    raise self.not_finite()
+                squares += self._replace(work_OI, update, first)
+        if left_OR is None or right_RI is None:
+            return squares
+        magnitude = self._magnitude
+        before_OI = work_OI.clone() if magnitude else None
+        work_OI.addmm_(left_OR[rows], right_RI)
+        if magnitude and before_OI is not None:
+            norms_O = self.factors.norms(magnitude)[rows]
+            work_OI.mul_((norms_O / work_OI.norm(dim=1))[:, None])
+            squares += (work_OI - before_OI).square().sum().item()
+        return squares
+
+    @property
+    def _magnitude(self) -> Magnitude | None:
+        return next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
+
+    def not_finite(self) -> MoeFinetuneError:
         """Whose fault it is that the result is not finite: the base's, or the adapters'."""
-        if not all_finite(source):
+        source = self.plan.source
+        assert source is not None
+        if source.dtype in FLOATS and not all_finite(source):
             return CheckpointError(not_finite(source.file, source.name))
         folders = ", ".join(str(adapter.folder) for adapter, _ in self.factors.adapters)
         return NumericsError(
@@ -196,7 +226,7 @@ class Merged:
             "lora_alpha are too large; take an earlier checkpoint, or look at adapter_config.json"
         )
 
-    def _low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+    def low_rank(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
         """All low-rank updates of the expert's matrix as one pair: their factors side by side."""
         pairs = [
             self.factors.pair(update)

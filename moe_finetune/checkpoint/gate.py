@@ -21,6 +21,8 @@ from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean, reason_of
+from moe_finetune.io.checkpoint_files import tensors_of
+from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ _warned: set[Path] = set()
 OLD_EXPERT = re.compile(r"\.layers\.\d+\..*\.experts\.\d+\.")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
+STORED_KEY = "stored_base_sha256"
+"""The same of a base that is stored quantised; it may be merged into the unquantised one too."""
 # PEFT saves these beside the factors where the vocabulary has grown, and a router's own buffer only
 # where the router trains.
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
@@ -54,7 +58,8 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
 
 
 def _check_base(adapter: Adapter, base: Checkpoint) -> None:
-    wanted = adapter.metadata.extra.get(BASE_KEY)
+    key, tensors = named_tensors(base)
+    wanted = adapter.metadata.extra.get(key)
     if wanted is None:
         folder = adapter.folder.absolute()  # the same name may be another folder elsewhere
         if folder in _warned:
@@ -64,20 +69,27 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
             "%s: does not say which base it was trained on (%s of %s); all that can be checked "
             "is that its shapes fit %s",
             adapter.folder,
-            BASE_KEY,
+            key,
             METADATA,
             base.folder,
         )
         return
-    found = fingerprint(base.tensors.values())
+    found = fingerprint(tensors)
     if wanted != found:
         # A base that was damaged since is another base too; then its tensor is what to name.
-        check_values(base.tensors.values(), CheckpointError, "copy the checkpoint again")
+        check_values(tensors, CheckpointError, "copy the checkpoint again")
         raise AdapterError(
             f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
             f"the fingerprint {found[:12]}, {METADATA} names {str(wanted)[:12]}; give the base "
             "that it was trained on (merge: --base)"
         )
+
+
+def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
+    """The key of a base's fingerprint in ``moe_finetune.json``, and the tensors it is taken of."""
+    if base.quantized is None:
+        return BASE_KEY, list(base.tensors.values())
+    return STORED_KEY, list(tensors_of(base.files).values())
 
 
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:

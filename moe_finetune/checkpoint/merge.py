@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.adapter_metadata import read_metadata
@@ -21,10 +21,12 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io import check_output, one_writer
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.requantized import Requantization, Sums
     from moe_finetune.checkpoint.writer import Content
 
 AdapterPath = str | Path
 Progress = Callable[[int, int], None]
+Form = Literal["float", "base"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class MergeReport:
         seconds: wall time of planning and writing.
         delta_norms: Frobenius norm of the float32 change of each changed tensor.
         expert_norms: the same for each routed expert (gate, up and down together), by layer.
+        requantized: what storing the result in the base's quantised format cost; None for floats.
     """
 
     output: Path
@@ -48,6 +51,7 @@ class MergeReport:
     seconds: float
     delta_norms: dict[str, float] = field(default_factory=dict)
     expert_norms: dict[int, list[float]] = field(default_factory=dict)
+    requantized: Requantization | None = None
 
 
 @one_writer
@@ -62,11 +66,13 @@ def merge_adapter(
     bias_export: BiasExport = "keep",
     progress: Progress | None = None,
     workers: int | None = None,
+    format: Form = "float",
 ) -> MergeReport:
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
     Memory stays at a few tens of megabytes a thread plus one layer's factors, whatever the size of
-    the checkpoint. The output appears complete or not at all.
+    the checkpoint; in a quantised format at a few copies of one matrix a thread. The output appears
+    complete or not at all.
 
     Args:
         adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
@@ -76,6 +82,8 @@ def merge_adapter(
         bias_export: "drop" leaves the bias out; the output keeps the base's own.
         progress: called with (bytes done, bytes in all).
         workers: threads, by default one a core, at most 8, and two that wait for the disk.
+        format: "base" also takes a base that is stored quantised, and writes its format again:
+            changed tensors are requantised, all others keep their bytes.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -87,14 +95,20 @@ def merge_adapter(
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
-    opened = open_checkpoint(base)
+    opened = open_checkpoint(base, stored=format == "base")
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
     adapters = [(check_adapter(path, opened), float(weight)) for path, weight in pairs]
     plan = plan_merge(opened, adapters, dtype, bias, bias_export)
     plan.small_files[CARD_FILE] = _card(opened, adapters).encode()
     norms: dict[str, float] = {}
+    requantized = None
     if not dry_run:
-        norms = apply_plan(plan, output, overwrite, progress, workers)
+        sums: dict[str, Sums] = {}
+        norms = apply_plan(plan, output, overwrite, progress, workers, sums)
+        if opened.quantized is not None:
+            from moe_finetune.checkpoint.requantized import Requantization
+
+            requantized = Requantization.of(opened.quantized.format, sums)
     return MergeReport(
         output=output,
         plan=plan,
@@ -103,8 +117,9 @@ def merge_adapter(
         copied=sum(tensor.copied for tensor in plan.tensors.values()),
         bytes_written=0 if dry_run else plan.size,
         seconds=time.perf_counter() - started,
-        delta_norms={name: norm for name, norm in norms.items() if name in plan.tensors},
+        delta_norms={name: norm for name, norm in norms.items() if not name.endswith("]")},
         expert_norms=_expert_norms(opened, norms),
+        requantized=requantized,
     )
 
 
@@ -130,15 +145,19 @@ def apply_plan(
     overwrite: bool = False,
     progress: Progress | None = None,
     workers: int | None = None,
+    sums: dict[str, Sums] | None = None,
 ) -> dict[str, float]:
     """Carry out ``plan`` and return the norm of the change of each changed tensor.
 
-    And of each expert, under ``name[expert]``, where a tensor holds a stack of them.
+    And of each expert, under ``name[expert]``, where a tensor holds a stack of them. ``sums``
+    receives those of each tensor that is requantised.
     """
     from moe_finetune.checkpoint.compute import Factors, Merged
+    from moe_finetune.checkpoint.requantized import Requantized
     from moe_finetune.checkpoint.values import check_values
     from moe_finetune.checkpoint.writer import Copy, Literal, write_checkpoint
 
+    sums = {} if sums is None else sums
     replaced = [t.source for t in plan.tensors.values() if t.value is not None and t.source]
     check_values(replaced, CheckpointError)
     factors = Factors(plan.adapters)
@@ -150,12 +169,15 @@ def apply_plan(
         elif tensor.copied and tensor.source is not None:
             contents[name] = Copy(tensor.source)
         else:
-            contents[name] = Merged(tensor, factors, norms)
+            merged = Merged(tensor, factors, norms)
+            contents[name] = merged
+            if tensor.whole is not None and plan.base.quantized is not None:
+                contents[name] = Requantized(merged, plan.base.quantized, sums)
     with _one_thread_each():
         write_checkpoint(
             output, plan.files, contents, plan.small_files, overwrite, progress, workers
         )
-    order = {name: number for number, name in enumerate(plan.tensors)}
+    order = {name: number for number, name in enumerate(plan.base.tensors)}
     return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
 
 

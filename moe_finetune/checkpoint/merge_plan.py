@@ -43,12 +43,14 @@ class TensorPlan:
         source: the base tensor, or None for one that the base does not have.
         updates: what is added to or put in place of the source, in order.
         value: raw bytes that replace the source altogether.
+        whole: the float tensor that the updates change, where this is a packed part of it.
     """
 
     target: TensorInfo
     source: TensorInfo | None
     updates: tuple[Update, ...] = ()
     value: bytes | None = field(default=None, repr=False)
+    whole: str | None = None
 
     @property
     def stacked(self) -> int:
@@ -105,6 +107,8 @@ class MergePlan:
             how = "routing bias" if plan.value is not None else "low-rank update"
             if any(isinstance(update, Replace) for update in plan.updates):
                 how = "replaced by the adapter's own"
+            if plan.whole is not None:
+                how += ", requantized"
             found[name, how] += 1
         return [f"  {name}: {how}, {count}" for (name, how), count in sorted(found.items())]
 
@@ -144,11 +148,18 @@ def plan_merge(
 
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
-        CheckpointError: a tensor to change is stored in a dtype that cannot be added to.
+        CheckpointError: a tensor to change is stored in a dtype that cannot be added to, or
+            ``dtype`` is asked of a base that is stored quantised.
         UnsupportedModelError: a bias that the family cannot store.
     """
     if dtype is not None and dtype not in STORED:
         raise CheckpointError(f"dtype '{dtype}' is not one of {', '.join(STORED)}")
+    if dtype is not None and base.quantized is not None:
+        raise CheckpointError(
+            f"dtype '{dtype}': {base.folder} is stored as {base.quantized.format}, and the merged "
+            "checkpoint keeps that format; leave dtype out, or merge into an unquantized base"
+        )
+    packed = base.quantized.packed() if base.quantized is not None else {}
     updates: dict[str, list[Update]] = {}
     for number, (adapter, weight) in enumerate(adapters):
         if not math.isfinite(weight):
@@ -169,14 +180,18 @@ def plan_merge(
         files[file] = _target_header(header, Path(file), dtype, here)
         for target in files[file].tensors.values():
             value = values.get(target.name)
+            whole = packed.get(target.name)
+            changes = updates.get(whole or target.name, ())
             tensors[target.name] = TensorPlan(
                 target,
                 header.tensors.get(target.name),
-                tuple(_in_order(updates.get(target.name, ()))) if value is None else (),
+                tuple(_in_order(changes)) if value is None else (),
                 value.content if value else None,
+                whole,
             )
     for plan in tensors.values():
-        if plan.updates and plan.source and plan.source.dtype not in FLOATS:
+        floats = plan.whole is not None or plan.source is None or plan.source.dtype in FLOATS
+        if plan.updates and plan.source and not floats:
             raise CheckpointError(
                 f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
                 "adapter cannot be merged into a quantised checkpoint, use the unquantised one"

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import peft_folder
+from moe_finetune.checkpoint.stored import PlainTensors
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.models.loading import parse_config
@@ -32,7 +33,11 @@ def compare_tensors(
     samples: int,
     seed: int,
 ) -> dict[str, tuple[float, float]]:
-    """Base tensor name -> (largest difference, the same over the largest element)."""
+    """Base tensor name -> (largest difference, the same over the largest element).
+
+    Of a tensor that ``merged`` stores quantised the second is the norm of the difference over the
+    norm of the change.
+    """
     deltas: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as scratch:
         parts = []
@@ -49,8 +54,15 @@ def compare_tensors(
     errors = {}
     for name, delta in deltas.items():
         wanted = _read(base, name) + delta
-        difference = (_read(merged, name) - wanted).abs().max().item()
-        errors[name] = difference, difference / max(wanted.abs().max().item(), 1e-30)
+        apart = _read(merged, name) - wanted
+        difference = apart.abs().max().item()
+        relative = difference / max(wanted.abs().max().item(), 1e-30)
+        if (
+            merged.quantized is not None
+            and len(merged.quantized.stored(name.partition("[")[0])) > 1
+        ):
+            relative = apart.norm().item() / max(delta.norm().item(), 1e-30)
+        errors[name] = difference, relative
     if not errors:
         raise CheckpointError("this adapter has no LoRA factors to sample; verify by logits")
     return errors
@@ -59,8 +71,10 @@ def compare_tensors(
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
     """A tensor in float32; ``name[expert]`` is one matrix of a stack."""
     name, _, expert = name.partition("[")
-    whole = read_tensor(checkpoint.tensors[name])
-    return (whole[int(expert.rstrip("]"))] if expert else whole).float()
+    stored = checkpoint.quantized or PlainTensors(checkpoint.tensors)
+    if not expert:
+        return stored.read(name).float()
+    return stored.read_expert(name, int(expert.rstrip("]"))).float()
 
 
 def _stored_name(base: Checkpoint, name: str) -> str:
@@ -116,7 +130,7 @@ def _deltas(
     if module is None:
         name = _stored_name(base, path)
         saved = read_tensor(adapter.tensors[path]).float()
-        yield name, saved - read_tensor(base.tensors[name]).float()
+        yield name, saved - _read(base, name)
         return
     for factor in ("lora_A", "lora_B"):
         weight = read_tensor(adapter.tensors[f"{path}.{factor}.weight"]).float()
@@ -128,7 +142,7 @@ def _deltas(
         delta = module.scaling["default"] * (lora_b @ lora_a)
         norms = adapter.tensors.get(f"{path}.lora_magnitude_vector")
         if norms is not None:
-            before = read_tensor(base.tensors[name]).float()
+            before = _read(base, name)
             changed = before + delta
             scales = read_tensor(norms).float() / torch.linalg.norm(changed, dim=1)
             delta = scales[:, None] * changed - before

@@ -131,19 +131,32 @@ class QuantizedTensors:
         """The tensors of the files that ``name`` is made of."""
         return self._parts[name]
 
+    def packed(self) -> dict[str, str]:
+        """Name of each packed part in the files -> the float tensor that it is a part of."""
+        return {
+            part.name: name for name, parts in self._parts.items() if len(parts) > 1
+            for part in parts
+        }  # fmt: skip
+
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, float32 where it is stored quantised."""
-        parts = self._parts[name]
-        return self._values(name, [_read(part) for part in parts])
+        return self.values(name, self.read_parts(name))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        parts = self._parts[name]
-        return self._values(name, [_read(part, expert) for part in parts])
+        return self.values(name, self.read_parts(name, expert))
 
-    def _values(self, name: str, parts: list[Tensor]) -> Tensor:
+    def read_parts(self, name: str, expert: int | None = None) -> list[Tensor]:
+        """The stored parts in their own dtypes, or those of one matrix of a stack."""
+        return [_read(part, expert) for part in self._parts[name]]
+
+    def pack(self, values: Tensor, parts: list[Tensor]) -> list[Tensor]:
+        """The parts for new float32 values of a tensor whose stored ones are ``parts``."""
+        return self._form.pack(values, parts)
+
+    def values(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         file = self._parts[name][0].file

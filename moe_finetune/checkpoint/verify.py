@@ -23,6 +23,7 @@ from moe_finetune.checkpoint.sampled import compare_tensors
 from moe_finetune.checkpoint.updates import Replace
 from moe_finetune.checkpoint.values import digest
 from moe_finetune.errors import CheckpointError, NumericsError
+from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import FLOATS
 from moe_finetune.models.loading import parse_config
 
@@ -31,6 +32,9 @@ from moe_finetune.models.loading import parse_config
 LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
 # Largest error of one tensor's element over the tensor's largest element: one rounding.
 TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
+# Largest norm of a requantised tensor's error over the norm of its change: it is no further from
+# base + adapter than the base itself, but for rounding in float32.
+REQUANTIZED_TOLERANCE = 1.0 + 1e-3
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,9 @@ class VerifyReport:
     Attributes:
         mode: "logits" (whole models) or "tensors" (sampled layers).
         max_abs: largest absolute difference of a logit or of a merged tensor's element.
-        max_rel: the measured relative error that ``tolerance`` bounds: of the logits' norm, or of a
-            tensor's largest element.
+        max_rel: the measured relative error that ``tolerance`` bounds: of the logits' norm, of a
+            tensor's largest element, or, where the merge is stored quantised, of the norm of a
+            tensor's change.
         tolerance: the bound on ``max_rel``.
         compared: number of prompts, or names of the compared tensors.
         checksums: sha256 of every tensor that the merge left untouched, equal in base and merged.
@@ -83,10 +88,12 @@ def verify_merge(
         CheckpointError: an untouched tensor has other bytes than the base's, or is missing.
     """
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
-    opened, result = open_checkpoint(base), open_checkpoint(merged)
+    opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged, stored=True)
     adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
     plans = plan_merge(opened, adapters, bias=bias).changed
     sums = _checksums(opened, result, {plan.target.name for plan in plans})
+    if result.quantized is not None:
+        mode = "tensors"  # of logits nothing says how far requantising may move them
     kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
     if mode == "auto":
@@ -106,24 +113,27 @@ def verify_merge(
             )
         return VerifyReport("logits", max_abs, max_rel, bound, len(ids), sums)
     bound = TENSOR_TOLERANCE[coarsest] if tolerance is None else tolerance
+    if result.quantized is not None:
+        bound = REQUANTIZED_TOLERANCE
     errors = compare_tensors(opened, adapters, result, samples, seed)
     worst = max(errors, key=lambda name: errors[name][1])
     max_abs, max_rel = max(e[0] for e in errors.values()), errors[worst][1]
     if not max_rel <= bound:
         raise NumericsError(
-            f"{result.folder}: '{worst}' differs from base + adapter by {max_rel:.2e} of its "
-            f"largest element, the tolerance is {bound:.0e}; merge again, and report this if it "
-            "stays"
+            f"{result.folder}: '{worst}' differs from base + adapter by {max_rel:.2e} of "
+            f"{'the change' if result.quantized is not None else 'its largest element'}, the "
+            f"tolerance is {bound:.0e}; merge again, and report this if it stays"
         )
     return VerifyReport("tensors", max_abs, max_rel, bound, tuple(errors), sums)
 
 
 def _checksums(base: Checkpoint, merged: Checkpoint, changed: set[str]) -> dict[str, str]:
     sums = {}
-    for name, info in base.tensors.items():
-        if name not in merged.tensors:
+    in_merged = tensors_of(merged.files)
+    for name, info in tensors_of(base.files).items():
+        if name not in in_merged:
             raise CheckpointError(f"{merged.folder}: tensor '{name}' of the base is missing")
-        other = merged.tensors[name]
+        other = in_merged[name]
         if name in changed or (info.dtype, info.shape) != (other.dtype, other.shape):
             continue
         sums[name] = digest(info).hexdigest()

@@ -23,6 +23,13 @@ class Format(StrEnum):
     json = "json"
 
 
+class StoredAs(StrEnum):
+    """How a merge stores its weights."""
+
+    float = "float"
+    base = "base"
+
+
 @app.command()
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")],
@@ -150,6 +157,13 @@ def merge(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: stored.")
     ] = None,
+    format: Annotated[
+        StoredAs,
+        typer.Option(
+            "--format",
+            help="base: also merge into a base that is stored quantized, and keep its format.",
+        ),
+    ] = StoredAs.float,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with base + adapter afterwards.")
     ] = False,
@@ -189,21 +203,25 @@ def merge(
         dtype=dtype,
         dry_run=dry_run,
         bias=bias,
+        format=format.value,
     )
     if dry_run:
         print("\n".join([report.plan.table(), *report.plan.kinds()]))
         return
     print(f"merged: {output} ({report.changed} tensors changed, {report.copied} copied)")
     print("\n".join([*report.plan.kinds(), *report.plan.notes]))
+    if report.requantized is not None:
+        print(report.requantized.text())
     if verify:
         from moe_finetune.checkpoint.verify import verify_merge
         from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
         check = verify_merge(folder, adapter, output, bias=bias)
         print(f"verified: {check.mode} within {check.max_rel:.1e}, bound {check.tolerance:.0e}")
-        quantized = verify_quantized(folder, adapter, output, bias)
-        if quantized is not None:
-            print(f"verified: {quantized.text()}")
+        if report.requantized is None:
+            quantized = verify_quantized(folder, adapter, output, bias)
+            if quantized is not None:
+                print(f"verified: {quantized.text()}")
     if push is not None:
         print(f"pushed: {push_checkpoint(output, push, private)}")
 

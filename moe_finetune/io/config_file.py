@@ -68,9 +68,9 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
             )
     if config.get(QUANTIZATION) is not None and not quantized:
         raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: the checkpoint is stored quantized, which only train, chat "
-            "and inspect read; use the unquantized checkpoint of this model (for merge: --base "
-            "FOLDER)"
+            f"{place}: {QUANTIZATION}: the checkpoint is stored quantized, which only train, chat, "
+            "inspect and merge --format base read; use the unquantized checkpoint of this model "
+            "(for merge: --base FOLDER)"
         )
     for key, name in _kernels(config):
         check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)

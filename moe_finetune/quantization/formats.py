@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.config_file import QUANTIZATION
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
+from moe_finetune.quantization.requantize import FP4, pack_fp8, pack_int4, pack_mxfp4
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_BYTES = 16
 """Bytes of a block: 32 values, two in a byte."""
 _INT4_PER_INT32 = 8
@@ -53,6 +54,7 @@ class Format:
             shapes do not belong together. Only ``weight_shape`` is read.
         values: the float32 tensor from the parts; of one expert from one expert's parts. Raises
             ValueError for a scale that erases values.
+        pack: parts for other float32 values, from those and the parts that are stored now.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Format:
     of: str
     shape: Callable[[list[TensorInfo], Read], tuple[int, ...]]
     values: Callable[[list[Tensor]], Tensor]
+    pack: Callable[[Tensor, list[Tensor]], list[Tensor]]
 
     def parts(self, whole: str, stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
         """The parts of the float tensor ``whole``, which are there and of the right dtypes.
@@ -102,7 +105,8 @@ def format_of(config: Mapping[str, Any], place: object) -> Format | None:
         return None
     method = section.get("quant_method") if isinstance(section, dict) else None
     if method == "mxfp4":
-        return Format("mxfp4", ("_blocks", "_scales"), (("U8",), ("U8",)), "", _mxfp4_shape, _mxfp4)
+        ends, dtypes = ("_blocks", "_scales"), (("U8",), ("U8",))
+        return Format("mxfp4", ends, dtypes, "", _mxfp4_shape, _mxfp4, pack_mxfp4)
     if method == "fp8":
         return _fp8_format(section, place)
     if method == "compressed-tensors":
@@ -141,7 +145,8 @@ def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
         return weight * scale
 
     suffixes = (".weight", ".weight_scale_inv")
-    return Format("fp8", suffixes, (("F8_E4M3",), FLOATS), ".weight", shape, values)
+    pack = partial(pack_fp8, rows=rows, columns=columns)
+    return Format("fp8", suffixes, (("F8_E4M3",), FLOATS), ".weight", shape, values, pack)
 
 
 def _packed_format(section: Mapping[str, Any], place: object) -> Format:
@@ -183,7 +188,7 @@ def _packed_format(section: Mapping[str, Any], place: object) -> Format:
 
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
     dtypes = (("I32",), FLOATS, INTEGERS)
-    return Format("compressed-tensors int4", suffixes, dtypes, ".weight", shape, values)
+    return Format("compressed-tensors int4", suffixes, dtypes, ".weight", shape, values, pack_int4)
 
 
 def _group_size(section: Mapping[str, Any], place: object) -> int | None:
@@ -250,7 +255,7 @@ def _mxfp4_shape(parts: list[TensorInfo], _: Read) -> tuple[int, ...]:
 def _mxfp4(parts: list[Tensor]) -> Tensor:
     """``(..., rows, blocks, 16)`` bytes and ``(..., rows, blocks)`` exponents, transposed."""
     packed, exponents = parts
-    table = torch.tensor(_FP4)
+    table = torch.tensor(FP4)
     both = torch.stack([packed & 15, packed >> 4], -1).long()
     values = table[both].flatten(-2) * torch.exp2(exponents.float() - 127).unsqueeze(-1)
     return values.flatten(-2).transpose(-1, -2).contiguous()

@@ -118,7 +118,7 @@ def name_base(model: Any, recipe: Recipe) -> None:
 
 def base_fingerprint(recipe: Recipe) -> dict[str, str]:
     """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
-    from moe_finetune.checkpoint.gate import BASE_KEY
+    from moe_finetune.checkpoint.gate import named_tensors
     from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.checkpoint.values import fingerprint
     from moe_finetune.models.loading import local_folder
@@ -126,10 +126,8 @@ def base_fingerprint(recipe: Recipe) -> dict[str, str]:
     if recipe.model.init != "checkpoint":
         return {}
     folder = local_folder(recipe.model.path, revision=recipe.model.revision)
-    opened = open_checkpoint(folder, stored=True)
-    if opened.quantized is not None:
-        return {}  # it is merged into the checkpoint that this one was made of
-    return {BASE_KEY: fingerprint(opened.tensors.values())}
+    key, tensors = named_tensors(open_checkpoint(folder, stored=True))
+    return {key: fingerprint(tensors)}
 
 
 def run_metadata(recipe: Recipe) -> dict[str, Any]:

@@ -150,9 +150,10 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
             )
         if opened.quantized is not None and recipe.export.merge and recipe.lora is not None:
             raise RecipeError(
-                f"export.merge: {base} is stored as {opened.quantized.format}, and a merge goes "
-                "into an unquantised base; set export.merge: false, and merge the adapter with "
-                "moe-finetune merge --base, naming the unquantised checkpoint"
+                f"export.merge: {base} is stored as {opened.quantized.format}, and a run merges "
+                "into an unquantized base; set export.merge: false, and merge the adapter with "
+                "moe-finetune merge --format base (the same format), or --base and the "
+                "unquantized checkpoint"
             )
         for line in stale_head(opened, adapts(recipe.lora, recipe.router.train)):
             log.warning("%s", line)

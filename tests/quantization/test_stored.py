@@ -103,12 +103,19 @@ def test_training_on_one_leaves_an_adapter_for_the_unquantised_base(tmp_path, ca
         f"lora: {{rank: 4}}\ndata: {{train: {data}, max_length: 16}}\n"
         "trainer: {max_steps: 1, learning_rate: 1.0e-3, report_to: none}\n"
     )
-    with pytest.raises(RecipeError, match=r"export.merge: .*fp8.*moe-finetune merge --base"):
+    with pytest.raises(RecipeError, match=r"export.merge: .*fp8.*merge --format base .*--base"):
         run_recipe(load_recipe(recipe), tmp_path / "refused")
     run = run_recipe(load_recipe(recipe, ["export.merge=false"]), tmp_path / "run")
     command = ["merge", str(run), "--output", str(tmp_path / "merged")]
     assert main(command) == 2
-    assert "stored quantized, which only train, chat and inspect read" in capsys.readouterr().err
+    assert "inspect and merge --format base read" in capsys.readouterr().err
+    kept = ["--format", "base", "--output", str(tmp_path / "kept"), "--verify"]
+    assert main([*command[:2], *kept]) == 0
+    assert "requantized to fp8" in capsys.readouterr().out
+    other = tiny.save("qwen3_moe", tmp_path / "other")
+    rewrite(other, lambda tensors: as_fp8({n: t * 1.5 for n, t in tensors.items()}))
+    assert main([*command[:2], "--base", str(other), "--format", "base", "--output", "no"]) == 2
+    assert "was trained on another base" in capsys.readouterr().err
     assert main([*command, "--base", str(base), "--verify"]) == 0
     assert "int8 base + adapter" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "merged").quantized is None

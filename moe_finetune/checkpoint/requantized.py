@@ -1,0 +1,142 @@
+"""Content of a packed part of a changed tensor, where the merge keeps the base's stored format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_finetune.checkpoint.compute import Merged
+from moe_finetune.checkpoint.stored import QuantizedTensors
+from moe_finetune.checkpoint.values import finite
+from moe_finetune.checkpoint.writer import Output
+from moe_finetune.io.safetensors_header import TensorInfo
+
+
+@dataclass
+class Sums:
+    """Sums over the elements of changed tensors, of float32 values before requantising.
+
+    Attributes:
+        error: squared distance of the written values from base + adapter.
+        change: squared change by the adapter.
+        weight: squared values of base + adapter.
+        along: the written change times the adapter's change.
+    """
+
+    error: float = 0.0
+    change: float = 0.0
+    weight: float = 0.0
+    along: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.error + other.error,
+            self.change + other.change,
+            self.weight + other.weight,
+            self.along + other.along,
+        )
+
+
+@dataclass(frozen=True)
+class Requantization:
+    """What storing the merged weights in the base's format costs.
+
+    Attributes:
+        format: its name.
+        tensors: number of float tensors that were packed again.
+        error: norm of (written - (base + adapter)) over the norm of (base + adapter).
+        error_of_change: the same distance over the norm of the adapter's change; 1 is as far as
+            the base itself is.
+        retained: part of the adapter's change that the written weights have, as a projection.
+    """
+
+    format: str
+    tensors: int
+    error: float
+    error_of_change: float
+    retained: float
+
+    @classmethod
+    def of(cls, format: str, sums: dict[str, Sums]) -> Requantization:
+        total = sum(sums.values(), Sums())
+
+        def root_ratio(top: float, bottom: float) -> float:
+            return math.sqrt(top / bottom) if bottom else 0.0
+
+        return cls(
+            format,
+            len(sums),
+            root_ratio(total.error, total.weight),
+            root_ratio(total.error, total.change),
+            total.along / total.change if total.change else 1.0,
+        )
+
+    def text(self) -> str:
+        return (
+            f"requantized to {self.format}: {self.tensors} tensors, {self.error:.2e} of their norm "
+            f"from base + adapter, which is {self.error_of_change:.0%} of the adapter's change; "
+            f"the written weights have {self.retained:.0%} of that change"
+        )
+
+
+@dataclass
+class Requantized:
+    """The bytes of one part (packed values, or scales) of ``base + sum of updates``.
+
+    Each part is computed by itself, one matrix at a time, so that no part waits in memory until
+    another one is written; the sums are those of the first part.
+
+    Attributes:
+        merged: the float tensor's updates, and where its norms go.
+        sums: receives the sums of the float tensor under its name.
+    """
+
+    merged: Merged
+    stored: QuantizedTensors
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    def write(self, out: Output, target: TensorInfo) -> None:
+        plan = self.merged.plan
+        assert plan.whole is not None
+        number = [info.name for info in self.stored.stored(plan.whole)].index(target.name)
+        matrices = plan.stacked
+        size = target.size // matrices
+        all_sums = []
+        for expert in range(matrices):
+            part, sums = self._matrix(plan.whole, expert, matrices, number)
+            out.write(part.contiguous().view(-1).view(torch.uint8), target.offset + expert * size)
+            all_sums.append(sums)
+        if number == 0:
+            norms = self.merged.norms
+            if matrices > 1:
+                for expert, sums in enumerate(all_sums):
+                    norms[f"{plan.whole}[{expert}]"] = math.sqrt(sums.change)
+            self.sums[plan.whole] = sum(all_sums, Sums())
+            norms[plan.whole] = math.sqrt(self.sums[plan.whole].change)
+
+    def _matrix(
+        self, name: str, expert: int, matrices: int, number: int
+    ) -> tuple[torch.Tensor, Sums]:
+        """A part of one matrix (the tensor's only one, or an expert's), and its sums."""
+        merged = self.merged
+        parts = self.stored.read_parts(name, expert if matrices > 1 else None)
+        before_OI = self.stored.values(name, parts)
+        left_OR, right_RI = merged.low_rank(expert)
+        work_OI = before_OI.clone()
+        rows, first = slice(0, len(work_OI)), expert * work_OI.numel()
+        merged.change(work_OI, rows, first, left_OR, right_RI)
+        if not finite(work_OI):
+            raise merged.not_finite()
+        packed = self.stored.pack(work_OI, parts)
+        if number:
+            return packed[number], Sums()
+        after_OI = self.stored.values(name, packed)
+        change_OI, written_OI = work_OI - before_OI, after_OI - before_OI
+        return packed[number], Sums(
+            error=(after_OI - work_OI).square().sum(dtype=torch.float64).item(),
+            change=change_OI.square().sum(dtype=torch.float64).item(),
+            weight=work_OI.square().sum(dtype=torch.float64).item(),
+            along=(change_OI * written_OI).sum(dtype=torch.float64).item(),
+        )
