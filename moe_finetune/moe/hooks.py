@@ -35,6 +35,7 @@ from moe_finetune.moe.layers import (
     backbone_of,
     causal_lm,
     check_experts,
+    is_spread,
     moe_layers,
     stacks,
 )
@@ -170,7 +171,7 @@ class Recorder:
             for experts in layer.every_experts:
                 self._attach(experts, "_moe_finetune", partial(visits.run_experts_of, experts))
                 self._take_over(experts)
-                if experts._is_expert_parallel:  # transformers' own way to other ranks and back
+                if is_spread(experts):  # transformers' own way to other ranks and back
                     self._attach(experts, "forward", MethodType(type(experts).forward, experts))
             inner, wrappers = parameter_wrappers(layer.outer_experts)
             if wrappers:

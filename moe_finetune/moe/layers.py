@@ -118,19 +118,43 @@ def config_facts(config: Any) -> ModelFacts:
 def check_experts(layer: MoeLayer) -> None:
     """Refuse experts whose layout or execution this forward does not have."""
     experts, where = layer.experts, f"layer {layer.index}"
-    for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"):
+    for name in ("has_gate", "has_bias", "is_transposed"):
         if not isinstance(getattr(experts, name, None), bool):
             raise CaptureError(
                 f"{where}: {type(experts).__name__} has no {name}: it does not follow the experts "
                 "interface of this transformers version"
             )
-    if not isinstance(getattr(experts, "_is_expert_parallel", None), bool):
-        raise CaptureError(f"{where}: {type(experts).__name__} does not say whether it is spread")
-    if experts._is_expert_parallel and "forward" in layer.router.__dict__:
+    if is_spread(experts) and "forward" in layer.router.__dict__:
         raise CaptureError(
             f"{where}: experts are spread over ranks by transformers' plan ep_router, in which a "
             "router hides the other ranks' experts; use the plan ep_dispatch_experts with tp_size=1"
         )
+
+
+def is_spread(experts: Any) -> bool:
+    """Whether the experts are spread over ranks; before transformers 5.18 they never are."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
+
+
+def is_concatenated(experts: Any) -> bool:
+    """Whether gate and up projection follow each other in one stack, or alternate by row.
+
+    Raises:
+        CaptureError: an older transformers does not declare it, and the class gates in its own way.
+    """
+    declared = getattr(experts, "is_concatenated", None)
+    if declared is not None:
+        return declared
+    if _gates_itself(experts):
+        raise CaptureError(
+            f"{type(experts).__name__}: this transformers version does not declare how its gate and "
+            "up projections are stored; install a newer one, or remove the losses that read them"
+        )
+    return True
+
+
+def _gates_itself(experts: Any) -> bool:
+    return type(experts)._apply_gate.__qualname__ != "_default_apply_gate"
 
 
 def stacks(experts: Any) -> tuple[Tensor, Tensor]:
@@ -146,7 +170,7 @@ def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
     """The function of the gate, or the class's own step between its projections."""
     if not experts.has_gate:
         return OwnGate(experts.act_fn)
-    if type(experts)._apply_gate.__qualname__ != "_default_apply_gate":
+    if _gates_itself(experts):
         return OwnGate(experts._apply_gate)
     return experts.act_fn
 

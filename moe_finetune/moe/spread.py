@@ -24,17 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import (
-    apply_expert_parallelism,
-    resolve_parallel_plans,
-)
 
-from moe_finetune.errors import CaptureError, UnsupportedModelError
+from moe_finetune.errors import CaptureError, DependencyError, UnsupportedModelError
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
-from moe_finetune.moe.layers import model_facts
+from moe_finetune.moe.layers import is_spread, model_facts
 
 DISPATCH = "ep_dispatch_experts"
 """Transformers' plan under which each rank has tokens of its own."""
@@ -95,6 +90,17 @@ def place_experts(model: Any, ranks: int, device: str) -> Any:
 
     Generation then goes on until every rank has ended: each takes part in the others' forwards.
     """
+    try:  # transformers 5.19; losses, callback and the experts' products work without it
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.tensor_parallel import (
+            apply_expert_parallelism,
+            resolve_parallel_plans,
+        )
+    except ImportError:
+        raise DependencyError(
+            "parallel.experts: needs transformers 5.19 or newer; install it, or train with FSDP2 "
+            "(recipes/hardware)"
+        ) from None
     world = distributed.get_world_size()
     # `from_pretrained` wants ep_size == tp_size, which is not this plan's condition.
     _, plan = resolve_parallel_plans(model, DistributedConfig(fsdp_size=world, ep_size=ranks))
@@ -111,7 +117,7 @@ def spread_of(experts: Any) -> Spread | None:
     Raises:
         CaptureError: in a way that is not transformers' ``ep_dispatch_experts``.
     """
-    if not experts._is_expert_parallel:
+    if not is_spread(experts):
         return None
     stack = experts.down_proj
     mesh: Any = getattr(stack, "device_mesh", None)

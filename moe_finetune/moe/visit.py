@@ -22,7 +22,7 @@ from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.inject import inject
-from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
+from moe_finetune.moe.layers import MoeLayer, activation_of, is_concatenated, stacks
 from moe_finetune.moe.lora_factors import (
     expert_factors,
     parameter_wrappers,
@@ -344,6 +344,6 @@ def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
         if name == "gate":
             raise CaptureError(f"{type(experts).__name__} has no gate projection")
         return slice(None)
-    if not experts.is_concatenated:
+    if not is_concatenated(experts):
         return slice(0 if name == "gate" else 1, None, 2)
     return slice(0, rows // 2) if name == "gate" else slice(rows // 2, None)
