@@ -13,6 +13,7 @@ import copy
 from itertools import pairwise
 from types import SimpleNamespace
 
+import peft
 import torch
 from torch.nn.functional import silu
 
@@ -89,6 +90,9 @@ def moe(block, config, scaling, hidden_BLH, seen):
     return out_BLH if shared is None else out_BLH + shared(hidden_BLH)
 
 
+OLD_PEFT = tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19)
+
+
 def weights(block, scaling):
     """Effective router (E, H), gate/up (E, 2D, H), down (E, H, D): adapters added by expert."""
     named = dict(block.named_parameters())
@@ -106,7 +110,9 @@ def weights(block, scaling):
     stacks = []
     for name in ("gate_up_proj", "down_proj"):
         stack = find("experts.", name)
-        experts, _, inner = stack.shape
+        experts, outer, inner = stack.shape
+        if OLD_PEFT:
+            inner = outer
         for prefix in {n[: -len("lora_A.default.weight")] for n in named if "lora_A" in n}:
             a, b = named[prefix + "lora_A.default.weight"], named[prefix + "lora_B.default.weight"]
             if not prefix.startswith("experts.") or a.shape[1] != inner:
@@ -115,7 +121,9 @@ def weights(block, scaling):
             change = [
                 b[:, e::experts] @ a[e * rank : (e + 1) * rank] for e in range(experts)
             ]  # in A the expert is the slowest index, in B the fastest
-            stack = stack + scaling * torch.stack(change)
+            change_EOI = torch.stack(change)
+            # PEFT before 0.19 has them the other way round: A reads the output's dimension.
+            stack = stack + scaling * (change_EOI.transpose(1, 2) if OLD_PEFT else change_EOI)
         stacks.append(stack)
     return router, *stacks
 

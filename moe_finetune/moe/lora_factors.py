@@ -92,6 +92,8 @@ def expert_factors(
     b_EOr = b_EOr.view(experts, packed_b.shape[0], -1)
     if isinstance(wrapper, SelectedExpertsLora):
         a_ErI, b_EOr = wrapper.spread(a_ErI), wrapper.spread(b_EOr)
+    if _takes_rows_for_inputs(wrapper):
+        a_ErI, b_EOr = b_EOr.transpose(1, 2), a_ErI.transpose(1, 2)
     missing = -a_ErI.shape[1] % RANK_MULTIPLE if grouped else 0
     if missing:
         a_ErI, b_EOr = pad(a_ErI, (0, 0, 0, missing)), pad(b_EOr, (0, missing))
@@ -101,6 +103,16 @@ def expert_factors(
         wrapper.scaling[name],
         dropout if wrapper.training else 0.0,
     )
+
+
+def _takes_rows_for_inputs(wrapper: ParamWrapper) -> bool:
+    """Whether A reads the output dimension: PEFT before 0.19 takes (experts, out, in) the other way.
+
+    Its product is then the transpose of the change, so that A and B change places.
+    """
+    if hasattr(wrapper, "_did_swap_in_out_features") or wrapper.get_param().ndim != 3:
+        return False
+    return not getattr(wrapper.get_base_layer(), "is_transposed", False)
 
 
 def router_linear(router: Any, path: str = "weight") -> Any:
