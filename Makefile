@@ -11,7 +11,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test docs tables families lint format format-check types bench gpu-check clean
+.PHONY: help demo test test-lowest docs tables families lint format format-check types bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -41,6 +41,20 @@ $(BROWSER): $(STAMP)
 
 test: $(STAMP) $(BROWSER)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+LOWEST := build/lowest
+# Over the environment's own packages, so that torch is not installed again.
+$(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
+	@rm -rf $(LOWEST)
+	@$(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --no-deps \
+	  --target $(LOWEST)/core $$(sed -n 's/^core //p' tests/lowest.txt)
+	@$(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --no-deps \
+	  --target $(LOWEST)/recipes $$(sed -n 's/^recipes //p' tests/lowest.txt)
+	@touch $@
+
+test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
+	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py -k "not moonlight"
+	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
 
 lint: $(STAMP)  ## ruff check, and the order of imports
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ from moe_finetune.io import clear_leftovers, output_lock, write_atomic
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.terminal import terminal
+from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.start import Inputs, base_folder, check_inputs, second_model, start_model
 
@@ -68,6 +69,7 @@ def run_recipe(
     """
     from moe_finetune.training import ranks
 
+    check_versions("a recipe")
     output = Path(output)
     ranks.join_group()
     with ranks.others_needed(), ranks.first_alone(lambda: output_lock(output)):
@@ -158,6 +160,7 @@ def plan_run(
     Raises:
         MoeFinetuneError: what would end the start, with the key and what to do.
     """
+    check_versions("a recipe")
     recipe = on_day_of(recipe, Path(output))
     check_output(recipe, Path(output), resume)
     return check_inputs(recipe, ignore_memory, activations=True).plan

@@ -88,6 +88,8 @@ def _versions() -> list[Check]:
     """Each direct dependency against what this package's metadata asks for."""
     from packaging.requirements import Requirement
 
+    from moe_finetune.io.versions import unfit_for_recipes
+
     checks = []
     try:
         wanted = metadata.requires("moe-finetune") or []
@@ -109,6 +111,9 @@ def _versions() -> list[Check]:
             checks.append(Check(name, "ok", found))
         else:
             checks.append(Check(name, "problem", f"{found}, wanted {asked}", remedy))
+    for line, version in unfit_for_recipes().items():
+        found = f"{version} runs losses and callback; recipes need {line}"
+        checks.append(Check("recipes", "note", found, f"{sys.executable} -m pip install '{line}'"))
     return checks
 
 
