@@ -147,8 +147,8 @@ def is_concatenated(experts: Any) -> bool:
         return declared
     if _gates_itself(experts):
         raise CaptureError(
-            f"{type(experts).__name__}: this transformers version does not declare how its gate and "
-            "up projections are stored; install a newer one, or remove the losses that read them"
+            f"{type(experts).__name__}: this transformers version does not declare how gate and "
+            "up projection are stored; install a newer one, or remove the losses that read them"
         )
     return True
 

@@ -106,7 +106,7 @@ def expert_factors(
 
 
 def _takes_rows_for_inputs(wrapper: ParamWrapper) -> bool:
-    """Whether A reads the output dimension: PEFT before 0.19 takes (experts, out, in) the other way.
+    """Whether A reads the output dimension, as with PEFT before 0.19 on (experts, out, in).
 
     Its product is then the transpose of the change, so that A and B change places.
     """
