@@ -133,7 +133,7 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
         expert_norms, seconds, changed, copied, bytes_written = {0: [1.5]}, 2.0, 3, 4, 5
 
         class plan:
-            kinds = staticmethod(list)
+            kinds, notes = staticmethod(list), ()
 
     def merging(base, adapter, output, **options):
         assert options["overwrite"]
