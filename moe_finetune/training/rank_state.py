@@ -22,6 +22,9 @@ from torch import Tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training.state import pack, unpack
 
+ADDED_ENTRIES = {"total_loss", "rollouts"}
+"""Entries that the first development versions did not write."""
+
 
 def pack_rank(state: dict[str, Any]) -> bytes:
     """The bytes of one rank's file."""
@@ -78,7 +81,14 @@ def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _read_state(file: Path) -> dict[str, Any]:
     metadata, tensors = read_tensors(file)
-    return unpack(json.loads(metadata["state"]), tensors)
+    state = unpack(json.loads(metadata["state"]), tensors)
+    if missing := ADDED_ENTRIES - state.keys():
+        raise CheckpointError(
+            f"{file}: was written by an earlier version of moe-finetune, which did not store "
+            f"{', '.join(sorted(missing))}; resume with the version that wrote it, or start the "
+            "run again with another --output"
+        )
+    return state
 
 
 def random_state() -> dict[str, Any]:
