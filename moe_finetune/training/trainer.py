@@ -109,9 +109,7 @@ class RunTrainer(GuardedTrainer, ResumableTrainer):
     optimizer: Any
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; at step 0 without using up random numbers, so that training is the same."""
-        if self.state.global_step:
-            return super().evaluate(*args, **kwargs)
+        """Evaluate without using up random numbers: training is the same however often it does."""
         state = random_state()
         try:
             return super().evaluate(*args, **kwargs)
