@@ -26,7 +26,9 @@ def test_weights_that_train_are_float32(lora, dtype, tiny_checkpoint):
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
-def test_before_is_measured_before_training_and_evaluations_change_nothing_else(tiny_checkpoint, tmp_path):
+def test_before_is_measured_before_training_and_evaluations_change_nothing(
+    tiny_checkpoint, tmp_path
+):
     """The first evaluation is of step 0, gives the base's loss, and leaves the adapter's bytes."""
     rows = [{"text": f"{word} " * (5 + n)} for n, word in enumerate(["ab", "cde", "f", "ghi"] * 2)]
     for name, part in (("train", rows[:5]), ("held_out", rows[5:])):

@@ -164,7 +164,11 @@ class Specialization:
         if self._kept is not None:
             self._kept.in_saves()
         _ON_MODEL[backbone] = ref(self)
-        self.strength.begin(self.steps)
+        try:
+            self.strength.begin(self.steps)
+        except ObjectiveError:
+            self.restore()
+            raise
         self._start = {
             name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -183,6 +187,7 @@ class Specialization:
 
     def rest(self) -> None:
         """Take the losses off and leave a learned bias, in forwards and in what the model saves."""
+        self.strength.finish()
         self._stop()
         if self._kept is not None:
             self._kept.in_forwards()

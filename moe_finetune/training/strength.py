@@ -73,6 +73,8 @@ class TermStrength:
         """Why no weight gives it a share."""
         if all(share is None for share in self.shares.values()):
             return "the trainer's own loss has no gradient where the term acts"
+        if self.at_one > 0:
+            return f"the weight would be more than {LARGEST_WEIGHT:g}"
         return "the term has no gradient (its aim is met)"
 
     def row(self) -> dict[str, Any]:
@@ -140,6 +142,8 @@ class StrengthMeter:
         if not self.objective.terms or not (wanted or self._due):
             return
         obstacle = _obstacle(self._replay.recorder.model)
+        if obstacle is None and self._due and not self._replay.parts():
+            obstacle = "neither routers nor routed experts train, and gradients are compared there"
         if obstacle is not None:
             self._give_up(obstacle)
             return
@@ -158,6 +162,14 @@ class StrengthMeter:
             self._hook.remove()
             self._hook = None
         self._replay.forget()
+
+    def finish(self) -> None:
+        """After the last step: report the shares that never had a weight."""
+        self.close()
+        for name in sorted(self._misses):
+            log.warning(
+                "method.terms.%s.share: no window gave it a weight; the term had no effect", name
+            )
 
     def end(self) -> None:
         """After an optimizer step: report a window that was due and could not be measured.

@@ -9,7 +9,9 @@ from trl import DPOConfig, DPOTrainer
 
 from moe_finetune import SpecializationCallback, measure_strength
 from moe_finetune.errors import ObjectiveError
+from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.training.grpo import trainer_for
@@ -214,6 +216,26 @@ def test_a_share_that_no_window_gives_a_weight_is_an_error_after_so_many(caplog)
         with pytest.raises(ObjectiveError, match=r"dpp\.share: .* in the first 3 windows: the tr"):
             list(loop(work, model, (0.0,) * 4))
     assert work.steps == 2
+
+
+def test_a_share_where_neither_routers_nor_experts_train_is_an_error_at_once():
+    lora = LoraSection(rank=3, alpha=6.0, targets=["attention"])
+    model = add_lora(tiny.model("qwen3_moe", num_hidden_layers=2), lora, "frozen").train()
+    method = {"terms": {"variance": {"share": 0.1}}}
+    with pytest.raises(ObjectiveError, match=r"variance\.share: .* neither routers nor"):
+        Specialization(model, method).__enter__()
+    with Specialization(model, {"terms": {"variance": {"weight": 0.1}}}) as work:
+        assert work.at_work
+
+
+def test_a_share_beyond_the_largest_weight_is_explained(caplog):
+    model = adapted().train()
+    with Specialization(model, {"terms": {"dpp": {"share": 1e30}}}) as work:
+        assert list(loop(work, model, (1.0, 1.0))) == [None, None]
+        work.rest()
+    assert "dpp.share: the weight would be more than 1e+12" in caplog.text
+    assert "no window gave it a weight; the term had no effect" in caplog.text
+    assert "aim is met" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*alpha")
