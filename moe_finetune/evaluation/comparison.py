@@ -175,7 +175,13 @@ def _rows(
 
 
 def check_joined(name: str, scores: Sequence[Score]) -> None:
-    """Raise EvaluationError unless all scores are of the same items and prompts."""
+    """Raise EvaluationError unless all scores are of the same metric, items and prompts."""
+    metrics = sorted({_directed(score) for score in scores})
+    if len(metrics) > 1:
+        raise EvaluationError(
+            f"task {name}: the results are of different metrics ({' and '.join(metrics)}); "
+            "evaluate both with the same suite and version"
+        )
     first = scores[0].items
     for score in scores[1:]:
         other = score.items
@@ -191,3 +197,7 @@ def check_joined(name: str, scores: Sequence[Score]) -> None:
                 f"task {name}: {differing} of {len(first)} prompts differ; results are comparable "
                 "only with the same shots, template and seed"
             )
+
+
+def _directed(score: Score) -> str:
+    return f"{score.metric}, {'higher' if score.higher_is_better else 'lower'} is better"

@@ -127,7 +127,8 @@ def compare_scores(
     Where both answered the same prompts and the scores are means over their items, the test is over
     items, and over seeds as well with several. Otherwise it is Student's paired t over seeds. Of a
     single seed it is Newcombe's interval for shares of 0/1 items, else the normal test, both for
-    independent samples. The verdict is ``unknown`` where there is neither a test nor an interval.
+    independent samples. The verdict is ``unknown`` where there is neither a test nor an interval,
+    and where metrics or their directions differ.
 
     Args:
         baseline, arm: a score for each seed, in the same order; usually one.
@@ -146,6 +147,8 @@ def compare_scores(
 def _test(
     baseline: Sequence[Score], arm: Sequence[Score], rng: int | np.random.Generator
 ) -> PairedTest:
+    if len({(score.metric, score.higher_is_better) for score in (*baseline, *arm)}) > 1:
+        return PairedTest("none", math.nan)
     if (values := _item_values(baseline, arm)) is not None:
         return compare_items(*values, rng)
     sides = [np.array([score.value for score in side]) for side in (arm, baseline)]

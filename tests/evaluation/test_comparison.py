@@ -7,7 +7,7 @@ import pytest
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.comparison import compare
-from moe_finetune.evaluation.score import Score
+from moe_finetune.evaluation.score import Score, compare_scores
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.rows import write_jsonl
@@ -109,3 +109,18 @@ def test_other_prompts_or_items_are_refused(tmp_path):
         compare([a])
     with pytest.raises(EvaluationError, match="no results at"):
         compare([a, tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    "other", [{"metric": "exact_match"}, {"higher_is_better": False}], ids=["name", "direction"]
+)
+def test_different_metrics_are_not_compared(tmp_path, other):
+    tasks = {"t": [0, 1, 1, 0, 1]}
+    folders = [write(tmp_path / "a", tasks), write(tmp_path / "b", tasks, **other)]
+    with pytest.raises(EvaluationError, match=r"task t: the results are of different metrics"):
+        compare(folders)
+    scores = [
+        Score.parse(json.loads((folder / "results.json").read_text())["tasks"]["t"])
+        for folder in folders
+    ]
+    assert compare_scores(scores[:1], scores[1:]).verdict == "unknown"
