@@ -15,7 +15,7 @@ from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io import output_lock
-from moe_finetune.io.run_folder import checkpoint_in, results_in
+from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name, results_in
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.routing.trace_writer import TraceWriter
@@ -53,6 +53,18 @@ def test_a_run_stands_for_its_checkpoint_and_its_results(tmp_path):
     (run / "eval").mkdir()
     (run / "eval" / "results.json").write_text("{}")
     assert results_in(run) == results_in(run / "eval") == run / "eval"
+
+
+def test_a_checkpoint_is_named_after_its_run(tmp_path, monkeypatch):
+    (tmp_path / "first" / "merged").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(tmp_path / "first")
+    for source in (tmp_path / "first", tmp_path / "first" / "merged"):
+        assert checkpoint_name(source) == "first"
+    assert checkpoint_name(tmp_path / "latest" / "merged") == "latest"
+    monkeypatch.chdir(tmp_path / "first")
+    assert checkpoint_name("merged") == checkpoint_name(".") == "first"
+    assert checkpoint_name("..") == tmp_path.name
+    assert checkpoint_name("owner/name") == "owner/name"
 
 
 def test_verbs_of_checkpoints_take_a_run(tmp_path, tiny_checkpoint, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
@@ -26,6 +27,14 @@ def checkpoint_in(source: str | Path) -> str | Path:
             f"{path} --output DIR' and give that, or give the base with --adapter"
         )
     return source
+
+
+def checkpoint_name(source: str | Path) -> str:
+    """What to call the checkpoint that ``source`` names: its folder, its run, or the hub id."""
+    if not Path(source).is_dir():
+        return str(source)
+    path = Path(os.path.abspath(source))  # a link keeps its name
+    return path.parent.name if path.name == "merged" else path.name
 
 
 def results_in(source: str | Path) -> Path:

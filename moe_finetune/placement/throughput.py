@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import DependencyError, EvaluationError
 from moe_finetune.io import check_output, write_atomic
 from moe_finetune.io.json_file import read_object
+from moe_finetune.io.run_folder import checkpoint_name
 from moe_finetune.placement.baselines import baseline_placements
 from moe_finetune.placement.held_out import plan_trace
 from moe_finetune.placement.plan import PlacementPlan
@@ -113,7 +114,7 @@ def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
     arms: list[Arm] = []
     for trace in traces:
         base = merged_folder(trace.info.checkpoint)
-        name = base.resolve().name if base.name != "merged" else base.resolve().parent.name
+        name = checkpoint_name(trace.info.checkpoint)
         for placement in ("round robin", "planned")[bool(arms) :]:
             folder = bench.output / "checkpoints" / f"{len(arms)}-{placement.replace(' ', '-')}"
             arms.append(Arm(len(arms), name, placement, base, folder, trace))

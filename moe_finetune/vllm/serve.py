@@ -17,14 +17,14 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 from moe_finetune.vllm.lora_support import LORA_RANKS, LoraSupport, ask_vllm
 from moe_finetune.vllm.supervisor import supervised
@@ -89,7 +89,7 @@ def serve_command(
     ours: dict[str, Sequence[str]] = {
         "--host": [options.host],
         "--port": [str(options.port)],
-        "--served-model-name": [options.name or folder.resolve().name],
+        "--served-model-name": [options.name or checkpoint_name(folder)],
     }
     if options.tensor_parallel > 1:
         ours["--tensor-parallel-size"] = [str(options.tensor_parallel)]
@@ -249,7 +249,8 @@ def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) ->
     """
     folder = merged_folder(source)
     require_vllm()
-    name = options.name or folder.resolve().name
+    name = options.name or checkpoint_name(source)
+    options = replace(options, name=name)
     if name in dict(options.adapters):
         raise RecipeError(f"--adapter {name}: the base has this name; write NAME=FOLDER")
     with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:

@@ -58,13 +58,17 @@ def test_the_command_carries_every_option(tmp_path):
         expert_parallel=True,
         extra=("--max-model-len", "512", "--dtype=bfloat16"),
     )
-    command = serve_command(tmp_path / "merged", options, cpu=False)
+    (tmp_path / "first" / "merged").mkdir(parents=True)
+    command = serve_command(tmp_path / "first" / "merged", options, cpu=False)
     found = pairs(command)
-    assert command[0] == sys.executable and command[3:5] == ["serve", str(tmp_path / "merged")]
+    assert command[0] == sys.executable and command[3:5] == [
+        "serve",
+        str(tmp_path / "first" / "merged"),
+    ]
     assert found["--host"] == "0.0.0.0" and found["--port"] == "8123"
     assert found["--tensor-parallel-size"] == "4" and found["--data-parallel-size"] == "2"
     assert "--enable-expert-parallel" in command and "--enforce-eager" not in command
-    assert found["--served-model-name"] == "merged"
+    assert found["--served-model-name"] == "first"
     assert command[-3:] == ["--max-model-len", "512", "--dtype=bfloat16"]
     assert options.url == "http://127.0.0.1:8123"
     on_cpu = serve_command(tmp_path, options, cpu=True)
