@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_finetune.errors import DataError, did_you_mean, reason_of
 from moe_finetune.io.hashes import sha256_file
+from moe_finetune.io.hub import check_hub
 from moe_finetune.io.rows import TABLES, Placed, kind_of, placed_rows, without_nulls
 
 _SUFFIXES = (*TABLES, ".txt")
@@ -86,6 +87,7 @@ def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
 def _hub_dataset(source: str, split: str) -> Any:
     from datasets import load_dataset
 
+    check_hub()
     name, _, configuration = source.partition(":")
     try:
         return load_dataset(name, configuration or None, split=split)

@@ -17,6 +17,7 @@ from typing import Any
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.leaf import Leaf, require_files
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
+from moe_finetune.io.hub import check_hub
 
 _LOOKED_FOR = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
@@ -148,6 +149,7 @@ class Catalog:
         from datasets import load_dataset_builder
         from huggingface_hub import constants
 
+        check_hub()
         path, name = leaf.config.get("dataset_path"), leaf.config.get("dataset_name")
         # Offline each configuration is there or not; the hub has all of them or none.
         key = (path, name if constants.HF_HUB_OFFLINE else None)

@@ -12,6 +12,7 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, read_config
 from moe_finetune.io.config_file import QUANTIZATION, SAME_CLASS
+from moe_finetune.io.hub import check_hub
 from moe_finetune.io.json_file import read_object
 from moe_finetune.models import family_of, native
 from moe_finetune.models.chat_template import check_template
@@ -54,6 +55,7 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
         )
     from huggingface_hub import snapshot_download
 
+    check_hub()
     named = str(path) if revision is None else f"{path} at revision '{revision}'"
     wanted = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
