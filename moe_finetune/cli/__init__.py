@@ -16,6 +16,7 @@ from moe_finetune.cli import checkpoints, evaluation, experts, interactive, runs
 from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
+from moe_finetune.io.interrupts import interrupts_outlast_imports
 from moe_finetune.io.terminal import OWN, Records, Terminal, use
 
 # A path that the user named cannot be used as asked.
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger(OWN).setLevel(logging.DEBUG if debug else logging.INFO)
     try:
-        with closed_pipes_ignored():
+        with closed_pipes_ignored(), interrupts_outlast_imports():
             return app(arguments, prog_name="moe-finetune", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

@@ -1,0 +1,66 @@
+"""Ctrl-C while modules are imported, whose code may swallow it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+LOOK_AGAIN = 0.2
+"""Seconds between looks at whether an interrupt is still on its way out."""
+
+
+@contextmanager
+def interrupts_outlast_imports() -> Iterator[None]:
+    """Repeat a KeyboardInterrupt that was raised inside an import until it leaves this context.
+
+    Some packages catch it, or go on with a module that is half there; the errors which follow from
+    that become the KeyboardInterrupt again. Code that cleans up after it is not disturbed.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    alarm = signal.getsignal(signal.SIGALRM)
+    repeating = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal repeating
+        repeating = repeating or _importing(frame)
+        if repeating:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN)
+        if number == signal.SIGINT or not _on_its_way():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as error:
+        if repeating:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if repeating:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _on_its_way() -> bool:
+    """Whether the code that runs handles a KeyboardInterrupt."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
