@@ -64,6 +64,12 @@ def inspect(
             "exit code 1 where it does not. Nothing is loaded.",
         ),
     ] = None,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            "--gpus", min=1, max=4096, help="Plan the memory of each of so many GPUs under FSDP2."
+        ),
+    ] = 1,
     format: Annotated[
         Format, typer.Option("--format", help="How to print; json as --json.")
     ] = Format.text,
@@ -107,9 +113,11 @@ def inspect(
         return
     if gpu is not None and not recipe:
         raise RecipeError("--gpu: tells whether a recipe fits; name one with --recipe")
+    if gpus > 1 and not recipe:
+        raise RecipeError("--gpus: plans a recipe's memory; name one with --recipe")
     if gpu is not None and not 0 < gpu < 1e6:
         raise RecipeError(f"--gpu: must be the GiB of one GPU, such as 24, not {gpu:g}")
-    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu)
+    inspection = inspect_checkpoint(checkpoint, load_recipe(recipe) if recipe else None, gpu, gpus)
     print(dumps(inspection.to_mapping(), indent=2) if json else inspection.text())
     if inspection.verdict is not None and not inspection.verdict.fits:
         raise typer.Exit(1)
@@ -253,7 +261,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", help="The model's name; default: the folder's.")
+        str | None, typer.Option("--name", help="The model's name; default: the run's or folder's.")
     ] = None,
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each layer.")

@@ -102,12 +102,13 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: str, recipe: Recipe | None = None, gpu: float | None = None
+    path: str, recipe: Recipe | None = None, gpu: float | None = None, gpus: int = 1
 ) -> Inspection:
     """Describe a checkpoint folder or hub id, and what ``recipe`` would do with it.
 
     Args:
         gpu: GiB of one, to say whether the recipe fits.
+        gpus: that share the weights by FSDP2.
 
     Raises:
         CheckpointError: a folder that is incomplete or damaged, by its headers.
@@ -141,11 +142,11 @@ def inspect_checkpoint(
             adapted = add_lora(model, recipe.lora, recipe.router.train)
         coverage = lora_coverage(adapted)
         if gpu is not None:
-            verdict = judge(config, recipe, gpu)
+            verdict = judge(config, recipe, gpu, gpus=gpus)
             memory = verdict.plan
         else:
             try:
-                memory = plan_memory(adapted, recipe)
+                memory = plan_memory(adapted, recipe, gpus=gpus)
             except UnsupportedModelError as error:
                 unknown = str(error)
     family, text = family_of(config), config.get_text_config()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moe_finetune.errors import RecipeError, did_you_mean
 
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
 SMALL = 4096
 """Elements below which bitsandbytes keeps a tensor's state in 32 bits."""
 

@@ -2,7 +2,7 @@
 
 The forward fills up layer by layer, the head comes, the backward empties again while gradients
 arrive. The plan goes through these moments with the bytes of :mod:`.profile`, and takes the worst.
-Nothing is sharded in it.
+Of several GPUs, which share the weights by FSDP2, it is that of one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes, step_bytes
+from moe_finetune.errors import RecipeError
+from moe_finetune.training.memory.optimizers import (
+    DEFAULT_OPTIMIZER,
+    optimizer_of,
+    state_bytes,
+    step_bytes,
+)
 from moe_finetune.training.memory.profile import StepProfile, step_profile
 from moe_finetune.training.memory.short_model import Device
 from moe_finetune.training.memory.stage import StepShape, second_model_bytes, step_shape
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 Moment = tuple[int, int, int, str]  # gradients, kept, needed, which
-DEFAULT_OPTIMIZER = "adamw_torch_fused"
 
 
 @dataclass(frozen=True)
@@ -86,21 +91,29 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: nn.Module, recipe: Recipe, device: Device = "cuda", with_losses: bool = False
+    model: nn.Module,
+    recipe: Recipe,
+    device: Device = "cuda",
+    with_losses: bool = False,
+    gpus: int = 1,
 ) -> MemoryPlan:
-    """Tell the memory of ``recipe``.
+    """Tell the memory of ``recipe`` on one device.
 
     Args:
         model: the whole adapted model on the meta device.
         with_losses: find out what the method's losses take, which costs a second look.
+        gpus: that share weights, gradients and states by FSDP2, each with a micro-batch.
 
     Raises:
-        RecipeError: an optimizer whose states are not known.
+        RecipeError: an optimizer whose states are not known, or settings that FSDP2 refuses.
         UnsupportedModelError: the model cannot run on tensors without memory.
     """
     from moe_finetune.moe.layers import causal_lm
 
     weights = weights_of(model, recipe)
+    if gpus > 1:
+        _refuse_unsharded(recipe)
+        weights = weights.sharded(gpus)
     config, kinds = causal_lm(model).config, layer_kinds(model)
     profile = step_profile(config, kinds, recipe, device)
     plan = put_together(weights, profile, recipe)
@@ -110,10 +123,24 @@ def plan_memory(
     return plan
 
 
+def _refuse_unsharded(recipe: Recipe) -> None:
+    settings = {
+        f"model.quantization: {recipe.model.quantization}": recipe.model.quantization != "none",
+        f"model.offload: {recipe.model.offload}": recipe.model.offload != "none",
+        f"parallel.experts: {recipe.parallel.experts}": recipe.parallel.experts != 1,
+    }
+    for setting, used in settings.items():
+        if used:
+            raise RecipeError(
+                f"{setting} does not go with FSDP2, by which several GPUs share the weights; leave "
+                "it out, or plan for one GPU"
+            )
+
+
 def _step(
     weights: Weights, profile: StepProfile, recipe: Recipe, held: int, full: bool
 ) -> Iterator[Moment]:
-    opened, kept = weights.dequantized, profile.before
+    opened, kept = weights.opened, profile.before
     for index, layer in enumerate(profile.layers):
         yield held, kept, layer.forward + opened, f"forward of layer {index}"
         kept += layer.kept
@@ -146,7 +173,7 @@ def _strength(weights: Weights, profile: StepProfile, recipe: Recipe) -> Iterato
         yield begin, kept, needed, f"measuring the losses' strength, {moment}"
     if count > 1:
         kept = profile.before + sum(layer.kept for layer in profile.layers)
-        needed = max(layer.backward for layer in profile.layers) + weights.dequantized
+        needed = max(layer.backward for layer in profile.layers) + weights.opened
         yield held, kept, needed, "measuring the losses' strength, backward of one of them"
 
 
@@ -154,7 +181,7 @@ def _without_gradients(
     weights: Weights, profile: StepProfile, shape: StepShape, held: int
 ) -> Iterator[Moment]:
     """The moments of a stage's forwards that nothing is learned from."""
-    layer = max(layer.forward for layer in profile.layers) + weights.dequantized
+    layer = max(layer.forward for layer in profile.layers) + weights.opened
     if shape.beside:
         kept = profile.before + sum(layer.kept for layer in profile.layers)
         yield held, kept, layer, "forward of the reference or teacher"

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.training.memory.optimizers import DEFAULT_OPTIMIZER
 from moe_finetune.training.memory.short_model import Device, checkpointing
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
 
+_IN_32_BITS = (DEFAULT_OPTIMIZER, "adamw_torch")
 LEAST_LENGTH = 256
 LEAST_RANK = 8
 
@@ -24,30 +26,64 @@ class Remedy:
     fits: bool
 
 
-def remedies(recipe: Recipe, device: Device, gpu: int, need: Callable[[Any], int]) -> list[Remedy]:
-    """Changes one after the other until the run fits ``gpu`` bytes; the last says whether it does.
+Need = Callable[[Any], int]
+
+
+def remedies(
+    recipe: Recipe, device: Device, room: int, need: Need, sharded: bool = False
+) -> list[Remedy]:
+    """Changes one after the other until the run fits; the last says whether it does.
+
+    A change that turns out not to be needed once the costlier ones are made is left out.
 
     Args:
-        gpu: bytes there.
+        room: bytes for tensors on the device.
         need: the total of a recipe.
+        sharded: several GPUs share the weights by FSDP2, which keeps them in bfloat16.
     """
-    found: list[Remedy] = []
-    skip = ""
-    while True:
+    without = {"int8", "nf4", "offload"} if sharded else set()
+    changes = _until_it_fits(recipe, device, room, need, without)
+    if not changes[-1:] or not changes[-1][1].fits:
+        return [change for _, change in changes]
+    for kind in reversed(list(dict.fromkeys(kind for kind, _ in changes))):
+        steps = [step for step, _ in changes if step != kind]
+        shorter = list(_taken(recipe, device, room, need, steps))
+        if len(shorter) == len(steps) and shorter[-1:] and shorter[-1][1].fits:
+            changes = shorter
+    return [change for _, change in changes]
+
+
+def _until_it_fits(
+    recipe: Recipe, device: Device, room: int, need: Need, without: set[str]
+) -> list[tuple[str, Remedy]]:
+    changes: list[tuple[str, Remedy]] = []
+    while not changes or not changes[-1][1].fits:
         for kind, change, tried in _changes(recipe, device):
-            if kind in skip.split():
+            if kind in without:
                 continue
             total = need(tried)
-            if found and total >= found[-1].total:
-                skip += f" {kind}"  # it changes nothing here
+            if changes and total >= changes[-1][1].total:
+                without = without | {kind}  # it changes nothing here
                 continue
-            found.append(Remedy(change, total, total <= gpu))
+            changes.append((kind, Remedy(change, total, total <= room)))
             recipe = tried
             break
         else:
-            return found
-        if found[-1].fits:
-            return found
+            return changes
+    return changes
+
+
+def _taken(
+    recipe: Recipe, device: Device, room: int, need: Need, steps: list[str]
+) -> Iterator[tuple[str, Remedy]]:
+    """The changes of these kinds, as far as each can be made after those before it."""
+    for step in steps:
+        choice = next((row for row in _changes(recipe, device) if row[0] == step), None)
+        if choice is None:
+            return
+        kind, change, recipe = choice
+        total = need(recipe)
+        yield kind, Remedy(change, total, total <= room)
 
 
 def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]]:
@@ -73,6 +109,8 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
                 gradient_accumulation_steps=window,
             ),
         )
+    if device == "cuda" and trainer.get("optim", DEFAULT_OPTIMIZER) in _IN_32_BITS:
+        yield "optim", "trainer.optim: adamw_8bit", _with(recipe, "trainer", optim="adamw_8bit")
     length = recipe.data.max_length // 2
     if length >= LEAST_LENGTH:
         yield "length", f"data.max_length: {length}", _with(recipe, "data", max_length=length)

@@ -57,32 +57,43 @@ class Verdict:
             mark = "  fits" if change.fits else ""
             lines.append(f"  {change.total / GIB:8.2f} GiB  {change.change}{mark}")
         if not self.changes or not self.changes[-1].fits:
-            lines.append("no change here makes it fit: shard it over more GPUs (recipes/hardware)")
+            lines.append("no change here makes it fit: shard it over more GPUs (--gpus, FSDP2)")
         return "\n".join(lines)
 
 
-def judge(config: Any, recipe: Recipe, gpu_gib: float, device: Device = "cuda") -> Verdict:
+def judge(
+    config: Any, recipe: Recipe, gpu_gib: float, device: Device = "cuda", gpus: int = 1
+) -> Verdict:
     """Plan ``recipe`` for a GPU of ``gpu_gib`` GiB.
 
     Args:
         gpu_gib: of the GPU, as sold.
+        gpus: that share the weights by FSDP2; the verdict is that of each.
 
     Raises:
         RecipeError: see :func:`~moe_finetune.training.memory.plan.plan_memory`.
     """
     gpu = round(gpu_gib * GIB)
     room = round(gpu * (1 - RESERVED))
-    plan = plan_recipe(config, recipe, device, with_losses=True)
+    plan = plan_recipe(config, recipe, device, with_losses=True, gpus=gpus)
     changes: list[Remedy] = []
     if plan.total > room:
         changes = remedies(
-            recipe, device, room, lambda tried: plan_recipe(config, tried, device).total
+            recipe,
+            device,
+            room,
+            lambda tried: plan_recipe(config, tried, device, gpus=gpus).total,
+            sharded=gpus > 1,
         )
     return Verdict(plan, gpu, room, changes)
 
 
 def plan_recipe(
-    config: Any, recipe: Recipe, device: Device = "cuda", with_losses: bool = False
+    config: Any,
+    recipe: Recipe,
+    device: Device = "cuda",
+    with_losses: bool = False,
+    gpus: int = 1,
 ) -> MemoryPlan:
     """:func:`~moe_finetune.training.memory.plan.plan_memory` of a recipe on a config."""
     import torch
@@ -92,7 +103,7 @@ def plan_recipe(
 
     with torch.device("meta"):
         model = add_lora(meta_model(config), recipe.lora, recipe.router.train)
-    return plan_memory(model, recipe, device, with_losses)
+    return plan_memory(model, recipe, device, with_losses, gpus)
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:

@@ -25,28 +25,65 @@ class Weights:
     Attributes:
         by_type: bytes by dtype or quantisation, on the device and off it.
         host: those of them that are in the host's memory.
-        staged: bytes on the device for expert stacks that come from the host, two layers at once.
-        dequantized: the most that one layer's experts take when they are multiplied.
+        staged: bytes on the device for expert stacks that come from the host, two layers at once;
+            where ranks share the weights, for embeddings and head, whole.
+        opened: the most that a layer takes while it computes, beyond what is stored: its experts
+            dequantised, or it and the next one gathered from all ranks.
         trained: shapes of what trains, all float32; ``added`` are bytes of those that the model
             itself does not have.
         layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
             ``measured_gradients`` those in routers and routed experts, where losses are measured.
+        layers: bytes by decoder layer, as stored, with what is added.
+        rows: type, rows, and bytes of a row of each tensor; of type "added" what is added.
     """
 
     by_type: dict[str, int]
     host: int
     staged: int
-    dequantized: int
+    opened: int
     trained: list[tuple[int, ...]]
     added: int
     layer_gradients: list[int]
     other_gradients: int
     measured_gradients: int
     parameters: int
+    layers: list[int]
+    rows: list[tuple[str, int, int]]
 
     @property
     def device(self) -> int:
         return sum(self.by_type.values()) - self.host + self.staged
+
+    def sharded(self, ranks: int) -> Weights:
+        """What one of ``ranks`` has under FSDP2, a unit a decoder layer, resharded after use.
+
+        While a layer computes, the next one's weights are gathered too, and the gradients of a
+        layer are there whole before they are reduced, and as the reduction's input. Embeddings and
+        head count as gathered all the time, which is more than they take.
+        """
+
+        def share(size: int) -> int:
+            return -(-size // ranks)
+
+        stored: Counter[str] = Counter()
+        for kind, rows, size in self.rows:
+            stored[kind] += share(rows) * size
+        added = stored.pop("added", 0)
+        layer, gradients = max(self.layers), max(self.layer_gradients)
+        return Weights(
+            by_type=dict(stored),
+            host=0,
+            staged=sum(self.by_type.values()) + self.added - sum(self.layers),
+            opened=2 * layer + 2 * gradients,
+            trained=[(share(shape[0]), *shape[1:]) if shape else shape for shape in self.trained],
+            added=added,
+            layer_gradients=[share(size) for size in self.layer_gradients],
+            other_gradients=share(self.other_gradients),
+            measured_gradients=share(self.measured_gradients),
+            parameters=self.parameters,
+            layers=[share(size) for size in self.layers],
+            rows=[(kind, share(rows), size) for kind, rows, size in self.rows],
+        )
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
@@ -70,6 +107,8 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     opened = [0] * layers  # as multiplied
     trained: list[tuple[int, ...]] = []
     gradients = [0] * layers
+    by_layer = [0] * layers
+    rows: list[tuple[str, int, int]] = []
     added = other = measured = count = 0
     for name, parameter in model.named_parameters():
         index = layer_of(name, family)
@@ -82,16 +121,22 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
                 other += 4 * parameter.numel()
             else:
                 gradients[index] += 4 * parameter.numel()
+        first = parameter.shape[0] if parameter.dim() else 1
         if is_added(name):
+            rows.append(("added", first, 4 * parameter.numel() // first))
             added += 4 * parameter.numel()
+            if index is not None:
+                by_layer[index] += 4 * parameter.numel()
             continue
         stack = experts in name and parameter.dim() == 3
         if _plain(name) in packed:
-            size = quantized_bytes(tuple(parameter.shape), kind)
-            by_type[kind] += size
+            size, stored = quantized_bytes(tuple(parameter.shape), kind), str(kind)
         else:
-            size = item * parameter.numel()
-            by_type["float32" if item == 4 else "bfloat16"] += size
+            size, stored = item * parameter.numel(), "float32" if item == 4 else "bfloat16"
+        by_type[stored] += size
+        rows.append((stored, first, size // first))
+        if index is not None:
+            by_layer[index] += size
         if stack and index is not None:
             stacks[index] += size
             opened[index] += item * parameter.numel()
@@ -107,6 +152,8 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         other,
         measured,
         count,
+        by_layer,
+        rows,
     )
 
 

@@ -13,6 +13,7 @@ from moe_finetune.cli import app
 from moe_finetune.errors import RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.structure import meta_model
+from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.memory.borders import LayerBytes, LiveBytes
 from moe_finetune.training.memory.optimizers import optimizer_of, state_bytes
@@ -34,7 +35,7 @@ def recipe(**sections):
         "trainer": {"per_device_train_batch_size": 2},
     }
     for name, section in sections.items():
-        values[name] = {**values[name], **section}
+        values[name] = {**values.get(name, {}), **section}
     return Recipe.model_validate(values)
 
 
@@ -85,7 +86,7 @@ def test_weights_are_those_of_the_model(family):
     assert stacks < packed.by_type["nf4"] < 0.3 * found.by_type["bfloat16"]
     layers = {n.partition(".layers.")[2].partition(".")[0] for n in experts}
     whole = sum(2 * torch.Size(shape).numel() for shape in experts.values())
-    assert packed.dequantized == whole // len(layers)
+    assert packed.opened == whole // len(layers)
     away = weights_of(model, recipe(model={"offload": "experts"}))
     assert away.host == whole and away.staged == 2 * whole // len(layers)
     assert away.device == found.device - away.host + away.staged
@@ -103,7 +104,7 @@ def test_quantised_sizes_are_those_of_the_packed_tensors():
 class OneWeight:
     """Weights whose plan can be done by hand."""
 
-    device, added, dequantized, host = 1000, 50, 0, 0
+    device, added, opened, host = 1000, 50, 0, 0
     by_type = {"bfloat16": 1000}  # noqa: RUF012
     trained = [(5,)]  # noqa: RUF012
     layer_gradients = [8, 12]  # noqa: RUF012
@@ -275,3 +276,76 @@ def test_a_plan_reads_no_weight(tiny_checkpoint):
     verdict = judge(tiny.config("qwen3_moe"), recipe(), 24.0)
     assert verdict.fits and verdict.gpu == 24 * GIB and not verdict.changes
     assert "fits" in verdict.text()
+
+
+@pytest.fixture
+def eight_ranks():
+    """A group of eight of which this process is the first; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (8,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+def test_a_gpu_of_eight_holds_what_fsdp2_leaves_it(family, eight_ranks):
+    """Of rank 0, whose part is the largest; tensors here do not divide by 8."""
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = add_lora(meta_model(tiny.config(family)), recipe().lora, "full")
+    planned = weights_of(model, recipe()).sharded(8)
+    whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for layer in backbone_of(model).layers:
+        fully_shard(layer, mesh=eight_ranks)
+    fully_shard(model, mesh=eight_ranks)
+    sharded = dict(model.named_parameters())
+    local = {name: parameter.to_local() for name, parameter in sharded.items()}
+    trained = {n: part for n, part in local.items() if sharded[n].requires_grad}
+    assert sorted(planned.trained) == sorted(tuple(part.shape) for part in trained.values())
+    stored = sum(2 * part.numel() for name, part in local.items() if name not in trained)
+    assert planned.by_type == {"bfloat16": stored}
+    assert planned.added == sum(4 * part.numel() for part in trained.values())
+    layers = [
+        sum(whole[n] * (4 if n in trained else 2) for n in whole if f".layers.{index}." in n)
+        for index in range(len(backbone_of(model).layers))
+    ]
+    gradients = max(
+        sum(4 * whole[n] for n in trained if f".layers.{index}." in n)
+        for index in range(len(layers))
+    )
+    assert planned.opened == 2 * max(layers) + 2 * gradients
+    outside = [n for n in whole if ".layers." not in n]
+    assert planned.staged == sum(2 * whole[n] for n in outside)
+
+
+def test_several_gpus_share_what_one_holds():
+    config = tiny.config("qwen3_moe")
+    one, eight = (plan_recipe(config, recipe(), gpus=gpus) for gpus in (1, 8))
+    assert eight.optimizer < one.optimizer / 4 and eight.adapter < one.adapter / 4
+    assert eight.all_gradients == pytest.approx(one.all_gradients / 8, rel=0.05)
+    assert eight.tokens == one.tokens and eight.layer == one.layer
+    for section in ({"model": {"quantization": "nf4"}}, {"parallel": {"experts": 2}}):
+        with pytest.raises(RecipeError, match=r"does not go with FSDP2"):
+            plan_recipe(config, recipe(**section), gpus=8)
+
+
+def test_a_change_that_costlier_ones_make_unneeded_is_left_out():
+    """Shorter rows help a little; only the weights' quantisation makes it fit, without them."""
+
+    def need(tried):
+        weights = {"none": 4000, "int8": 2100, "nf4": 1100}[tried.model.quantization]
+        batch = 50 * tried.trainer["per_device_train_batch_size"]
+        states = 20 if tried.trainer.get("optim") else 100
+        return weights + batch + states + tried.data.max_length // 10
+
+    start = recipe(data={"max_length": 2048}, trainer={"per_device_train_batch_size": 2})
+    changes = remedies(start, "cuda", 1400, need)
+    assert [(row.change, row.total, row.fits) for row in changes] == [
+        ("trainer.per_device_train_batch_size: 1, gradient_accumulation_steps: 2", 4354, False),
+        ("trainer.optim: adamw_8bit", 4274, False),
+        ("model.quantization: nf4", 1374, True),
+    ]
+    sharded = remedies(start, "cuda", 1400, need, sharded=True)
+    assert not sharded[-1].fits and not any("model." in row.change for row in sharded)
