@@ -2,8 +2,8 @@
 
 An entry of ``stages:`` has keys of a recipe, laid over the recipe's others. The first starts as
 ``model:`` says, every other from the merged checkpoint of the one before it: what the common keys
-say about the start (``path``, ``init``, ``config``, ``revision``, ``tokenizer``) is the first
-stage's. The output folder has a run's folder for each, ``1-sft``, ``2-dpo``, ..., and one
+say about the start (``path``, ``init``, ``config``, ``revision``, ``tokenizer``, ``lora.start``) is
+the first stage's. The output folder has a run's folder for each, ``1-sft``, ``2-dpo``, ..., and one
 ``report/`` of all of them. A stage is what a run is, and a run itself knows what of it is done, so
 the ledger of steps is not kept here.
 """
@@ -66,16 +66,20 @@ def _recipe(tree: Tree, index: int, entry: dict[str, Any], start: Path | None) -
     merged.merge(Tree(entry))
     if start is not None:
         stage_model = _mapping(entry.get("model"))
-        for name in START_KEYS:
-            if name in stage_model:
-                raise RecipeError(
-                    f"{merged.origin(('model', name))}: stages.{index}: model.{name}: a later "
-                    "stage starts from the one before; remove the key"
-                )
+        stage_keys = {("model", name) for name in START_KEYS if name in stage_model}
+        if _mapping(entry.get("lora")).get("start") is not None:
+            stage_keys.add(("lora", "start"))
+        for key in sorted(stage_keys):
+            raise RecipeError(
+                f"{merged.origin(key)}: stages.{index}: {'.'.join(key)}: a later stage starts from "
+                "the one before; remove the key"
+            )
         dropped = {*START_KEYS, "tokenizer"} - stage_model.keys()
         common = _mapping(merged.values.get("model")).items()
         model = {name: value for name, value in common if name not in dropped}
         merged.values = {**merged.values, "model": {**model, "path": str(start)}}
+        if lora := _mapping(merged.values.get("lora")):
+            merged.values["lora"] = {name: lora[name] for name in lora if name != "start"}
     return recipe_from_tree(merged)
 
 
@@ -88,7 +92,8 @@ def describe_starts(runs: Sequence[tuple[Path, Recipe]]) -> str:
     lines = []
     for folder, recipe in runs:
         weights = "random weights, config of " if recipe.model.init == "random" else ""
-        lines.append(f"{folder.name} starts from {weights}{recipe.model.path}")
+        adapter = f" with {recipe.lora.start}" if recipe.lora and recipe.lora.start else ""
+        lines.append(f"{folder.name} starts from {weights}{recipe.model.path}{adapter}")
     return "\n".join(f"{'' if i else 'stages':<15}{line}" for i, line in enumerate(lines))
 
 

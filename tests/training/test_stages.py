@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from moe_finetune import cli
 from moe_finetune.data.stage_form import StageFormer
 from moe_finetune.errors import DataError, OutputExistsError, RecipeError
-from moe_finetune.experiments.chain import chain_of, run_chain
+from moe_finetune.experiments.chain import chain_of, describe_starts, run_chain
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import RewardSection
 from moe_finetune.recipe.stages import STAGES
@@ -336,6 +336,20 @@ def test_a_later_stage_starts_from_the_stage_before_whatever_the_first_starts_fr
         assert torch.equal(tensor, weights[1][name]), f"{name}: a learning rate of 0 keeps it"
 
 
+def test_only_the_first_stage_starts_from_an_adapter(tmp_path):
+    shared = {
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl"},
+        "lora": {"start": "a", "rank": 5},
+    }
+    runs = chain_of(Tree({**shared, "stages": [{"stage": "sft"}, {"stage": "dpo"}]}), tmp_path)
+    sections = [recipe.lora for _, recipe in runs]
+    assert [section.start for section in sections] == ["a", None]
+    assert [section.rank for section in sections] == [5, 5]
+    first, second = describe_starts(runs).splitlines()
+    assert first.endswith("1-sft starts from m with a") and second.endswith("1-sft/merged")
+
+
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
@@ -345,6 +359,7 @@ def test_a_later_stage_starts_from_the_stage_before_whatever_the_first_starts_fr
         ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the one before"),
         ([{}, {"model": {"init": "random"}}], "stages.1: model.init: a later stage starts from"),
         ([{}, {"model": {"config": {"hidden_size": 8}}}], "stages.1: model.config: a later stage"),
+        ([{}, {"lora": {"start": "a"}}], "stages.1: lora.start: a later stage starts from"),
         ([{}, {"stage": "dpa"}], "unknown stage 'dpa'"),
     ],
 )
