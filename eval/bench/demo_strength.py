@@ -1,8 +1,9 @@
 """What each paper's losses change at the demo's length, on its held-out rows and on fresh ones.
 
-Every arm trains the demo's checkpoint as ``recipes/demo/demo.yaml`` says (120 steps, 16 rows). The
-demo's shares were chosen on its own held-out rows, so all is measured on rows of another seed, too,
-none of which the demo trains or tests on.
+Every arm trains the demo's checkpoint as ``recipes/demo/demo.yaml`` says (120 steps, 16 rows), and
+is compared with a run that has a balance loss and nothing else: that of the arm's own share, or the
+one named in ``BASELINES``. The demo's shares were chosen on its own held-out rows, so all is
+measured on rows of another seed, too, none of which the demo trains or tests on.
 
     python eval/bench/demo_strength.py --save
     python eval/bench/demo_strength.py --arms orthogonal_variance --set variance.share=0.5
@@ -31,7 +32,6 @@ from moe_finetune.data.examples import prepare  # noqa: E402
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data  # noqa: E402
 
 FRESH_SEED = 1
-BASELINE = "aux_loss"
 BALANCE = {"share": 0.1, "variant": "deepseek", "scope": "micro_batch"}
 ARMS: dict[str, dict[str, Any]] = {
     "specialization_coupling": {
@@ -42,11 +42,23 @@ ARMS: dict[str, dict[str, Any]] = {
         }
     },
     "erc": {"terms": {"load_balance": BALANCE, "erc": {"weight": 1.0, "alpha": 1.0}}},
+    # As balanced as the balance loss alone at a share of 0.1.
+    "orthogonal_variance_balanced": {
+        "preset": "orthogonal_variance",
+        "terms": {
+            "load_balance": {"share": 0.8, "scope": "micro_batch"},
+            "orthogonality": {"share": 0.02},
+            "variance": {"share": 1.0},
+        },
+    },
 }
+BASELINES = {"orthogonal_variance_balanced": 0.1}
+"""Share of balance that an arm is compared with, where it is not the arm's own."""
 ASKED = {  # metric: at most this many times the baseline's; "least:" at least
     "orthogonal_variance": {"expert_overlap": 0.62, "least:score_variance": 1.8},
     "specialization_coupling": {"activation_cosine": 0.3, "least:coupling_mass": 1.1},
     "erc": {"erc_loss": 0.01},
+    "orthogonal_variance_balanced": {"expert_overlap": 0.75, "least:score_variance": 1.6},
 }
 ALWAYS = {"validation_loss": 1.01, "max_violation": 1.2}
 
@@ -134,13 +146,15 @@ def demo_section() -> tuple[FinetuneSection, dict[str, dict[str, Any]]]:
         "trainer": trainer,
     }
     own = yaml.safe_load((demo / "orthogonal_variance.yaml").read_text(encoding="utf-8"))["method"]
-    arms = {
-        BASELINE: {"preset": "aux_loss"},
-        "orthogonal_variance": {"preset": "orthogonal_variance", **own},
-        **ARMS,
-    }
+    arms = {"orthogonal_variance": {"preset": "orthogonal_variance", **own}, **ARMS}
     section = FinetuneSection(recipe=recipe, arms=arms, probes=1, embeddings=1500, tasks=100)
     return section, arms
+
+
+def baseline_of(arm: str, method: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and method of the balance loss alone that an arm is compared with."""
+    share = BASELINES.get(arm, method["terms"]["load_balance"].get("share"))
+    return f"balance_{share:g}", {"terms": {"load_balance": {**BALANCE, "share": share}}}
 
 
 def main() -> None:
@@ -165,8 +179,12 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         bench = TwoHeldOuts(section, folder)
         found: dict[str, Any] = {}
-        for arm in (BASELINE, *arguments.arms):
-            result = run_finetune(bench, arms[arm], arguments.seed, folder / "runs" / arm)
+        runs: dict[str, dict[str, Any]] = {}
+        baselines = {arm: baseline_of(arm, arms[arm]) for arm in arguments.arms}
+        for arm in arguments.arms:
+            runs |= dict([baselines[arm]]) | {arm: arms[arm]}
+        for arm, method in runs.items():
+            result = run_finetune(bench, method, arguments.seed, folder / "runs" / arm)
             end = result["probes"][-1]
             weights = {
                 key.split("/")[1]: value
@@ -175,8 +193,10 @@ def main() -> None:
                 if key.startswith("strength/") and key.endswith("/weight")
             }
             found[arm] = {"metrics": end, "scores": result["scores"], "weights": weights}
-            if arm != BASELINE:
-                found[arm]["compared"] = compared(arm, end, found[BASELINE]["metrics"])
+            if arm in baselines:
+                against = baselines[arm][0]
+                found[arm]["baseline"] = against
+                found[arm]["compared"] = compared(arm, end, found[against]["metrics"])
                 for name, row in found[arm]["compared"].items():
                     print(f"{arm:26} {name:24} {row['baseline']:.4g} -> {row['ours']:.4g}  "
                           f"x {row['times']:.3f} ({row['asked']}) {'' if row['met'] else 'MISSED'}",
@@ -184,7 +204,7 @@ def main() -> None:
             scores = " ".join(f"{k} {100 * v:.1f}" for k, v in result["scores"].items())
             print(f"{arm:26} {scores}", flush=True)
         fresh = len(bench.fresh)
-    finish(arguments, {"methods": arms, "fresh_rows": fresh, "arms": found}, show=False)
+    finish(arguments, {"methods": runs, "fresh_rows": fresh, "arms": found}, show=False)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from moe_finetune.metrics import (
     router_cosine,
     routing_entropy,
     score_variance,
+    silhouette,
     top_choice,
 )
 from moe_finetune.moe.hooks import Recorder
@@ -151,7 +152,9 @@ def _summary(
         note("entropy", routing_entropy(probs_TE))
         note("activation_cosine", gram_cosine(layer["activations"]))
         note("output_cosine", gram_cosine(layer["outputs"]))
-        note("expert_overlap", expert_overlap(layer["inputs"], _top_T(layer), sample=embeddings))
+        labels_T = _top_T(layer)
+        note("expert_overlap", expert_overlap(layer["inputs"], labels_T, sample=embeddings))
+        note("silhouette", silhouette(layer["inputs"], labels_T, sample=embeddings))
         table = erc_table(layer.router_EH, layer.gate_EDH, alphas=(1,))
         note("erc_loss", table["loss"][1.0])
         note("erc_least_alpha", table["least_alpha"])

@@ -46,6 +46,16 @@ def log_change(name: str) -> Reading:
     return read
 
 
+def log_end(name: str) -> Reading:
+    """Mean of a logged value over the run's last quarter."""
+
+    def read(result: Result) -> float | None:
+        values = logged(name)(result)
+        return float(np.mean(values[-max(1, len(values) // 4) :])) if values else None
+
+    return read
+
+
 def curve_rmse(name: str) -> Callable[[Result, Result], float]:
     """Root mean squared difference of a logged curve in two runs (P0 eq. 43)."""
     from moe_finetune.metrics import rmse
@@ -60,13 +70,34 @@ def score(task: str = "mean") -> Reading:
 
 def fold_mean(name: str) -> Reading:
     """Mean over the folds."""
-    return lambda result: float(np.mean(result[name]))
+    return lambda result: float(np.mean(result[name])) if name in result else None
 
 
-def recovered(result: Result, choice: str, at: float) -> float:
+def fold_change(name: str) -> Reading:
+    """Mean over the folds after the last epoch, minus that before training."""
+
+    def read(result: Result) -> float | None:
+        curve = result.get("curves", {}).get(name)
+        return float(np.mean(curve[-1]) - np.mean(curve[0])) if curve else None
+
+    return read
+
+
+def determinantal_gain(result: Result) -> float | None:
+    """Accuracy with theorem 6.3's choice of experts minus that with top-k, mean over folds."""
+    name = "determinantal_accuracy"
+    return float(np.mean(result[name]) - np.mean(result["accuracy"])) if name in result else None
+
+
+def recovered(result: Result, choice: str, at: float, features: str = "random") -> float:
     """Share of trials that ``choice`` recovers at the coherence nearest to ``at``."""
-    row = min(result["random"], key=lambda row: abs(row["coherence"] - at))
+    row = min(result[features], key=lambda row: abs(row["coherence"] - at))
     return float(row[choice])
+
+
+def greedy_recovery(at: float, features: str) -> Reading:
+    """Share that greedy recovers at one coherence."""
+    return lambda result: recovered(result, "greedy", at, features) if features in result else None
 
 
 def recovery_loss(low: float, high: float) -> Reading:

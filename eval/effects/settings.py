@@ -55,7 +55,9 @@ class FinetuneSection(Section):
     Attributes:
         recipe: keys of a recipe that all arms share; ``model.path`` and the data are filled in.
         arms: name -> ``method:`` of a recipe.
-        once: arms that run with the first seed alone.
+        baselines: arm -> the arm that stands for ``aux_loss`` in its comparisons: a balance loss
+            of the arm's own kind and weight, and nothing else.
+        once: arms that run with the first seed only.
         probes: times that the model is measured on held-out examples while it trains, equally far
             apart; the untrained model is measured once for all.
         embeddings: tokens that expert overlap is measured on.
@@ -64,6 +66,7 @@ class FinetuneSection(Section):
 
     recipe: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    baselines: dict[str, str] = Field(default_factory=dict)
     once: list[str] = Field(default_factory=list)
     probes: int = Field(default=4, ge=1)
     embeddings: int = Field(default=1500, ge=20)
@@ -129,9 +132,16 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
                 resolve_method(with_table(method, TABLE))
             except RecipeError as error:
                 raise RecipeError(f"{path}: arms.{arm}: {error}") from None
-    unknown = set(study.finetune.once) - set(study.finetune.arms) if study.finetune else set()
-    if unknown:
-        raise RecipeError(f"{path}: finetune.once: {sorted(unknown)} are not among finetune.arms")
+    if study.finetune is not None:
+        baselines = study.finetune.baselines
+        for key, names in (
+            ("once", study.finetune.once),
+            ("baselines", [*baselines, *baselines.values()]),
+        ):
+            if unknown := set(names) - set(study.finetune.arms):
+                raise RecipeError(
+                    f"{path}: finetune.{key}: {sorted(unknown)} are not among finetune.arms"
+                )
     return study
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from eval.effects.comparisons import BALANCE, Comparison, Effect
 from eval.effects.settings import Miniature, load_miniature
 from moe_finetune.errors import RecipeError
 from moe_finetune.io import output_lock
-
-if TYPE_CHECKING:
-    from eval.effects.claims import Effect
 
 
 def run(
@@ -63,17 +61,28 @@ def run(
 
 
 def effects_of(study: Miniature) -> list[Effect]:
-    """The effects that parts of this study measure; effect 11 comes from another study."""
+    """The effects that parts of this study measure; effect 11 comes from another study.
+
+    Where the study names an arm's own balance loss, the arm is compared with that.
+    """
     from eval.effects.claims import EFFECTS
     from eval.effects.shards import shards_of
 
     parts = {shard.part for shard in shards_of(study)}
+    own = study.finetune.baselines if study.finetune else {}
     return [
-        effect
+        replace(effect, comparisons=[with_own_balance(c, own) for c in effect.comparisons])
         for effect in EFFECTS
         if any(comparison.part in parts for comparison in effect.comparisons)
         or (not effect.comparisons and "finetune" in parts)
     ]
+
+
+def with_own_balance(comparison: Comparison, own: Mapping[str, str]) -> Comparison:
+    """``comparison`` against the arm's own balance loss, where it is against ``aux_loss``."""
+    if comparison.part != "finetune" or comparison.baseline != BALANCE:
+        return comparison
+    return replace(comparison, baseline=own.get(comparison.arm, BALANCE))
 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> str:

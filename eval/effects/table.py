@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.effects.claims import DIRECTIONS, EFFECTS, Comparison, Effect
+from eval.effects.claims import DIRECTIONS, EFFECTS
+from eval.effects.comparisons import Comparison, Effect
 from eval.effects.readings import Result
 from eval.effects.shards import Shard
 from eval.effects.verdicts import Verdict, verdict_of_no_change, verdict_of_sign

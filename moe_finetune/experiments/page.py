@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.experiments import render
-from moe_finetune.experiments.results import StudyResults
+from moe_finetune.experiments.results import AVERAGE, StudyResults
 from moe_finetune.experiments.table import Cell, Column, Group, Table, place_of
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
@@ -38,7 +38,7 @@ def write_page(results: StudyResults, found: Table, path: Path) -> Path:
 
 def _table(found: Table) -> Markup:
     columns: list[object] = ["Arm", *map(render.heading, found.columns)]
-    columns += ["Mean rank", "Relative gain"]
+    columns += ["Mean rank", "Won", "Relative gain"]
     parts = []
     for g in found.groups:
         rows = []
@@ -175,6 +175,8 @@ def _curve(
     g: Group, column: Column, results: StudyResults, colors: dict[str, str]
 ) -> Markup | None:
     """A column over training, an arm a line: the mean of its runs where all of them have it."""
+    if column.name == AVERAGE and (results.together or results.benchmarks is not None):
+        return None  # a run's own benchmarks are not those of the column
     series = []
     for row in g.rows:
         runs = [r for r in results.finished if place_of(results, r.values) == (g.name, row.label)]

@@ -14,7 +14,8 @@
     seeds: [42, 43, 44]
     baseline: aux_loss                  # or {method: aux_loss}; compared within each model
     metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, beside benchmarks;
-                                        # perplexity, and METRIC_rmse with `curves`
+                                        # perplexity, average (of the benchmarks), and METRIC_rmse
+                                        # with `curves`
     curves: aux_loss                    # METRIC_rmse: from the logged curve of these runs
 """
 
@@ -101,7 +102,8 @@ class StudyRecipe(Section):
     )
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
     metrics: dict[str, Literal["lower", "higher"]] = Field(
-        default={}, description="metric -> which way is better; beside the benchmarks"
+        default={},
+        description="metric -> which way is better; beside the benchmarks. `average`: their mean",
     )
     discard: list[Literal["merged", "checkpoints"]] = Field(
         default=[], description="folders to delete once a run is finished, to save disk"

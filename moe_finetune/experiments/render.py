@@ -50,19 +50,20 @@ def shown(column: Column, cell: Cell | None) -> str:
 
 
 def summary_cells(table: Table, row: Row, grouped: bool) -> list[str]:
-    """Mean rank and relative gain, which are of the label and stand where it first appears."""
+    """Rank, share won and gain, which are of the label and stand where it first appears."""
     if grouped:
-        return ["", ""]
-    rank, gain = table.ranks.get(row.label), table.gains.get(row.label)
+        return ["", "", ""]
+    rank, won, gain = (of.get(row.label) for of in (table.ranks, table.won, table.gains))
     return [
         f"{rank:.2f}" if rank is not None else MISSING,
+        f"{100 * won:.1f} %" if won is not None else MISSING,
         f"{100 * gain:+.2f} %" if gain is not None else MISSING,
     ]
 
 
 def to_text(table: Table) -> str:
     """Aligned columns, and the notes."""
-    header = ["arm", *map(heading, table.columns), "rank", "gain"]
+    header = ["arm", *map(heading, table.columns), "rank", "won", "gain"]
     lines = [header]
     for group in table.groups:
         if group.name:
@@ -81,7 +82,7 @@ def to_text(table: Table) -> str:
 def to_latex(table: Table) -> str:
     """A ``tabular`` with booktabs rules, best in bold, and its caption."""
     columns = [_escape(heading(c)).replace("↓", r"$\downarrow$") for c in table.columns]
-    header = ["", *columns, "Rank", "Gain"]
+    header = ["", *columns, "Rank", "Won", "Gain"]
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table}",
@@ -126,7 +127,8 @@ def explanation(table: Table) -> list[str]:
         f"Mean ± standard deviation over {count} seeds."
         if count > 1
         else "One seed, so no spread.",
-        "Rank: mean over the benchmarks that all arms have, 1 is best.",
+        "Rank: mean over the benchmarks that all arms have, 1 is best. Won: share of these that "
+        "the arm is best in; arms that tie share one.",
     ]
     if table.baseline is not None:
         over = "seeds and items" if count > 1 else "items"

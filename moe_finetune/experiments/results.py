@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.errors import StudyError
-from moe_finetune.evaluation.results import Results
+from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.evaluation.results import Results, TaskResult
 from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.evaluation.steps import step_results
 from moe_finetune.experiments import folder as disk
@@ -19,6 +22,9 @@ from moe_finetune.io.rows import read_log
 from moe_finetune.metrics import rmse
 
 RMSE = "_rmse"
+PERPLEXITY, AVERAGE = "perplexity", "average"
+SCORES = "scores.csv"
+"""In a study's folder: scores that a tool of its own gave, as LiveBench's does."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class RunResult:
         state: ``finished``, ``started``, ``failed`` or ``missing``.
         reason: why it failed, else "".
         reference: the run of the same data and seed whose curves ``METRIC_rmse`` is measured from.
+        entered: benchmark -> score of the study's ``scores.csv``.
     """
 
     arm: str
@@ -41,6 +48,7 @@ class RunResult:
     reason: str
     recipe_sha256: str
     reference: RunResult | None = None
+    entered: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -71,14 +79,37 @@ class RunResult:
         file = self.folder / "eval" / "results.json"
         return load_evaluation(file) if file.is_file() else None
 
-    def curve(self, metric: str) -> dict[int, float]:
-        """Every logged value of ``metric``, a routing metric's too, by step."""
-        return {
-            int(row["step"]): float(row[name])
-            for name in (metric, f"routing/{metric}")
-            for row in self.rows
-            if name in row
+    @cached_property
+    def tasks(self) -> dict[str, TaskResult]:
+        """The run's benchmarks, those of ``scores.csv`` too."""
+        evaluated = dict(self.evaluation["tasks"]) if self.evaluation else {}
+        by_hand: dict[str, TaskResult] = {
+            name: {"metric": "score", "value": value} for name, value in self.entered.items()
         }
+        if twice := sorted(evaluated.keys() & by_hand.keys()):
+            raise StudyError(
+                f"{SCORES}: {self.name} was evaluated on '{twice[0]}' already; remove the line"
+            )
+        return evaluated | by_hand
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """Every logged value of ``metric`` by step.
+
+        A routing metric is that of training where training logs it, else that of the validation
+        sample. ``perplexity`` is that of the validation loss; ``average`` the mean over the
+        benchmarks, where all of them were scored after the same step.
+        """
+        if metric == PERPLEXITY:
+            return {step: math.exp(loss) for step, loss in self.curve("eval_loss").items()}
+        if metric == AVERAGE:
+            by_task = [self.scores(name) for name in self.tasks if name not in self.entered]
+            shared = set.intersection(*map(set, by_task)) if by_task else set()
+            return {s: float(np.mean([task[s] for task in by_task])) for s in sorted(shared)}
+        for name in (metric, f"routing/{metric}", f"eval_routing/{metric}"):
+            found = {int(row["step"]): float(row[name]) for row in self.rows if name in row}
+            if found:
+                return found
+        return {}
 
     def scores(self, benchmark: str) -> dict[int, float]:
         """The run's score after every step that was scored, and after its last one."""
@@ -108,9 +139,9 @@ class RunResult:
         ``perplexity`` is that of the last validation loss; ``METRIC_rmse`` the root mean squared
         difference of the logged curve from the reference's, over the steps that both logged.
         """
-        if metric == "perplexity":
+        if metric == PERPLEXITY:
             loss = self.value("eval_loss")
-            return None if loss is None else float(np.exp(loss))
+            return None if loss is None else math.exp(loss)
         if metric.endswith(RMSE) and self.reference is not None:
             return self._distance(metric.removesuffix(RMSE))
         for row in reversed(self.rows):
@@ -184,6 +215,8 @@ def load_results(output: str | Path) -> StudyResults:
         raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
     curves = content.get("curves", {})
     found = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
+    for key, entered in entered_scores(output / SCORES, found).items():
+        found[key] = replace(found[key], entered=entered)
     runs = [
         replace(run, reference=found.get(("-".join((run.values | curves).values()), run.seed)))
         if curves
@@ -195,6 +228,41 @@ def load_results(output: str | Path) -> StudyResults:
         *("benchmarks", "metrics"),
     )
     return StudyResults(output, **{key: content[key] for key in plain}, curves=curves, runs=runs)
+
+
+def entered_scores(
+    file: Path, runs: Mapping[tuple[str, int], RunResult]
+) -> dict[tuple[str, int], dict[str, float]]:
+    """``(arm, seed)`` -> benchmark -> score, from lines ``arm,seed,benchmark,score``.
+
+    Raises:
+        StudyError: another heading, an unknown run, no number, or a score that is there twice.
+    """
+    if not file.is_file():
+        return {}
+    columns = ["arm", "seed", "benchmark", "score"]
+    with file.open(encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines)
+        if reader.fieldnames != columns:
+            raise StudyError(f"{file}:1: wanted the heading {','.join(columns)}")
+        scores: dict[tuple[str, int], dict[str, float]] = {}
+        for line, row in enumerate(reader, 2):
+            try:
+                key, score = (row["arm"], int(row["seed"])), float(row["score"])
+            except (TypeError, ValueError):
+                raise StudyError(f"{file}:{line}: wanted a whole seed and a number") from None
+            if key not in runs:
+                arms = [arm for arm, _ in runs]
+                raise StudyError(
+                    f"{file}:{line}: the study has no arm '{key[0]}' with seed {key[1]}"
+                    f"{did_you_mean(key[0], arms)}"
+                )
+            if not math.isfinite(score) or not row["benchmark"]:
+                raise StudyError(f"{file}:{line}: wanted a benchmark and a finite score")
+            if row["benchmark"] in scores.setdefault(key, {}):
+                raise StudyError(f"{file}:{line}: this score is there twice")
+            scores[key][row["benchmark"]] = score
+    return scores
 
 
 def _run(output: Path, row: dict[str, Any]) -> RunResult:

@@ -1,7 +1,7 @@
 """The table of a study: mean and spread over seeds, ranks, gains, tests against the baseline.
 
 Rows are arms, in groups that are compared within (the axes that the baseline does not name: a
-model, say); columns are benchmarks, then the metrics that the study asks for.
+model, say); columns are benchmarks, then their average and the metrics that the study asks for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scipy.stats import rankdata
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.evaluation.comparison import check_joined
 from moe_finetune.evaluation.score import Score, compare_scores, higher_is_better
-from moe_finetune.experiments.results import RunResult, StudyResults
+from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
 from moe_finetune.metrics.statistics import (
     PairedTest,
     compare_seeds,
@@ -79,6 +79,7 @@ class Table:
         ranks: mean rank of each label over the group x benchmark cells that all arms have; 1 is
             best, ties share.
         gains: mean over a label's group x benchmark cells of value / baseline - 1, or None.
+        won: share of the ranked cells in which a label is best; those that share a place share it.
         notes: what is missing or not compared.
     """
 
@@ -91,6 +92,7 @@ class Table:
     baseline: str | None
     ranks: dict[str, float] = field(default_factory=dict)
     gains: dict[str, float | None] = field(default_factory=dict)
+    won: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -125,7 +127,8 @@ def make_table(results: StudyResults) -> Table:
             runs_of.setdefault((name, within), []).extend(runs)
     columns = _columns(results)
     for (name, within), runs in runs_of.items():
-        cells = {c.name: cell for c in columns if (cell := _cell(c, runs)) is not None}
+        labels = [column.name for column in columns if column.benchmark]
+        cells = {c.name: cell for c in columns if (cell := _cell(c, runs, labels)) is not None}
         groups[name].rows.append(Row(within, cells, baseline=within == label))
     table = Table(
         results.name, results.title, results.source, results.seeds, columns, list(groups.values()),
@@ -153,7 +156,7 @@ def place_of(results: StudyResults, values: dict[str, str]) -> tuple[str, str]:
 def _columns(results: StudyResults) -> list[Column]:
     found: dict[str, Column] = {}
     for run in results.finished:
-        for label, task in (run.evaluation or {"tasks": {}})["tasks"].items():
+        for label, task in run.tasks.items():
             better = "higher" if higher_is_better(task) else "lower"
             found.setdefault(label, Column(label, task["metric"], better, benchmark=True))
     wanted = results.benchmarks if results.benchmarks is not None else list(found)
@@ -161,9 +164,11 @@ def _columns(results: StudyResults) -> list[Column]:
         if label not in found:
             raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, found)}")
     columns = [_percent(found[label], results) for label in wanted]
-    metrics = results.metrics
+    metrics = dict(results.metrics)
     if not metrics and any(run.has("eval_loss") for run in results.finished):
         metrics = {"eval_loss": "lower"}
+    if metrics.pop(AVERAGE, None):
+        columns.append(_average(columns))
     for name, better in metrics.items():
         if not any(run.has(name) for run in results.finished):
             raise StudyError(
@@ -171,6 +176,24 @@ def _columns(results: StudyResults) -> list[Column]:
             )
         columns.append(Column(name, name, better, benchmark=False))
     return columns
+
+
+def _average(benchmarks: list[Column]) -> Column:
+    """The column of the mean over all benchmarks.
+
+    Raises:
+        StudyError: there are none, or a mean over them says nothing.
+    """
+    if not benchmarks:
+        raise StudyError("metrics: average: no run has a benchmark")
+    if len({(column.better, column.percent) for column in benchmarks}) > 1:
+        names = ", ".join(column.name for column in benchmarks)
+        raise StudyError(
+            f"metrics: average: {names} differ in direction or unit; name those to average in "
+            "benchmarks"
+        )
+    first = benchmarks[0]
+    return Column(AVERAGE, AVERAGE, first.better, benchmark=False, percent=first.percent)
 
 
 def _known(run: RunResult) -> list[str]:
@@ -186,12 +209,17 @@ def _percent(column: Column, results: StudyResults) -> Column:
 def _value(column: Column, run: RunResult) -> float | None:
     if not column.benchmark:
         return run.value(column.name)
-    task = run.evaluation["tasks"].get(column.name) if run.evaluation else None
+    task = run.tasks.get(column.name)
     return task["value"] if task else None
 
 
-def _cell(column: Column, runs: list[RunResult]) -> Cell | None:
-    """Mean and spread over seeds; of a metric that several runs of a seed have, their mean."""
+def _cell(column: Column, runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
+    """Mean and spread over seeds; of a metric that several runs of a seed have, their mean.
+
+    The average is over ``benchmarks``, for the seeds that have a score of each.
+    """
+    if column.name == AVERAGE:
+        return _averages(runs, benchmarks)
     found: dict[int, list[float]] = {}
     for run in runs:
         if (value := _value(column, run)) is not None:
@@ -207,9 +235,24 @@ def _cell(column: Column, runs: list[RunResult]) -> Cell | None:
     return Cell(by_seed, *mean_and_deviation([*by_seed.values()]))
 
 
+def _averages(runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
+    scores: dict[int, dict[str, float]] = {}
+    for run in runs:
+        for name in benchmarks:
+            if name in run.tasks and (value := run.tasks[name]["value"]) is not None:
+                scores.setdefault(run.seed, {})[name] = value
+    by_seed = {
+        seed: float(np.mean([*values.values()]))
+        for seed, values in scores.items()
+        if len(values) == len(benchmarks)
+    }
+    return Cell(by_seed, *mean_and_deviation([*by_seed.values()])) if by_seed else None
+
+
 def _rank(table: Table) -> None:
     """Mark the best cells, and rank the arms where all of a group's have the benchmark."""
     ranks: dict[str, list[float]] = {}
+    wins: dict[str, list[float]] = {}
     for group in table.groups:
         for column in table.columns:
             rows = [row for row in group.rows if column.name in row.cells]
@@ -217,13 +260,16 @@ def _rank(table: Table) -> None:
                 continue
             sign = -1 if column.higher_is_better else 1
             means = np.array([sign * row.cells[column.name].mean for row in rows])
+            best = means == means.min()
             for row, rank in zip(rows, rankdata(means), strict=True):
                 cell = row.cells[column.name]
                 cell.best = bool(sign * cell.mean == means.min()) and len(rows) > 1
                 if column.benchmark and len(rows) == len(group.rows):
                     cell.rank = float(rank)
                     ranks.setdefault(row.label, []).append(float(rank))
+                    wins.setdefault(row.label, []).append(cell.best / best.sum())
     table.ranks = {label: float(np.mean(values)) for label, values in ranks.items()}
+    table.won = {label: float(np.mean(values)) for label, values in wins.items()}
 
 
 def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> None:
@@ -276,10 +322,7 @@ def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Sco
     scores: dict[int, Score] = {}
     for run in runs:
         if run.seed in seeds and _value(column, run) is not None:
-            assert run.evaluation is not None
-            scores[run.seed] = Score.parse(
-                run.evaluation["tasks"][column.name], run.folder / "eval"
-            )
+            scores[run.seed] = Score.parse(run.tasks[column.name], run.folder / "eval")
     return [scores[seed] for seed in seeds]
 
 

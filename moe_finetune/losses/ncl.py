@@ -71,7 +71,10 @@ def ncl_from_gram(
 class NclOptions(TermOptions):
     """Options of :func:`ncl_loss`."""
 
-    normalize: bool = Field(default=True, description="outputs are scaled to unit length first")
+    normalize: bool = Field(
+        default=True,
+        description="outputs are divided by the mean norm of the token's outputs first",
+    )
 
 
 class Ncl(Term):

@@ -1,7 +1,7 @@
 """P0's losses as its authors' public code computes them, which is not as the paper prints them.
 
-The forms are re-stated from the code's arithmetic; ``docs/reference/losses.md`` lists paper against
-code point by point. T tokens, E routed experts, K selected, H hidden.
+The forms are re-stated from the code's arithmetic; ``recipes/papers/p0_expert_specialization.md``
+lists paper against code point by point. T tokens, E routed experts, K selected, H hidden.
 """
 
 from __future__ import annotations

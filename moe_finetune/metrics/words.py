@@ -100,6 +100,10 @@ WORDS: dict[str, Word] = {
         "Mutual information", "nats that the expert reveals about the token", 1
     ),
     "erc_loss": Word("ERC loss at alpha 1", "0 when experts answer to their own router row", -1),
+    **{
+        f"erc_loss_alpha_{alpha}": Word(f"ERC loss at alpha {alpha}", "P2 Table 2", -1)
+        for alpha in (2, 3, 4, 5)
+    },
     "erc_least_alpha": Word(
         "ERC least alpha", "the smallest alpha without an ERC loss; at most 1", -1
     ),

@@ -97,6 +97,8 @@ class Measures:
 def router_values(record: RoutingRecord, gated: bool = True) -> dict[str, float]:
     """What router and gates of one layer say without a token: cosine, norms, ERC (P2 Tables 2, 3).
 
+    ``erc_loss`` is at alpha 1, ``erc_loss_alpha_2`` to ``_5`` are at those.
+
     The gates are gone through a few experts at a time: all of a layer's are as large as the layer.
     Where experts have none that reads what the router reads, the router's values are all; where
     they rank themselves, there is no value.
@@ -121,9 +123,10 @@ def router_values(record: RoutingRecord, gated: bool = True) -> dict[str, float]
         for expert, gate_DH in zip(chosen, factors.of(list(chosen)).float(), strict=True):
             norms_EE[:, expert] = (router_EH @ gate_DH.T).norm(dim=-1).cpu().numpy()
             gates_E[expert] = gate_DH.norm().item()
-    table = erc_of_norms(norms_EE, alphas=(1,))
+    table = erc_of_norms(norms_EE)
     return of_router | {
         "erc_loss": table["loss"][1.0],
+        **{f"erc_loss_alpha_{a:g}": loss for a, loss in table["loss"].items() if a != 1},
         "erc_least_alpha": table["least_alpha"],
         "gate_norm_mean": float(gates_E.mean()),
         "gate_norm_std": float(gates_E.std()),

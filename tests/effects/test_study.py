@@ -50,6 +50,9 @@ def test_the_shipped_study_covers_every_comparison():
     assert reproduction_of(SHIPPED).__name__ == REPRODUCTIONS["miniature"]
     assert len(study.seeds) >= 5
     arms = {(shard.part, shard.arm) for shard in shards_of(study)}
+    assert effects_of(study)[0].comparisons[0].baseline == "aux_loss"
+    compared = {c.arm: c.baseline for c in effects_of(study)[13].comparisons}
+    assert compared["erc"] == "balance_erc" and compared["orthogonal_variance"] == "aux_loss"
     for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
         assert (comparison.part, comparison.arm) in arms
         assert (comparison.part, comparison.baseline or comparison.arm) in arms
@@ -57,8 +60,8 @@ def test_the_shipped_study_covers_every_comparison():
 
 def test_a_study_shows_the_effects_of_its_parts():
     both = load_miniature(SHIPPED.with_name("paper4.yaml"))
-    assert [effect.number for effect in effects_of(both)] == [12, 13]
-    assert [effect.number for effect in effects_of(load_miniature(SHIPPED))] == list(range(1, 16))
+    assert [effect.number for effect in effects_of(both)] == [12, 13, 24]
+    assert [effect.number for effect in effects_of(load_miniature(SHIPPED))] == list(range(1, 25))
     # What is the paper's stays so when the two files are edited.
     whole = load_miniature(SHIPPED)
     assert (both.recovery, both.classification) == (whole.recovery, whole.classification)
@@ -145,6 +148,7 @@ def test_a_damaged_result_is_named(recipe, tmp_path):
         ({"finetune": {"arms": {"a": {"preset": "orthogonal_varianc"}}}}, "did you mean"),
         ({"finetune": {"arms": {"a/b": {"preset": "none"}}}}, "wanted a name"),
         ({"finetune": {"arms": {"a": {"preset": "none"}}, "once": ["b"]}}, "not among"),
+        ({"finetune": {"arms": {"a": {}}, "baselines": {"a": "b"}}}, "baselines: .'b'. are not"),
         ({"classification": {"arms": ["dpp"], "setting": {"epoch": 3}}}, "'epochs'"),
         ({"scratch": {"arms": {"a": {}}, "mixture": {"prose": 3}}}, "'prose_rows'"),
         ({"scratch": {"arms": {"a": {"terms": {"variance": {"weight": -1}}}}}}, "weight"),

@@ -7,15 +7,20 @@ import json
 import numpy as np
 import pytest
 
-from eval.effects.claims import EFFECTS, Comparison, Effect
+from eval.effects.claims import EFFECTS
+from eval.effects.comparisons import Comparison, Effect
 from eval.effects.readings import (
     after,
     change,
     curve_rmse,
+    determinantal_gain,
+    fold_change,
     fold_mean,
+    greedy_recovery,
     half_recovery,
     largest_gradient,
     log_change,
+    log_end,
     mean_of_probes,
     recovery_gap,
     recovery_loss,
@@ -107,7 +112,13 @@ def test_readings_of_a_run():
     assert log_change("v")({"log": [{"other": 1.0}]}) is None
     assert curve_rmse("v")({"log": log}, {"log": [{"v": row["v"] + 2} for row in log]}) == 2
     assert score()({"scores": {"mean": 0.25}}) == 25
+    assert log_end("v")({"log": log}) == 0.5 and log_end("v")({"log": []}) is None
     assert fold_mean("rank")({"rank": [1.0, 2.0, 6.0]}) == 3
+    assert fold_mean("rank")({}) is None
+    curves = {"curves": {"rank": [[4.0, 6.0], [9.0, 9.0], [2.0, 7.0]]}}
+    assert fold_change("rank")(curves) == -0.5 and fold_change("other")(curves) is None
+    folds = {"accuracy": [0.5, 0.75], "determinantal_accuracy": [0.5, 0.5]}
+    assert determinantal_gain(folds) == -0.125 and determinantal_gain({"accuracy": [1]}) is None
     norms = [9.0, 8.0, 1.0, 3.0, *[2.0] * 16]  # the first tenth does not count
     assert largest_gradient({"gradient_norm": norms}) == 3
 
@@ -124,12 +135,14 @@ def test_half_recovery_lies_between_the_two_levels():
         for c, g in ((0.1, 1.0), (0.3, 0.8), (0.5, 0.3), (0.7, 0.0))
     ]
     assert half_recovery({"random": rows}) == pytest.approx(0.3 + 0.2 * 0.3 / 0.5)
+    assert greedy_recovery(0.45, "random")({"random": rows}) == 0.3
+    assert greedy_recovery(0.45, "gaussian")({"random": rows}) is None
     assert recovery_gap(0.33)({"random": rows}) == pytest.approx(-0.2)
     assert recovery_loss(0.1, 0.5)({"random": rows}) == pytest.approx(-0.7)
 
 
-def test_all_fifteen_effects_are_in_the_table_and_those_not_run_say_so():
-    assert [effect.number for effect in EFFECTS] == list(range(1, 16))
+def test_all_effects_are_in_the_table_and_those_not_run_say_so():
+    assert [effect.number for effect in EFFECTS] == list(range(1, 25))
     rows = effect_rows({})
     text = markdown(rows)
     for effect in EFFECTS:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from eval.effects.theory.classification import (
     Setting,
-    class_shares,
+    class_counts,
     fold_rows,
     make_data,
     measure,
@@ -26,8 +26,9 @@ from eval.effects.theory.pictures import epoch_rows
 M, T, F, C, E, D, K = 2, 13, 9, 5, 6, 7, 3
 
 
-def _stack(seed: int = 0) -> StackedMixtures:
-    return StackedMixtures(M, F, C, E, D, K, torch.Generator().manual_seed(seed)).double()
+def _stack(seed: int = 0, bias: bool = False) -> StackedMixtures:
+    generator = torch.Generator().manual_seed(seed)
+    return StackedMixtures(M, F, C, E, D, K, generator, bias).double()
 
 
 class _Single(nn.Module):
@@ -35,18 +36,21 @@ class _Single(nn.Module):
 
     def __init__(self, stack: StackedMixtures, m: int):
         super().__init__()
-        self.router = nn.Linear(F, E)
-        self.up = nn.ModuleList(nn.Linear(F, D) for _ in range(E))
-        self.down = nn.ModuleList(nn.Linear(D, C) for _ in range(E))
+        bias = stack.router_bias_ME is not None
+        self.router = nn.Linear(F, E, bias)
+        self.up = nn.ModuleList(nn.Linear(F, D, bias) for _ in range(E))
+        self.down = nn.ModuleList(nn.Linear(D, C, bias) for _ in range(E))
         self.double()
         with torch.no_grad():
             self.router.weight.copy_(stack.router_MFE[m].T)
-            self.router.bias.copy_(stack.router_bias_ME[m])
             for e in range(E):
                 self.up[e].weight.copy_(stack.up_MFED[m, :, e].T)
-                self.up[e].bias.copy_(stack.up_bias_MED[m, e])
                 self.down[e].weight.copy_(stack.down_MEDC[m, e].T)
-                self.down[e].bias.copy_(stack.down_bias_MEC[m, e])
+            if bias:
+                self.router.bias.copy_(stack.router_bias_ME[m])
+                for e in range(E):
+                    self.up[e].bias.copy_(stack.up_bias_MED[m, e])
+                    self.down[e].bias.copy_(stack.down_bias_MEC[m, e])
 
     def loss(self, inputs_TF, labels_T, arm, alpha, weight):
         probs_TE = self.router(inputs_TF).softmax(-1)
@@ -80,12 +84,12 @@ def _diversity(outputs, arm):
     return -torch.logdet(cosines + 1e-4 * torch.eye(K, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_a_stack_trains_as_its_models_would_alone(arm):
+@pytest.mark.parametrize(("arm", "bias"), [*((arm, False) for arm in ARMS), ("baseline", True)])
+def test_a_stack_trains_as_its_models_would_alone(arm, bias):
     generator = torch.Generator().manual_seed(5)
     inputs_SMTF = torch.randn(3, M, T, F, generator=generator, dtype=torch.float64)
     labels_SMT = torch.randint(C, (3, M, T), generator=generator)
-    stack = _stack()
+    stack = _stack(bias=bias)
     alone = [_Single(stack, m) for m in range(M)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (stack, *alone)]
     for inputs_MTF, labels_MT in zip(inputs_SMTF, labels_SMT, strict=True):
@@ -109,7 +113,7 @@ def test_a_stack_trains_as_its_models_would_alone(arm):
 
 
 def test_initial_weights_are_those_of_nn_linear():
-    stack = StackedMixtures(40, F, C, E, D, K, torch.Generator().manual_seed(1))
+    stack = StackedMixtures(40, F, C, E, D, K, torch.Generator().manual_seed(1), bias=True)
     for values, inputs in ((stack.up_MFED, F), (stack.down_MEDC, D), (stack.router_bias_ME, F)):
         bound = 1 / math.sqrt(inputs)
         assert values.abs().max() <= bound
@@ -161,6 +165,18 @@ def test_heat_maps_and_means_against_loops():
             of_class = routed.index_MTK[0][labels_MT[0] == c]
             share = (of_class == e).sum() / max(of_class.numel(), 1)
             assert found["class_shares"][e][c] == pytest.approx(share.item(), abs=1e-5)
+    for m in range(M):
+        pairs = [(e, c) for row, c in zip(routed.index_MTK[m].tolist(), labels_MT[m].tolist(),
+                                          strict=True) for e in row]  # fmt: skip
+        information = 0.0
+        for e in range(E):
+            for c in range(C):
+                both = pairs.count((e, c)) / len(pairs)
+                alone = [
+                    sum(pair[i] == v for pair in pairs) / len(pairs) for i, v in ((0, e), (1, c))
+                ]
+                information += both * math.log(both / alone[0] / alone[1]) if both else 0.0
+        assert found["class_information"][m] == pytest.approx(information)
 
 
 def test_the_determinantal_choice_replaces_top_k_alone():
@@ -214,9 +230,9 @@ def test_a_zero_output_has_cosine_zero_with_anything():
     np.testing.assert_allclose(pair_cosines(outputs_ETC), [[0, 0, 1], [0, 0, 0], [1, 0, 0]])
 
 
-def test_class_shares_of_an_absent_class_are_zero():
-    shares_EC = class_shares(np.array([[0, 2], [2, 1]]), np.array([0, 0]), experts=3, classes=2)
-    np.testing.assert_allclose(shares_EC, [[0.25, 0], [0.25, 0], [0.5, 0]])
+def test_selections_are_counted_by_class():
+    counts_EC = class_counts(np.array([[0, 2], [2, 1]]), np.array([0, 0]), experts=3, classes=2)
+    np.testing.assert_array_equal(counts_EC, [[1, 0], [1, 0], [2, 0]])
 
 
 def test_arms_share_what_the_seed_decides_and_repeat():

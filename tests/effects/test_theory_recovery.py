@@ -39,10 +39,10 @@ def test_the_optimal_subset_is_the_one_of_a_slow_search_over_all():
     np.testing.assert_allclose(residual(features_BNH, target_BH, chosen_Bk), wanted, rtol=1e-9)
 
 
-def test_the_greedy_choice_takes_the_largest_inner_products():
+def test_the_greedy_choice_takes_the_largest_absolute_inner_products():
     features_BNH = np.array([[[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0], [0.0, 1.0]]])
     target_BH = np.array([[1.0, 0.5]])  # scores 1, 1, -1, 0.5: ties go to the lower id
-    np.testing.assert_array_equal(greedy_choice(features_BNH, target_BH, 3), [[0, 1, 3]])
+    np.testing.assert_array_equal(greedy_choice(features_BNH, target_BH, 3), [[0, 1, 2]])
     np.testing.assert_array_equal(greedy_choice(features_BNH, target_BH, 1), [[0]])
 
 
@@ -97,3 +97,18 @@ def test_impossible_features_are_refused():
         worst_features(8, 6, 0.2)
     with pytest.raises(ValueError, match="more than k=6"):
         worst_features(6, 6, 0.1)
+
+
+def test_weights_of_a_target_that_hide_a_feature_and_turn_one_round():
+    """On orthonormal features a score is a weight: of -2, 0.3 and 0 greedy finds two."""
+    features_BNH, answer_Bk = np.eye(5)[None], np.array([[1, 2, 4]])
+    found = recovery(features_BNH, answer_Bk, np.array([[-2.0, 0.3, 0.0]]))
+    assert found["greedy_experts"] == pytest.approx(2 / 3) and found["greedy"] == 0
+    assert recovery(features_BNH, answer_Bk, np.array([[-2.0, 0.3, 0.1]]))["greedy"] == 1
+
+
+def test_gaussian_weights_are_harder_than_equal_ones_at_the_barrier():
+    found = coherence_sweep(3, coherences=(1 / 11,), trials=60)
+    assert found["random"][0]["greedy"] == 1.0
+    assert 0.2 < found["gaussian"][0]["greedy"] < 0.8
+    assert found["gaussian"][0]["optimal"] == 1.0

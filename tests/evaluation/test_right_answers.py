@@ -110,7 +110,7 @@ def test_right_answers_score_one_and_wrong_ones_nothing(catalog, monkeypatch):
             else:
                 assert right == pytest.approx([1] * ITEMS), leaf.name
                 assert wrong == pytest.approx([0] * ITEMS), leaf.name
-    assert len(seen) == 206 and len(programs) == 2 * ITEMS
+    assert len(seen) == 207 and len(programs) == 2 * ITEMS
     with Sandbox(allow_unsafe_local=True) as sandbox:
         for right, wrong in programs:
             assert sandbox.run(right).passed and not sandbox.run(wrong).passed

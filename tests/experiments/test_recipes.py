@@ -19,7 +19,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "recipes" / "studies"
 FILES = [file for file in sorted(STUDIES.glob("*.yaml")) if reproduction_of(file) is None]
 PAPER0_BENCHMARKS = {
     "glue", "bbh", "livebench", "mmlu", "mmlu_pro", "gpqa", "gsm8k", "math500", "numinamath",
-    "humaneval", "mbpp",
+    "humaneval", "mbpp", "glue_accuracy",
 }  # fmt: skip
 
 
@@ -46,9 +46,9 @@ def test_expands_to_valid_runs_that_all_differ(file, tmp_path):
 
 
 def test_paper0_table1_by_hand():
-    """3 models x 5 methods x 5 groups x 3 seeds; each model and method has all 11 benchmarks."""
+    """3 models x 6 methods x 5 groups x 3 seeds; each has all 11 benchmarks, GLUE in two forms."""
     runs = runs_of("paper0_table1")
-    assert len(runs) == 3 * 5 * 5 * 3 == 225
+    assert len(runs) == 3 * 6 * 5 * 3 == 270
     found: dict = {}
     for run in runs:
         row = (run.values["model"], run.values["method"], run.seed)
@@ -60,9 +60,10 @@ def test_paper0_table1_by_hand():
         assert recipe.method.export_bias == (
             "drop" if run.values["model"] == "deepseek_moe_16b" else "write"
         )
-    assert len(found) == 45
+        assert recipe.data.validation is not None
+    assert len(found) == 54
     for benchmarks in found.values():
-        assert len(benchmarks) == 11 and set(benchmarks) == PAPER0_BENCHMARKS
+        assert len(benchmarks) == 12 and set(benchmarks) == PAPER0_BENCHMARKS
 
 
 def test_paper0_ablation_by_hand():
@@ -79,6 +80,36 @@ def test_paper0_ablation_by_hand():
         terms = run.recipe.method.terms
         assert set(terms) == wanted
         assert all(terms[term].weight == full[term]["weight"] for term in wanted)
+
+
+def test_paper1_weights_and_experts_have_the_papers_cells():
+    """Tables 11 and 12 in one grid; Table 5's 16 experts with 2 active among Figure 3's."""
+    weights = {
+        (
+            run.recipe.method.terms["specialization"].weight,
+            run.recipe.method.terms["coupling"].weight,
+        )
+        for run in runs_of("paper1_weights")
+    }
+    assert weights >= {(2e-3, cp) for cp in (2e-4, 5e-4, 1e-3, 2e-3)}
+    assert weights >= {(sp, 1e-3) for sp in (1e-3, 2e-3, 3e-3, 5e-3)}
+    sizes = {
+        (config["n_routed_experts"], config["num_experts_per_tok"])
+        for config in (run.recipe.model.config for run in runs_of("paper1_experts"))
+    }
+    assert (16, 2) in sizes and len(sizes) == 16
+
+
+def test_paper2_alpha_256_searches_at_256_experts():
+    alphas = {}
+    for run in runs_of("paper2_alpha_256"):
+        assert run.recipe.model.config["num_experts"] == 256
+        erc = run.recipe.method.terms.get("erc")
+        alphas[run.values["method"]] = erc and erc.alpha
+    assert alphas == {
+        "balance": None, "alpha_0.3": 0.3, "alpha_0.4": 0.4, "alpha_0.5": 0.5, "alpha_0.7": 0.7,
+        "alpha_1": 1.0,
+    }  # fmt: skip
 
 
 def test_paper1_pretrain_by_hand():

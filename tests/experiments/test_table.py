@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import html
 import io
 import json
@@ -103,6 +104,82 @@ def test_ranks_gains_and_best_by_hand(made):
         {"erc": ((0.75 / 0.5 - 1) + (0.5 / 0.25 - 1)) / 2, "dpp": (0 + (0.75 / 0.25 - 1)) / 2}
     )
     assert "one seed" in " ".join(table.notes)
+    assert table.won == {"aux_loss": 0, "erc": 1 / 2, "dpp": 1 / 2}
+
+
+def test_arms_that_tie_share_a_benchmark_won(made):
+    table = made(
+        {
+            ("aux_loss", 1): ({"a": [1, 0], "b": [0, 0]},),
+            ("erc", 1): ({"a": [0, 1], "b": [1, 0]},),
+            ("dpp", 1): ({"a": [0, 0], "b": [0, 0]},),
+        },
+        axes={"method": ["aux_loss", "erc", "dpp"]}, seeds=[1],
+    )  # fmt: skip
+    assert table.won == {"aux_loss": 1 / 4, "erc": 3 / 4, "dpp": 0}
+    assert re.search(r"erc .* 75\.0 %", to_text(table)) and r"& 75.0 \%" in to_latex(table)
+
+
+def test_the_average_is_over_the_benchmarks_of_a_row(made):
+    """Two groups share a row; seed 2 lacks a benchmark, so it has no average."""
+    groups = {"math": {"lora": {"rank": 4}}, "code": {"lora": {"rank": 8}}}
+    results = {
+        ("aux_loss-math", 1): ({"gsm8k": [1, 0, 0, 0], "aime": [1, 1]}, 1.0),
+        ("aux_loss-code", 1): ({"mbpp": [0, 1]}, 3.0),
+        ("aux_loss-math", 2): ({"gsm8k": [1, 1, 0, 0], "aime": [1, 1]}, 1.0),
+        ("erc-math", 1): ({"gsm8k": [1, 1, 1, 0], "aime": [0, 1]}, 2.0),
+        ("erc-code", 1): ({"mbpp": [1, 1]}, 8.0),
+    }
+    options = {
+        "axes": {"method": ["aux_loss", "erc"], "group": groups}, "seeds": [1, 2],
+        "baseline": "aux_loss", "together": ["group"], "metrics": {"average": "higher"},
+    }  # fmt: skip
+    table = made(results, **options)
+    aux, erc = (row.cells["average"] for _, row in table.rows)
+    assert aux.values == {1: pytest.approx((0.25 + 1 + 0.5) / 3)}
+    assert erc.values == {1: pytest.approx((0.75 + 0.5 + 1) / 3)}
+    assert erc.test.difference == pytest.approx((0.5 - 0.5 + 0.5) / 3)
+    assert [column.name for column in table.columns] == ["gsm8k", "aime", "mbpp", "average"]
+    assert "average" not in {c.name for c in table.columns if c.benchmark}, "no rank of its own"
+
+
+def test_an_average_over_other_directions_is_refused(made, tmp_path):
+    both = {("base", 1): ({"acc": [1, 0], "wikitext": [9.0, 8.0]},)}
+    table = made(both, axes={}, seeds=[1], metrics={"average": "higher"}, benchmarks=["acc"])
+    assert table.groups[0].rows[0].cells["average"].mean == 0.5
+    every = dataclasses.replace(load_results(tmp_path / "out"), benchmarks=None)
+    with pytest.raises(StudyError, match="average: acc, wikitext differ in direction or unit"):
+        make_table(every)
+
+
+def test_scores_entered_by_hand(made, tmp_path):
+    """LiveBench's own package gave them; one arm has none yet."""
+    arms = {
+        (arm, seed): ({"acc": [1, seed % 2]},) for arm in ("aux_loss", "erc") for seed in (1, 2)
+    }
+    made(arms, axes={"method": ["aux_loss", "erc"]}, seeds=[1, 2], baseline="aux_loss")
+    file, heading = tmp_path / "out" / "scores.csv", "arm,seed,benchmark,score\n"
+    file.write_text(
+        heading + "aux_loss,1,livebench,7.4\naux_loss,2,livebench,7.8\n"
+        "erc,1,livebench,9.0\nerc,2,livebench,9.8\n"
+    )
+    results = load_results(tmp_path / "out")
+    aux, erc = (row.cells["livebench"] for _, row in make_table(results).rows)
+    assert (aux.mean, erc.mean) == (pytest.approx(7.6), pytest.approx(9.4))
+    assert erc.test.name == "paired t" and erc.test.difference == pytest.approx(1.8)
+    assert erc.rank == 1 and aux.rank == 2
+    for lines, message in (
+        ("arm,seed,score\n", "scores.csv:1: wanted the heading arm,seed,benchmark,score"),
+        (heading + "ecr,1,livebench,3\n", "scores.csv:2: .* no arm 'ecr' .*did you mean 'erc'"),
+        (heading + "erc,3,livebench,3\n", "scores.csv:2: .* seed 3"),
+        (heading + "erc,1,livebench,\n", "scores.csv:2: wanted a whole seed and a number"),
+        (heading + "erc,1,livebench,nan\n", "scores.csv:2: wanted a benchmark and a finite score"),
+        (heading + "erc,1,lb,3\nerc,1,lb,4\n", "scores.csv:3: this score is there twice"),
+        (heading + "erc,1,acc,3\n", "erc/seed_1 was evaluated on 'acc' already"),
+    ):
+        file.write_text(lines)
+        with pytest.raises(StudyError, match=message):
+            make_table(load_results(tmp_path / "out"))
 
 
 def test_holm_over_the_whole_table(made):
@@ -183,6 +260,30 @@ def test_perplexity_and_distance_of_curves_by_hand(tmp_path):
     assert found["aux_loss"]["max_violation_rmse"].mean == pytest.approx(((1 + 4) / 2) ** 0.5)
     assert found["erc"]["max_violation_rmse"].mean == 0
     assert found["erc"]["perplexity"].mean == pytest.approx(2.718281828**2)
+
+
+def test_curves_of_perplexity_of_validation_routing_and_of_the_average(made, tmp_path):
+    """Training's routing before validation's; the average where every benchmark was scored."""
+    logged = [
+        {"step": 2, "eval_loss": 1.5, "eval_routing/activation_cosine": 0.25},
+        {"step": 4, "eval_loss": 0.5, "eval_routing/activation_cosine": 0.125,
+         "routing/entropy": 0.75, "eval_routing/entropy": 0.5},
+    ]  # fmt: skip
+    made({("base", 1): ({"a": [1, 0], "b": [1, 1]}, 0.5, logged)}, axes={}, seeds=[1])
+    (run,) = load_results(tmp_path / "out").runs
+    for step, (a, b) in {2: (0.25, 0.75), 3: (0.5, None)}.items():
+        folder = run.folder / "steps" / str(step) / "eval"
+        folder.mkdir(parents=True)
+        tasks = {"a": {"value": a}, **({} if b is None else {"b": {"value": b}})}
+        folder.joinpath("results.json").write_text(
+            json.dumps({"schema": 1, "complete": True, "tasks": tasks})
+        )
+    (run,) = load_results(tmp_path / "out").runs
+    assert run.curve("perplexity") == {2: pytest.approx(2.718281828**1.5),
+                                       4: pytest.approx(2.718281828**0.5)}  # fmt: skip
+    assert run.curve("activation_cosine") == {2: 0.25, 4: 0.125}
+    assert run.curve("entropy") == {4: 0.75}
+    assert run.curve("average") == {2: 0.5, 4: 0.75}, "step 3 lacks a benchmark"
 
 
 def test_runs_that_share_a_row(made):

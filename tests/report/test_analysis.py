@@ -115,6 +115,7 @@ def test_norms_and_erc_of_routers_and_gates(analyzed):
         table, norms = erc_table(router_EH, gate_EDH), parameter_norms(router_EH, gate_EDH)
         wanted = {
             "erc_loss": table["loss"][1.0],
+            **{f"erc_loss_alpha_{a}": table["loss"][float(a)] for a in (2, 3, 4, 5)},
             "erc_least_alpha": table["least_alpha"],
             "noise_level": noise_level(router_EH),
             "router_norm_mean": norms["router_mean"],

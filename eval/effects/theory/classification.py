@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.metrics.coherence import effective_rank
+from moe_finetune.metrics.domains import domain_information
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +26,10 @@ class Setting:
     """Sizes and schedule of the paper's experiment (P4 section 6 and appendix L).
 
     Attributes:
-        redundant: features that are random mixtures of the informative ones; the 90 noise features
-            that appendix L prescribes are read as these.
-        noise: features of noise alone, the other reading of the same words.
+        redundant: features that are random mixtures of the informative ones (appendix L: 90).
+        noise: features of noise; the paper has none.
         clusters: of each class; 1 is ours, the paper is silent.
+        bias: whether router and experts have biases; appendix L writes both without.
         alpha: weight of the balance loss, in all arms.
         weight: of the arm's own loss (the paper's lambda).
         determinantal_eps: of theorem 6.3's choice at evaluation; ours, see
@@ -46,6 +47,7 @@ class Setting:
     experts: int = 16
     hidden: int = 32
     top_k: int = 2
+    bias: bool = False
     batch: int = 128
     learning_rate: float = 1e-3
     epochs: int = 30
@@ -99,8 +101,9 @@ def run_arm(
     """Train and test one arm in all folds; arms of one seed share folds, weights and batches.
 
     Returns per fold ``accuracy``, ``effective_rank`` (of all experts' outputs on the test part,
-    rows experts, at most E), ``pair_cosine`` (mean absolute cosine of two experts' outputs) and
-    ``determinantal_accuracy`` (with theorem 6.3's choice of experts in the place of top-k); under
+    rows experts, at most E; the paper defines none), ``pair_cosine`` (mean absolute cosine of two
+    experts' outputs), ``class_information`` (nats that a selected expert tells of the class) and
+    ``determinantal_accuracy`` (with theorem 6.3's choice of experts instead of top-k); under
     ``curves`` the first three before training and after every epoch, ``(epochs + 1, folds)``; and
     of the first fold the heat maps ``cosines`` ``(E, E)`` and ``class_shares`` ``(E, C)``: the
     share of a class's selections that goes to each expert.
@@ -123,6 +126,7 @@ def run_arm(
         setting.hidden,
         setting.top_k,
         generator,
+        bias=bool(setting.bias),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
 
@@ -162,12 +166,20 @@ def measure(routed: Routed, labels_MT: torch.Tensor) -> dict[str, Any]:
     cosines_MEE = np.stack([pair_cosines(outputs_ETC) for outputs_ETC in outputs_METC])
     experts = cosines_MEE.shape[1]
     # Experts have no order that folds share, so the pictures are one fold's.
-    index_TK, labels_T = routed.index_MTK[0].numpy(), labels_MT[0].numpy()
-    shares_EC = class_shares(index_TK, labels_T, experts, routed.logits_MTC.shape[-1])
+    classes = routed.logits_MTC.shape[-1]
+    counts_MEC = np.stack([
+        class_counts(index_TK, labels_T, experts, classes)
+        for index_TK, labels_T in zip(routed.index_MTK.numpy(), labels_MT.numpy(), strict=True)
+    ])  # fmt: skip
+    shares_EC = counts_MEC[0] / np.maximum(counts_MEC[0].sum(0), 1)
     return {
         "accuracy": hits_M.tolist(),
         "effective_rank": ranks,
         "pair_cosine": (cosines_MEE.sum((1, 2)) / (experts * (experts - 1))).tolist(),
+        "class_information": [
+            domain_information(counts_EC[:, counts_EC.any(0)].T)["mutual_information"]
+            for counts_EC in counts_MEC
+        ],
         "cosines": cosines_MEE[0].round(5).tolist(),
         "class_shares": shares_EC.round(5).tolist(),
     }
@@ -182,10 +194,10 @@ def pair_cosines(outputs_ETC: np.ndarray) -> np.ndarray:
     return cosines_EE
 
 
-def class_shares(
+def class_counts(
     index_TK: np.ndarray, labels_T: np.ndarray, experts: int, classes: int
 ) -> np.ndarray:
-    """``(E, C)`` share of each class's selections that goes to each expert; columns sum to 1."""
+    """``(E, C)`` selections of each expert by samples of each class."""
     counts_EC = np.zeros((experts, classes))
     np.add.at(counts_EC, (index_TK, labels_T[:, None]), 1)
-    return counts_EC / np.maximum(counts_EC.sum(0), 1)
+    return counts_EC

@@ -53,6 +53,10 @@ def draw_recovery(sweeps: list[Mapping[str, Any]], path: Path) -> Path:
     for choice, style in (("optimal", "s--"), ("greedy", "o-")):
         mean = np.mean([[row[choice] for row in sweep["random"]] for sweep in sweeps], axis=0)
         axes.plot(coherences, mean, style, label=f"{choice}, random features", markersize=4)
+    drawn = [sweep["gaussian"] for sweep in sweeps if "gaussian" in sweep]
+    if drawn:
+        mean = np.mean([[row["greedy"] for row in rows] for rows in drawn], axis=0)
+        axes.plot(coherences, mean, "^-.", label="greedy, Gaussian weights", markersize=4)
     worst = sweeps[0]["worst_case"]
     axes.plot(
         [row["coherence"] for row in worst],
@@ -67,16 +71,19 @@ def draw_recovery(sweeps: list[Mapping[str, Any]], path: Path) -> Path:
 
 
 def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path) -> Path:
-    """Effective rank and accuracy by arm, and the heat maps of the first seed's first fold."""
+    """Effective rank and accuracy by arm over folds, and heat maps of the first seed's first fold.
+
+    Experts are in the order of the class that selects them most.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3 * (len(arms) + 1), 5.6), layout="constrained")
     grid = figure.subplots(2, len(arms) + 1, squeeze=False)
     names = [TITLES.get(arm, arm) for arm in arms]
     for axes, metric in zip(grid[:, 0], ("effective_rank", "accuracy"), strict=True):
-        means = [[float(np.mean(result[metric])) for result in runs] for runs in arms.values()]
-        axes.boxplot(means, tick_labels=names)
-        axes.set_title(metric.replace("_", " "), fontsize=9)
+        folds = [np.concatenate([result[metric] for result in runs]) for runs in arms.values()]
+        axes.boxplot(folds, tick_labels=names)
+        axes.set_title(f"{metric.replace('_', ' ')}, every fold", fontsize=9)
         axes.tick_params(labelsize=7)
     # One scale for all arms, or the colours could not be compared.
     largest = {
@@ -84,11 +91,13 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
         for key in ("cosines", "class_shares")
     }
     for column, runs in enumerate(arms.values(), start=1):
+        order_E = np.argsort(np.argmax(runs[0]["class_shares"], axis=1), kind="stable")
         for axes, key, title in (
             (grid[0, column], "cosines", "|cos| of two experts"),
             (grid[1, column], "class_shares", "expert x class"),
         ):
-            values = np.array(runs[0][key])
+            values = np.array(runs[0][key])[order_E]
+            values = values[:, order_E] if key == "cosines" else values
             drawn = axes.imshow(values, vmin=0, vmax=largest[key], aspect="auto", cmap="viridis")
             axes.set_title(f"{names[column - 1]}: {title}", fontsize=8)
             axes.tick_params(labelsize=6)
