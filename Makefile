@@ -11,7 +11,21 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --retries 10 -c constraints.txt
 
-.PHONY: help demo test test-lowest docs tables families lint format format-check types bench gpu-check clean
+# What a machine with PyTorch for its GPU, and the usual scientific packages, does not have.
+OFFLINE := transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2|truststore|trl|peft|accelerate|datasets|dill|multiprocess|pydantic|pydantic_core|annotated-types|typing-inspection|bitsandbytes|typer|safetensors
+WHEELS_PYTHON ?= 3.12
+PLATFORMS := $(foreach p,2_28 2_27 2_24 2_17,--platform manylinux_$(p)_x86_64) --platform manylinux2014_x86_64
+# With WHEELS=FOLDER the GPU's targets use the machine's own Python and torch, and no network.
+ifdef WHEELS
+SITE := $(abspath $(WHEELS))/site
+GPU_PYTHON := PYTHONPATH=$(SITE):$(CURDIR) $(PYTHON)
+GPU_READY := $(SITE)
+else
+GPU_PYTHON := $(BIN)/python
+GPU_READY := $(STAMP)
+endif
+
+.PHONY: help demo test test-lowest docs tables families lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -85,8 +99,23 @@ bench: $(STAMP)  ## Speed and memory that need no data (half an hour, 30 GB of d
 	for name in step losses metrics traces merge merge_kill upcycle; do \
 	  $(BIN)/python eval/bench/$$name.py --save || exit 1; done
 
-gpu-check: $(STAMP)  ## Everything that a GPU decides; writes runs/gpu-check.md to send in
-	$(BIN)/python eval/bench/gpu_check.py $(GPU_CHECK)
+wheels: $(STAMP)  ## Packages for a GPU's machine without a network (70 MB, WHEELS_PYTHON=3.12); writes dist/wheels
+	rm -rf dist/wheels && mkdir -p dist/wheels
+	$(BIN)/python -m pip freeze | grep -iE '^($(OFFLINE))==' > dist/wheels/versions.txt
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
+	  --python-version $(WHEELS_PYTHON) $(PLATFORMS) -d dist/wheels -r dist/wheels/versions.txt
+
+ifdef WHEELS
+$(SITE):
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $@ $(WHEELS)/*.whl
+endif
+
+gpu-check: $(GPU_READY)  ## Everything that a GPU decides; writes runs/gpu-check.md to send in
+	$(GPU_PYTHON) eval/bench/gpu_check.py $(GPU_CHECK)
+
+gpu-step: $(GPU_READY)  ## A step on a GPU beside what others do, ten minutes at most; writes runs/gpu-step.json
+	mkdir -p runs
+	$(GPU_PYTHON) eval/bench/gpu_step.py --write runs/gpu-step.json $(GPU_STEP)
 
 clean:  ## Remove caches and the environment; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info

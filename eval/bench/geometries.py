@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 _MLA = {
     "q_lora_rank": None,
@@ -51,6 +51,10 @@ GEOMETRIES = {
     "tiny": (lambda: _qwen(128, 4, 2, 32, 48, 12, 3, 512), 2),
     "small-cpu": (lambda: _qwen(512, 8, 4, 64, 256, 64, 8, 4096), 4),
     "qwen3_30b_a3b": (lambda: _qwen(2048, 32, 4, 128, 768, 128, 8, 151936), 4),
+    "gpt_oss_20b": (
+        lambda: GptOssConfig(num_local_experts=32, attn_implementation="eager"),
+        4,
+    ),
     "deepseek_moe_16b": (_deepseek_moe, 4),
     "deepseek_v2_lite": (
         lambda: DeepseekV2Config(

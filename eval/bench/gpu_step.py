@@ -1,0 +1,411 @@
+"""A training step on one GPU at the true widths of published checkpoints, beside what others do.
+
+LoRA on all experts in bfloat16 over random weights, at two numbers of layers, so that a layer's
+cost is the difference and the whole depth follows. Variants run interleaved in one process; figures
+are medians. One step of ours is profiled by kernel, and its FLOPs and bytes are set against what
+the device reaches in one large product and one large copy, and its data sheet where that is known.
+
+    python eval/bench/gpu_step.py --write gpu-step.json                  # four checkpoints
+    python eval/bench/gpu_step.py --geometry qwen3_30b_a3b --layers 8
+    python eval/bench/gpu_step.py --device cpu --tiny                    # the same in seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import math
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from geometries import GEOMETRIES, config_of
+from saved import add_save, finish
+from step import batch_of, product_tflops, step_flops, synchronize
+from variants import Variant, adapts_experts, build
+
+from moe_finetune.checkpoint.load_quantized import resident_bytes
+from moe_finetune.models import family_of
+from moe_finetune.moe.layers import config_facts
+
+SCHEMA = 1
+WIDTHS = ("qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "moonlight_16b_a3b")
+DEPTH = {"qwen3_30b_a3b": 48, "gpt_oss_20b": 24, "deepseek_v2_lite": 27, "moonlight_16b_a3b": 27}
+PRESETS = ("orthogonal_variance", "specialization_coupling", "erc")
+STOCK = {"stock-peft, grouped_mm": "grouped_mm", "stock-peft, eager": "eager"}
+NF4 = "ours, nf4"
+VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESETS), NF4)
+PEERS = {
+    "axolotl, ScatterMoE LoRA": "axolotl.integrations.kernels",
+    "Unsloth, grouped GEMM": "unsloth",
+}
+SHEETS = {"H100": (989.0, 3.35), "H200": (989.0, 4.8), "A100": (312.0, 2.0)}
+"""Dense bfloat16 TFLOP/s and TB/s of the data sheets (SXM), by a part of the device's name."""
+Limits = dict[str, tuple[float, float]]
+COPIES_OF_WEIGHTS = 8
+"""A layer's weights that are in memory at once, estimated: two models of bfloat16, one of nf4, and
+what stock PEFT makes of the stack."""
+
+
+def peers() -> dict[str, str]:
+    """Which other expert kernels could be timed here."""
+    states = {}
+    for name, module in PEERS.items():
+        try:
+            present = importlib.util.find_spec(module) is not None
+        except ImportError:
+            present = False
+        states[name] = "installed, not timed by this script" if present else "not installed"
+    return states
+
+
+class Timed:
+    """A variant of this script: a model that may be shared, and how its experts are run."""
+
+    def __init__(self, name: str, model: Any):
+        self.name, self.model = name, model
+        inner = "stock-peft" if name in STOCK else name.partition(",")[0]
+        self.experts = STOCK.get(name)
+        self.variant = Variant(inner, model)
+
+    def step(self, batch: Any) -> None:
+        config = self.model.config
+        before = config._experts_implementation
+        config._experts_implementation = self.experts or before
+        try:
+            self.variant.step(batch)
+        finally:
+            config._experts_implementation = before
+
+
+def models_of(arguments: argparse.Namespace, names: list[str]) -> dict[str, Timed]:
+    """The variants of ``names``; those of the same weights share a model."""
+    models: dict[Any, Any] = {}
+    made = {}
+    for name in names:
+        kind = "nf4" if name == NF4 else None
+        key = adapts_experts(name), kind
+        if key not in models:
+            models[key] = build(arguments, adapts_experts(name), kind)
+        made[name] = Timed(name, models[key])
+    return made
+
+
+def peak_gb(timed: Timed, batch: Any, device: str) -> float | None:
+    """GB that a step's tensors need above the weights; None on a CPU, which is not counted."""
+    if device != "cuda":
+        timed.step(batch)
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    timed.step(batch)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def measure(
+    arguments: argparse.Namespace, names: list[str], until: float, limits: Limits
+) -> dict[str, Any]:
+    """Seconds and memory of each variant at ``arguments.layers``, and a profile of ours."""
+    variants = models_of(arguments, names)
+    batch = batch_of(arguments, config_of(arguments).vocab_size)
+    rows: dict[str, Any] = {}
+    for name, timed in list(variants.items()):
+        try:
+            transient = peak_gb(timed, batch, arguments.device)
+        except torch.OutOfMemoryError:
+            rows[name] = {"outcome": "out of memory"}
+            del variants[name]
+            torch.cuda.empty_cache()
+            continue
+        weights = resident_bytes(timed.model) / 1e9
+        rows[name] = {"outcome": "ok", "weights_gb": weights, "step_gb": transient}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    rounds = 0
+    for round_ in range(arguments.warmup + arguments.rounds):
+        if rounds > 2 and time.monotonic() > until:
+            break
+        order = list(variants.values())
+        for timed in order if round_ % 2 == 0 else order[::-1]:
+            synchronize(arguments.device)
+            start = time.perf_counter()
+            timed.step(batch)
+            synchronize(arguments.device)
+            if round_ >= arguments.warmup:
+                seconds[timed.name].append(time.perf_counter() - start)
+        rounds += round_ >= arguments.warmup
+    tokens = batch["input_ids"].numel()
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        rows[name] |= {
+            "median_s": middle,
+            "min_s": min(values),
+            "rounds": len(values),
+            "tokens_per_s": tokens / middle,
+        }
+    result: dict[str, Any] = {"layers": arguments.layers, "tokens": tokens, "rows": rows}
+    if "ours" in variants:
+        result["kernels"] = profile(variants["ours"], batch, arguments)
+        median = rows["ours"]["median_s"]
+        result["roofline"] = roofline(arguments, variants["ours"].model, median, limits)
+    return result
+
+
+def profile(timed: Timed, batch: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The kernels of one step by their own time, the largest first."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if arguments.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as recorded:
+        timed.step(batch)
+        synchronize(arguments.device)
+    kind = "device" if arguments.device == "cuda" else "cpu"
+    events = recorded.key_averages()
+    times = {event.key: getattr(event, f"self_{kind}_time_total") / 1e6 for event in events}
+    whole = sum(times.values()) or 1.0
+    largest = sorted(events, key=lambda event: -times[event.key])[: arguments.kernels]
+    return [
+        {
+            "kernel": event.key,
+            "calls": event.count,
+            "seconds": times[event.key],
+            "share": times[event.key] / whole,
+        }
+        for event in largest
+    ]
+
+
+def step_bytes(arguments: argparse.Namespace, model: Any) -> float:
+    """Bytes that a step moves at the least: weights once each way, and the experts' rows.
+
+    Of each (token, expert) pair: five passes over H (x in both directions, y, dy, dx), eight over D
+    (gate and up and their gradients, written and read) and four (z and its gradient). Attention,
+    the head and the optimizer's states of the factors are left out, so it is a lower bound.
+    """
+    config = config_of(arguments)
+    family = family_of(config)
+    item = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
+    pairs = arguments.tokens * family.top_k(config) * len(config_facts(config).moe_layers)
+    elements = 5 * config.hidden_size + 12 * family.expert_width(config)
+    return 2.0 * resident_bytes(model) + float(pairs * elements * item)
+
+
+def copy_rate(arguments: argparse.Namespace) -> float:
+    """TB/s of the fastest of some large copies, read and written bytes together."""
+    size = 2**30 if arguments.device == "cuda" else 2**26
+    source = torch.zeros(size, dtype=torch.uint8, device=arguments.device)
+    target, best = torch.empty_like(source), math.inf
+    for _ in range(6):
+        synchronize(arguments.device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(arguments.device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best / 1e12
+
+
+def device_limits(arguments: argparse.Namespace) -> Limits:
+    """TFLOP/s and TB/s that were measured here, and those of the device's data sheet if known."""
+    device = torch.cuda.get_device_name(0) if arguments.device == "cuda" else ""
+    return {
+        "measured here": (product_tflops(arguments), copy_rate(arguments)),
+        **{f"data sheet, {n}": rates for n, rates in SHEETS.items() if n in device},
+    }
+
+
+def roofline(
+    arguments: argparse.Namespace, model: Any, seconds: float, limits: Limits
+) -> dict[str, Any]:
+    """A step's counted work and what the device can do; shares are of the measured step."""
+    flops, moved = step_flops(arguments, True), step_bytes(arguments, model)
+    return {
+        "flops": flops,
+        "bytes_at_least": moved,
+        "limits": {
+            name: {
+                "tflops": tflops,
+                "tb_per_s": bandwidth,
+                "share_of_flops": flops / seconds / (tflops * 1e12),
+                "share_of_bytes": moved / seconds / (bandwidth * 1e12),
+                "bound_s": max(flops / (tflops * 1e12), moved / (bandwidth * 1e12)),
+            }
+            for name, (tflops, bandwidth) in limits.items()
+        },
+    }
+
+
+def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
+    """Two numbers of layers: as many as fit, and half of them."""
+    config = GEOMETRIES[geometry][0]()
+    # Coupling joins two MoE layers, and some models begin with a dense one.
+    first = 2 + (getattr(config, "first_k_dense_replace", 0) or 0)
+    if arguments.layers:
+        return max(first, arguments.layers // 2), max(first + 1, arguments.layers)
+    if arguments.device != "cuda":
+        return first, first + 2
+    family = family_of(config)
+    layer = 6 * family.num_experts(config) * family.expert_width(config) * config.hidden_size
+    fixed = 4 * 4 * config.vocab_size * config.hidden_size  # two models' embeddings, and logits
+    free = 0.85 * torch.cuda.mem_get_info()[0] - fixed
+    layers = max(first + 2, min(DEPTH[geometry], int(free // (layer * COPIES_OF_WEIGHTS))))
+    return max(first, layers // 2), layers
+
+
+def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Seconds and GB that a layer adds, and what the whole depth comes to on that line."""
+    added = deep["layers"] - shallow["layers"]
+    found = {}
+    for name, row in deep["rows"].items():
+        before = shallow["rows"].get(name, {})
+        if "median_s" not in row or "median_s" not in before:
+            continue
+        layer_s = (row["median_s"] - before["median_s"]) / added
+        whole_s = row["median_s"] + (depth - deep["layers"]) * layer_s
+        found[name] = {
+            "layer_s": layer_s,
+            "whole_depth_s": whole_s,
+            "whole_depth_tokens_per_s": deep["tokens"] / whole_s if whole_s > 0 else None,
+        }
+        if row["step_gb"] is not None:
+            both = [r["weights_gb"] + r["step_gb"] for r in (before, row)]
+            layer_gb = (both[1] - both[0]) / added
+            found[name] |= {
+                "layer_gb": layer_gb,
+                "whole_depth_gb": both[1] + (depth - deep["layers"]) * layer_gb,
+            }
+    return found
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """What the figures are compared by, each of medians."""
+    pairs = {
+        **{f"time: {name} / ours": (name, "ours") for name in VARIANTS if name.startswith("ours+")},
+        "time: ours / attention-only": ("ours", "attention-only"),
+        "time: stock-peft, grouped_mm / ours": ("stock-peft, grouped_mm", "ours"),
+        "time: stock-peft, eager / ours": ("stock-peft, eager", "ours"),
+        "time: ours, nf4 / ours": (NF4, "ours"),
+    }
+    found = {
+        label: rows[top]["median_s"] / rows[bottom]["median_s"]
+        for label, (top, bottom) in pairs.items()
+        if all("median_s" in rows.get(name, {}) for name in (top, bottom))
+    }
+    stock, ours = rows.get("stock-peft, grouped_mm", {}), rows.get("ours", {})
+    if stock.get("step_gb") and ours.get("step_gb"):
+        memory = [row["weights_gb"] + row["step_gb"] for row in (ours, stock)]
+        found["memory: ours / stock-peft, grouped_mm"] = memory[0] / memory[1]
+    return found
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result of every geometry: figures, or why there are none."""
+    started = time.monotonic()
+    results: dict[str, Any] = {}
+    limits = device_limits(arguments)
+    chosen = arguments.geometry
+    for place, geometry in enumerate(chosen):
+        used = time.monotonic() - started
+        share = (arguments.seconds - used) / (len(chosen) - place)
+        if share < arguments.least_seconds:
+            results[geometry] = {"outcome": f"not run: {used:.0f} s were used"}
+            continue
+        results[geometry] = one(arguments, geometry, share, limits)
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    return {"schema": SCHEMA, "peers": peers(), "geometries": results}
+
+
+def one(
+    arguments: argparse.Namespace, geometry: str, share: float, limits: Limits
+) -> dict[str, Any]:
+    """One geometry at two depths, in ``share`` seconds."""
+    begun = time.monotonic()
+    names = list(arguments.variants)
+    both = []
+    for part, layers in enumerate(depths(arguments, geometry), 1):
+        values = vars(arguments) | {"geometry": geometry, "layers": layers}
+        until = begun + share * part / 2
+        print(f"{geometry}, {layers} layers ...", flush=True)
+        both.append(measure(argparse.Namespace(**values), names, until, limits))
+        gc.collect()
+    depth = DEPTH.get(geometry, both[1]["layers"])
+    return {
+        "outcome": "ok",
+        "depth": depth,
+        "measured": both,
+        "per_layer": per_layer(*both, depth),
+        "ratios": ratios(both[1]["rows"]),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures for a reader."""
+    lines = []
+    for geometry, found in result["geometries"].items():
+        if found["outcome"] != "ok":
+            lines.append(f"{geometry}: {found['outcome']}")
+            continue
+        deep = found["measured"][1]
+        lines.append(f"{geometry}, {deep['layers']} of {found['depth']} layers")
+        for name, row in deep["rows"].items():
+            if "median_s" not in row:
+                lines.append(f"  {name:34s}{row['outcome']}")
+                continue
+            step = "-" if row["step_gb"] is None else f"{row['step_gb']:.2f}"
+            layer = found["per_layer"].get(name, {}).get("layer_s", math.nan)
+            lines.append(
+                f"  {name:34s}{row['median_s'] * 1e3:9.1f} ms{row['tokens_per_s']:10.0f} tokens/s"
+                f"{layer * 1e3:9.2f} ms a layer{row['weights_gb']:8.2f} GB + {step} GB"
+            )
+        for label, value in found["ratios"].items():
+            lines.append(f"  {label:50s}{value:.3f}")
+        for row in deep.get("kernels", ())[:10]:
+            lines.append(f"  {row['share']:6.1%} {row['calls']:6d} x {row['kernel'][:80]}")
+        for name, limit in deep.get("roofline", {}).get("limits", {}).items():
+            lines.append(
+                f"  {name}: {limit['share_of_flops']:.1%} of {limit['tflops']:.3g} TFLOP/s, "
+                f"{limit['share_of_bytes']:.1%} of {limit['tb_per_s']:.3g} TB/s"
+            )
+    lines += [f"{name}: {state}" for name, state in result["peers"].items()]
+    return "\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--geometry", nargs="*", choices=sorted(GEOMETRIES), default=list(WIDTHS))
+    parser.add_argument("--layers", type=int, help="default: as many as fit")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--kernels", type=int, default=25, help="rows of the profile")
+    parser.add_argument("--seconds", type=float, default=540.0, help="of the whole command")
+    parser.add_argument("--least-seconds", type=float, default=30.0, help=argparse.SUPPRESS)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU and seconds")
+    add_save(parser, "gpu_step")
+    arguments = parser.parse_args(given)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device cpu --tiny runs what a CPU can")
+    arguments.train_router = True
+    if arguments.tiny:
+        arguments.geometry, arguments.layers, arguments.dtype = ["tiny"], 3, "float32"
+        arguments.tokens, arguments.length, arguments.rank = 64, 32, 8
+        arguments.rounds, arguments.warmup = 1, 0
+    result = run(arguments)
+    print(table(result))
+    finish(arguments, result, show=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
