@@ -95,8 +95,13 @@ tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figur
 families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
 	$(BIN)/python -m tests.support_table
 
-bench: $(STAMP)  ## Speed and memory that need no data (half an hour, 30 GB of disk); writes eval/bench/results
-	for name in step losses metrics traces merge merge_kill upcycle; do \
+bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); writes eval/bench/results
+	$(BIN)/python eval/bench/step.py --device cpu --rounds 12 --save step_small_cpu
+	$(BIN)/python eval/bench/step.py --device cpu --tokens 8192 --no-memory --warmup 1 \
+	  --variants ours ours+metrics ours+erc --save step_small_cpu_8192
+	for part in step load demo; do \
+	  $(BIN)/python eval/bench/quantization.py --parts $$part --save quantization_$$part || exit 1; done
+	for name in memory losses metrics traces merge merge_kill upcycle; do \
 	  $(BIN)/python eval/bench/$$name.py --save || exit 1; done
 
 wheels: $(STAMP)  ## Packages for a GPU's machine without a network (70 MB, WHEELS_PYTHON=3.12); writes dist/wheels
