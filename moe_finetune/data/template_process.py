@@ -144,6 +144,7 @@ def serve() -> None:
             answer = {"error": problem, "limit": True}
         except Exception as error:
             answer = {"error": str(error) or type(error).__name__, "limit": False}
+        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
@@ -156,11 +157,9 @@ def _answer(template: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limited(call: Callable[[], Any]) -> Any:
+    # The timer goes on until the answer, so that work on the text is limited as well.
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        rendered = call()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    rendered = call()
     if len(rendered[0][0]) > CHARACTERS:
         raise MemoryError
     return rendered

@@ -99,7 +99,10 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
         else:
             wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
             if wanted:
-                yield f"trainer.{name}: must be {wanted}, not {value!r}"
+                quotes = (
+                    '; YAML reads an unquoted no as false: write "no"' if value is False else ""
+                )
+                yield f"trainer.{name}: must be {wanted}, not {value!r}{quotes}"
     if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
         yield (
             "trainer.fp16: its loss scaling would scale the main loss and not the losses added "

@@ -146,7 +146,8 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
     shares = {
         name: {"share": share}
         for name in aims
-        if not {"weight", "share", "target"} & set(changes.get(name) or {})
+        if not isinstance(changes.get(name), dict)
+        or not {"weight", "share", "target"} & changes[name].keys()
     }
     return {**method, "terms": merge_mappings(shares, changes)}
 

@@ -55,6 +55,18 @@ def test_a_rendering_ends_and_the_next_one_goes_on(limited, tokenizer, template)
     assert rendered(row, tokenizer)[0] == "<|im_start|>user\na<|im_end|>"
 
 
+def test_work_on_a_rendered_text_has_the_same_limit(limited, tokenizer):
+    row = {
+        "messages": [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "a"}]
+    }
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content | replace('a', 'b' * 1000000) | wordwrap(1) }}"
+        "{% endfor %}"
+    )
+    with pytest.raises(TemplateLimitError, match=r"chat template takes more than"):
+        rendered(row, tokenizer)
+
+
 def test_the_row_whose_rendering_has_no_end_is_named(limited, tokenizer, tmp_path):
     tokenizer.chat_template = (
         "{% for m in messages %}{% if 'loop' in m.content %}" + SLOW[0] + "{% endif %}"

@@ -47,3 +47,8 @@ def test_a_term_that_has_its_own_strength_keeps_it():
 def test_a_share_that_cannot_be_is_refused(method, share, message):
     with pytest.raises(RecipeError, match=message):
         resolve_method(method, share=share)
+
+
+def test_a_loss_that_is_no_mapping_is_refused_beside_a_share():
+    with pytest.raises(RecipeError, match=r"method\.terms\.variance: 3 is not a mapping"):
+        resolve_method("orthogonal_variance", share=0.1, terms={"variance": 3})

@@ -108,6 +108,10 @@ def test_every_problem_is_one_line_with_its_place(write):
             "override 'lora.targets=[atention]': lora.targets.0: must be 'attention'",
         ),
         ("trainer.save_strategy=sometimes", "one of no, steps, epoch, best"),
+        (
+            "trainer.eval_strategy=no",
+            """not False; YAML reads an unquoted no as false: write "no\"""",
+        ),
         ("trainer.fp16=true", "trainer.fp16"),
         ("trainer.output_dir=x", "--output on the command line"),
         ("trainer.packing=true", "set data.packing"),
