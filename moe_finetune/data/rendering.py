@@ -252,9 +252,13 @@ class Template:
         opened = self._refusing(turns[:index], extra, True)
         start = len(opened)
         if not until.startswith(opened):
-            start = len(os.path.commonprefix([opened, until]))
-            if start < len(self.render(turns[:index], extra).rstrip()):
+            shared = os.path.commonprefix([opened, until])
+            before = len(self.render(turns[:index], extra).rstrip())
+            if len(shared) < before:
                 return None
+            # The prompt's `<think>` and the answer's `<tool_call>` share letters, not a tag.
+            tag = shared.rfind("<", before)
+            start = tag if tag > shared.rfind(">") else len(shared)
         if start >= end:
             return None
         inside = [(max(a, start), b) for a, b in marks if a < end and b > start]
@@ -275,7 +279,6 @@ class Template:
         key = ("own", before, *_kind(turns[index]))
         if pieces is None or key in self._seen:
             return
-        self._seen[key] = False
         changed = [
             _changed(turn, "content") if turn["role"] != "assistant" else turn
             for turn in turns[: index + 1]
@@ -285,11 +288,10 @@ class Template:
             other = self.render(changed, extra)
             marks = self._marks(changed, extra, other)
             moved = self._answer(changed, index, extra, other, marks)
-        except RenderingError:
-            return
         except MemoryError:
             raise
         except Exception:  # it checks what the other turns say
+            self._seen[key] = False
             return
         ours = [now[a:b] for a, b in pieces]
         if moved is not None and [other[a:b] for a, b in moved] != ours:
@@ -297,6 +299,7 @@ class Template:
                 "the chat template writes what others say into the assistant's answer, and it "
                 "would be learned; name another with data.chat_template"
             )
+        self._seen[key] = False
 
     # -- what is left out ---------------------------------------------------------------------
 
@@ -307,18 +310,19 @@ class Template:
             RenderingError: it does not read one that matters.
         """
         if extra.get("tools") and "tools" not in self._seen:
-            self._seen["tools"] = False
             if self._same(turns, extra, turns, {**extra, "tools": None}):
                 raise RenderingError(
                     "'tools': the chat template does not read them; name another with "
                     "data.chat_template, or leave them out with data.ignore: [tools]"
                 )
+            self._seen["tools"] = False
         for i, turn in enumerate(turns):
             before = turns[i - 1]["role"] if i else ""
             for field, value in turn.items():
                 if field == "role" or value in (None, "", [], {}):
                     continue
-                key = (field, i == 0, before, "</think>" in value, *_kind(turn))
+                thought = isinstance(value, str) and "</think>" in value
+                key = (field, i == 0, before, thought, *_kind(turn))
                 if key not in self._seen:
                     self._seen[key] = self._is_unread(turns, i, field, extra)
                 if self._seen[key]:
@@ -340,8 +344,9 @@ class Template:
                         f"turn {index}: 'content': the chat template leaves it out, or a part of "
                         "it; name another with data.chat_template"
                     )
+                read = "all of them" if field == "tool_calls" else "it"  # some read one call
                 raise RenderingError(
-                    f"turn {index}: '{field}': the chat template does not read it; "
+                    f"turn {index}: '{field}': the chat template does not read {read}; "
                     f"{self._other_name(turns[: index + 1], field, extra)}, or leave it out with "
                     f"data.ignore: [{field}]"
                 )

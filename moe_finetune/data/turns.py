@@ -24,11 +24,12 @@ _ALIASES = {
     "chatgpt": "assistant",
     "function": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "observation": "tool",
 }
 _CALLS = ("function_call", "tool_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_SWITCHES = ("weight", "train", "loss")
+_SWITCHES = ("weight", "train", "training", "loss")
 """Names under which a turn says whether it is learned: 0 or false is not."""
 COLUMNS = ("messages", "tools", "functions", "system", "chat_template_kwargs")
 """Columns that a conversation is made of."""
@@ -61,12 +62,15 @@ def conversation(
             )
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: '{field}': wanted a list of turns, got {short(turns)}")
-    formed: Row = {
-        "messages": [
-            turn_of(f"{where}: {field}[{number}]", turn, ignore)
-            for number, turn in enumerate(turns)
-        ]
-    }
+    formed: Row = {"messages": []}
+    for number, turn in enumerate(turns):
+        checked = turn_of(f"{where}: {field}[{number}]", turn, ignore)
+        calls = number and _is_call(turn) and _is_call(turns[number - 1])
+        if calls and formed["messages"][-1].get("train") == checked.get("train"):
+            # Each call has a turn in this layout; those that follow each other are one answer.
+            formed["messages"][-1]["tool_calls"] += checked["tool_calls"]
+        else:
+            formed["messages"].append(checked)
     system = row.get("system")
     if system and "system" not in ignore:
         if not isinstance(system, str):
@@ -137,10 +141,20 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
         fields["tool_calls"] = _calls(f"{where}: tool_calls", fields["tool_calls"])
     else:
         fields.pop("tool_calls", None)
+    if fields.get("train_detail"):
+        raise DataError(
+            f"{where}: 'train_detail': an answer is learned whole or not at all; leave the field "
+            "out with data.ignore: [train_detail], or the answer with train: false"
+        )
     train = _trained(where, role, fields)
     content = _content(where, role, content, fields, ignore)
     checked = {"role": role, "content": content, **fields}
     return checked if train else {**checked, "train": False}
+
+
+def _is_call(turn: Mapping[str, Any]) -> bool:
+    """Whether the turn is a call by its role, as ShareGPT's ``function_call`` is."""
+    return (turn.get("role") or turn.get("from")) in _CALLS
 
 
 def _trained(where: str, role: str, fields: Row) -> bool:
@@ -166,9 +180,9 @@ def _trained(where: str, role: str, fields: Row) -> bool:
 def _content(where: str, role: str, content: Any, fields: Row, ignore: Collection[str]) -> Any:
     if isinstance(content, list):
         content = _parts(f"{where}: content", content, ignore)
-    text = content if isinstance(content, str) else "".join(p["text"] for p in content or ())
     if content is not None and not isinstance(content, str | list):
         raise DataError(f"{where}: content: wanted text, got {short(content)}")
+    text = content if isinstance(content, str) else "".join(p["text"] for p in content or ())
     thought = any(fields.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     if role != "assistant":
         if content is None:
@@ -207,6 +221,8 @@ def _calls(where: str, calls: Any) -> list[Row]:
     Arguments that were JSON text stay beside it as ``arguments_text``, for templates that write
     text as it is.
     """
+    if isinstance(calls, str):
+        calls = _parsed(where, calls)
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list):
@@ -244,7 +260,7 @@ def _tools(where: str, row: Mapping[str, Any], ignore: Collection[str]) -> list[
     if not tools or name in ignore:
         return []
     if isinstance(tools, str):
-        tools = _parsed(f"{where}: '{name}'", tools) if tools.strip() else []
+        tools = (_parsed(f"{where}: '{name}'", tools) if tools.strip() else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: '{name}': wanted a list of JSON schemas, got {short(tools)}")
     return [

@@ -112,6 +112,55 @@ def test_a_call_beside_prose_and_two_calls_of_one_turn():
     )
 
 
+def test_calls_with_a_turn_each_are_one_answer():
+    def call(city):
+        return {
+            "role": "tool_call",
+            "content": f'{{"name": "rain", "arguments": {{"city": "{city}"}}}}',
+        }
+
+    results = [{"role": "tool_response", "content": amount} for amount in ("7 mm", "8 mm")]
+    row = {"messages": [ASK, call("Bonn"), call("Oslo"), *results, YES], "tools": "null"}
+    text = learned(row, tokenizer_of("qwen3_instruct_2507"))
+    assert text == (
+        "<|im_start|>user\nWet?<|im_end|>\n<|im_start|>assistant\n"
+        '⟦<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "rain", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>⟧\n'
+        "<|im_start|>user\n<tool_response>\n7 mm\n</tool_response>\n"
+        "<tool_response>\n8 mm\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦Yes.<|im_end|>⟧\n"
+    )
+    first, second = dict(row["messages"][1], train=False), row["messages"][2]
+    turns = Former()("f:1", {"messages": [ASK, first, second, *results, YES]})["messages"]
+    assert [turn.get("train", True) for turn in turns] == [True, False, True, True, True, True]
+
+
+def test_calls_as_json_text_and_fields_of_any_type():
+    calls = json.dumps(TRL["messages"][1]["tool_calls"])
+    turns = [{**ASK, "id": 3, "edited": True}, {"role": "assistant", "tool_calls": calls}]
+    text = learned({"messages": turns}, tokenizer_of("qwen3_instruct_2507"))
+    assert text.endswith(
+        '⟦<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>⟧\n'
+    )
+
+
+def test_an_answer_begins_with_its_whole_tag_where_the_prompt_opens_another():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    row = {"messages": [ASK, {**YES, "content": "<tool>rain</tool>"}]}
+    assert learned(row, tokenizer) == "[user]Wet?[assistant]⟦<tool>rain</tool>⟧"
+
+
+def test_a_row_that_was_refused_is_refused_again():
+    tokenizer = tokenizer_of("deepseekv3")
+    for _ in range(2):
+        with pytest.raises(DataError, match="'tools': the chat template does not read them"):
+            learned(OPENAI, tokenizer)
+
+
 def test_arguments_stay_the_text_that_they_were_where_a_template_writes_text():
     """DeepSeek-V3's template adds the arguments to a text, which an object is not."""
     called = "⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rain\n```json\n"
@@ -171,7 +220,7 @@ def test_variables_of_the_template_come_from_the_row():
     )
 
 
-@pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"weight": 0.0}])
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"training": False}, {"weight": 0.0}])
 def test_a_turn_may_say_that_it_is_not_learned(switch):
     turns = [ASK, {**YES, **switch}, ASK, {"role": "assistant", "content": "No.", "weight": 1}]
     text = (
@@ -260,6 +309,10 @@ def test_trls_variant_of_a_template_is_a_name():
          r"two different system prompts"),
         ("qwen3", {"messages": [ASK, YES], "chat_template_kwargs": 3}, r"wanted an object, got 3"),
         ("qwen3", {"messages": [ASK, {"role": "assistant", "content": None}]}, r"content is empty"),
+        ("qwen3", {"messages": [ASK, {**YES, "train_detail": [{"begin_offset": 0}]}]},
+         r"messages\[1\]: 'train_detail': an answer is learned whole or not at all"),
+        ("qwen3", {"messages": [*TRL["messages"][:2], {"role": "tool", "content": {"mm": 7}}, YES]},
+         r"messages\[2\]: content: wanted text, got \{'mm': 7\}"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused_with_file_and_line(tmp_path, name, row, said):
@@ -308,8 +361,9 @@ def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
         "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    with pytest.raises(DataError, match="writes what others say into the assistant's answer"):
-        learned({"messages": [ASK, YES]}, tokenizer)
+    for _ in range(2):
+        with pytest.raises(DataError, match="writes what others say into the assistant's answer"):
+            learned({"messages": [ASK, YES]}, tokenizer)
 
 
 def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path):
