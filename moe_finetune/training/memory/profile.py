@@ -92,6 +92,8 @@ def step_profile(
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 stack.enter_context(borders.live)
                 stack.enter_context(fused_attention(device))
+                # A row is one sequence; positions without memory could not say so.
+                stack.enter_context(patch("moe_finetune.moe.hooks.separate", _one_sequence))
                 # The real one's rules for tensors without memory know bfloat16 alone.
                 stack.enter_context(patch("moe_finetune.moe.grouped.grouped_mm", _grouped_mm))
                 stack.enter_context(patch("moe_finetune.moe.grouped._aligned", lambda _: True))
@@ -180,6 +182,11 @@ def _step(model: Any, config: Any, recipe: Recipe, borders: Borders, losses: boo
         loss = stage_loss(model, ids, recipe)
     loss.backward()
     borders.end(gradients())
+
+
+def _one_sequence(kwargs: dict[str, Any], *_: Any) -> tuple[dict[str, Any], None, bool]:
+    """:func:`moe_finetune.moe.sequences.separate` of rows that are not packed."""
+    return kwargs, None, False
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:

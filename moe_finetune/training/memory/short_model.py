@@ -15,13 +15,21 @@ Device = Literal["cuda", "cpu"]
 
 
 def shortened(config: Any, count: int) -> Any:
-    """The config of the first layers: what it lists by layer is cut with their number."""
+    """The config of the first layers and the last: what it gives by layer is cut to those."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
+    overrides = text.to_dict().get("per_layer_config")
     layers, text.num_hidden_layers = text.num_hidden_layers, count
+    # Some classes want a last layer of one kind, such as full attention.
+    chosen = [*range(count - 1), layers - 1]
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == layers:
-            setattr(text, name, value[:count])
+            setattr(text, name, [value[layer] for layer in chosen])
+    if overrides is not None:
+        by_layer = {int(layer): override for layer, override in overrides.items()}
+        text.per_layer_config = {
+            new: by_layer[layer] for new, layer in enumerate(chosen) if layer in by_layer
+        }
     return short
 
 
