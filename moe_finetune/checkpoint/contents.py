@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,12 @@ class Checkpoint:
     def experts(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer, counted from the tensor names."""
         return _count_experts(self)
+
+    def changed(self, **fields: Any) -> Checkpoint:
+        """This checkpoint with other ``fields``, none of which changes the number of experts."""
+        other = replace(self, **fields)
+        other.__dict__["experts"] = self.experts  # it takes seconds to count thousands of them
+        return other
 
     def parts_left_out(self) -> dict[str, tuple[int, int]]:
         """Tensors in the files and their bytes of each part that no loader reads."""

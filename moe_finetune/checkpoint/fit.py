@@ -97,7 +97,7 @@ def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
             f"'{found[False]}' is not; loaders would read one of them wrongly"
         )
     turned = replace(disk, transposed=True in found)
-    return replace(checkpoint, family=replace(checkpoint.family, disk=turned))
+    return checkpoint.changed(family=replace(checkpoint.family, disk=turned))
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

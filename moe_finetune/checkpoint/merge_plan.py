@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,10 @@ def _target_header(
     layout += [(n, "F32", (len(v.content) // ITEM_BYTES["F32"],)) for n, v in added.items()
                if n not in header.tensors]  # fmt: skip
     if layout == [(info.name, info.dtype, info.shape) for info in header.tensors.values()]:
-        moved = {n: replace(info, file=file) for n, info in header.tensors.items()}
+        moved = {  # as replace(), which takes a second for a hundred thousand
+            n: TensorInfo(n, file, info.dtype, info.shape, info.offset, info.size)
+            for n, info in header.tensors.items()
+        }
         return Header(file, moved, header.metadata, header.raw)
     return build_header(file, layout, header.metadata or None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
     _check_layers(checkpoint)
     checkpoint = as_stored(checkpoint, parsed)
-    checkpoint = replace(checkpoint, untrained=check_fit(checkpoint, parsed))
+    checkpoint = checkpoint.changed(untrained=check_fit(checkpoint, parsed))
     if values:
         _check_values(in_files)
     return checkpoint
