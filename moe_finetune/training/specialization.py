@@ -210,7 +210,9 @@ class Specialization:
         if backbone.training:
             check_forward(backbone.config, kwargs, next(self.model.parameters()).device)
             self._trained_on = True
-            if kwargs[CONTEXT_KEY].packed and not self._packed:
+            # A recorder that was restored and installed again acts after this hook: no context yet.
+            context = kwargs.get(CONTEXT_KEY)
+            if context is not None and context.packed and not self._packed:
                 self._packed = True
                 self._check_packed()
         elif not self._said_eval:
