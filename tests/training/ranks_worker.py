@@ -33,6 +33,7 @@ COMPARED = sorted(set(PRESETS) - NEEDS_A_FILE)
 WRONG = "aux_loss, each rank for itself"
 TRANSITION = "coupling, transition"
 SHARE = "shares"
+FINDS_STATE = ("loss_free", TRANSITION, SHARE, "orthogonal_variance_released")
 
 
 def model():
@@ -116,7 +117,7 @@ def train(preset, folder):
         b"".join(tables[name].cpu().numpy().tobytes() for name in sorted(tables))
     )
     assert all(blob == blobs[0] for blob in blobs), f"{preset}: tables differ between ranks"
-    assert (len(blobs[0]) > 0) == (preset in ("loss_free", TRANSITION, SHARE)), preset
+    assert (len(blobs[0]) > 0) == (preset in FINDS_STATE), preset
     return logged, {**trained_weights(trainer.model), **tables}
 
 
