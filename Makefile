@@ -25,7 +25,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-lowest docs tables families lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-lowest test-integrations docs tables families lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -69,6 +69,16 @@ $(LOWEST)/.set-up: $(STAMP) tests/lowest.txt
 test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versions that are declared
 	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py -k "not moonlight"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
+
+test-integrations: $(STAMP)  ## Train by axolotl, LLaMA-Factory and ms-swift, as pinned, with the method
+	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.
+	@for host in axolotl llamafactory swift; do \
+	  test -d build/integrations/$$host || $(BIN)/python -m pip install --no-compile --quiet \
+	    --disable-pip-version-check --no-deps --target build/integrations/$$host \
+	    -r tests/integrations/$$host.txt || exit 1; done
+	@# LLaMA-Factory imports torchaudio, whose library is linked to CUDA; Python's part is enough.
+	@rm -rf build/integrations/llamafactory/torchaudio/lib
+	$(BIN)/python -m pytest tests/integrations
 
 lint: $(STAMP)  ## ruff check, and the order of imports
 	$(BIN)/ruff check .

@@ -4,9 +4,12 @@ from moe_finetune.losses.base import TERMS
 from moe_finetune.losses.coupling import Coupling
 from moe_finetune.losses.dpp import Dpp
 from moe_finetune.losses.erc import Erc
+from moe_finetune.losses.inject import inject
+from moe_finetune.losses.layer_loss import layer_loss
 from moe_finetune.losses.load_balance import LoadBalance
 from moe_finetune.losses.ncl import Ncl
 from moe_finetune.losses.orthogonality import Orthogonality
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.released import SoftmaxVariance, SpanOrthogonality
 from moe_finetune.losses.router_orthogonality import RouterOrthogonality
 from moe_finetune.losses.specialization import Specialization
@@ -22,4 +25,4 @@ for term in (
 ):
     TERMS.register(term.name, term)
 
-__all__ = ["TERMS"]
+__all__ = ["TERMS", "RoutingRecord", "inject", "layer_loss"]

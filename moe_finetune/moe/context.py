@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_finetune.losses.base import PreviousLayer
-from moe_finetune.moe.inject import Apart
+from moe_finetune.losses.inject import Apart
 from moe_finetune.moe.sequences import Sequences
 from moe_finetune.moe.tokens import Tokens
 

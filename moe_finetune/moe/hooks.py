@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.losses.inject import Apart
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, Given
 from moe_finetune.moe.grouped import Kernel, grouped_products
-from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.layers import (
     MoeLayer,
     backbone_of,

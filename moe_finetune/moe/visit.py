@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
+from moe_finetune.losses.inject import inject
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
-from moe_finetune.moe.inject import inject
 from moe_finetune.moe.layers import MoeLayer, activation_of, is_concatenated, stacks
 from moe_finetune.moe.lora_factors import (
     expert_factors,

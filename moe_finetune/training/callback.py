@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from moe_finetune.errors import CheckpointError, ObjectiveError
+from moe_finetune.errors import CheckpointError, ObjectiveError, RecipeError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 log = logging.getLogger(__name__)
+OPTIONS = ("output", "dropout", "kernel")
 
 
 def _check_equal_steps(dataloader: Any) -> None:
@@ -104,18 +106,54 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self._run: HostRun | None = None
         self._window = AccumulationWindow()
 
+    @classmethod
+    def from_section(cls, section: str | Mapping[str, Any]) -> SpecializationCallback:
+        """The callback of a section in another program's config; see :meth:`split_section`."""
+        method, options = cls.split_section(section)
+        return cls(method, **options)
+
+    @staticmethod
+    def split_section(section: Any) -> tuple[str | dict[str, Any], dict[str, Any]]:
+        """A method and this callback's options out of one mapping, or a preset's name.
+
+        Raises:
+            RecipeError: it is neither.
+        """
+        if isinstance(section, str):
+            return section, {}
+        if not isinstance(section, Mapping):
+            raise RecipeError(
+                f"specialization: {section!r} is neither a preset's name nor a mapping such as "
+                "{preset: orthogonal_variance, share: 0.1}"
+            )
+        options = {key: section[key] for key in OPTIONS if section.get(key) is not None}
+        if options.get("kernel", "auto") not in get_args(Kernel):
+            raise RecipeError(
+                f"specialization.kernel: must be one of {', '.join(get_args(Kernel))}"
+            )
+        dropout = options.get("dropout", 0.0)
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise RecipeError("specialization.dropout: must be a number from 0 to below 1")
+        if not isinstance(options.get("output", ""), str):
+            raise RecipeError("specialization.output: must be a folder's path")
+        return {key: value for key, value in section.items() if key not in OPTIONS}, options
+
     def attach(self, trainer: Trainer) -> SpecializationCallback:
         """Read the accumulation window from ``trainer`` and log before its other callbacks."""
-        if getattr(trainer, "aux_loss_enabled", False):
-            raise ObjectiveError(OWN_BALANCE_LOSS)
-        model: Any = trainer.model
-        check_arguments(trainer.args, self.method, backbone_of(model).config)
-        self._window.trainer = trainer
+        self.read_from(trainer)
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
         return self
+
+    def read_from(self, trainer: Trainer) -> None:
+        """Read window and evaluation data from ``trainer``, whose callbacks stay in their order."""
+        if getattr(trainer, "aux_loss_enabled", False):
+            raise ObjectiveError(OWN_BALANCE_LOSS)
+        model: Any = trainer.model
+        check_arguments(trainer.args, self.method, backbone_of(model).config)
+        self._window.trainer = trainer
 
     # -- the trainer's events -----------------------------------------------------------------
 

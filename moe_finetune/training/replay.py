@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from moe_finetune.losses.inject import Apart
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import checkpoints
 from moe_finetune.moe.context import CONTEXT_KEY, Given
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.inject import Apart
 from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
 

@@ -130,7 +130,7 @@ def build(
     """TRL's trainer of this job, and a function that takes its method off the model."""
     import torch
 
-    from moe_finetune.moe.inject import Apart
+    from moe_finetune.losses.inject import Apart
     from moe_finetune.moe.layers import backbone_of
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback

@@ -1,0 +1,57 @@
+"""axolotl's plugin: ``plugins: [moe_finetune.integrations.axolotl.SpecializationPlugin]``.
+
+The config's ``specialization:`` section has the keys of a recipe's ``method:``, and ``output``,
+``dropout`` and ``kernel`` of :class:`~moe_finetune.SpecializationCallback`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, field_validator
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.training.callback import SpecializationCallback
+
+SECTION = "specialization"
+
+
+class SpecializationArgs(BaseModel):
+    """The section, which axolotl adds to its own config and validates with it."""
+
+    specialization: dict[str, Any] | str | None = None
+
+    @field_validator(SECTION)
+    @classmethod
+    def _valid(cls, value: Any) -> Any:
+        if value is not None:
+            SpecializationCallback.from_section(value)
+        return value
+
+
+class SpecializationPlugin(BasePlugin):
+    """Puts the section's method on axolotl's trainer.
+
+    Raises:
+        RecipeError: the config has the plugin and no ``specialization:`` section.
+    """
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{SpecializationArgs.__name__}"
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+        section = cfg.get(SECTION)
+        if section is None:
+            raise RecipeError(
+                f"{SECTION}: the section is missing, and plugins: names {type(self).__name__}; "
+                f"write, for example, {SECTION}: {{preset: orthogonal_variance, share: 0.1}}"
+            )
+        return [SpecializationCallback.from_section(_plain(section)).attach(trainer)]
+
+
+def _plain(value: Any) -> Any:
+    """Without axolotl's dictionaries, in which a missing key is None."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,58 @@
+"""ms-swift's external plugin: registers the callback ``specialization``.
+
+``swift sft --external_plugins .../integrations/swift/plugin.py --callbacks specialization``, and
+the method in the environment variable ``SPECIALIZATION``, since ms-swift gives a callback no
+arguments: a preset's name, or a YAML mapping such as ``{preset: orthogonal_variance, share: 0.1,
+output: runs/mine}``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+from swift.callbacks import callbacks_map
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.training.callback import SpecializationCallback
+
+VARIABLE = "SPECIALIZATION"
+
+
+def section_from_environment() -> Any:
+    """The method that the environment variable names.
+
+    Raises:
+        RecipeError: it is missing or not YAML.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        raise RecipeError(
+            f"{VARIABLE}: the environment variable is missing; set it to a preset or a mapping, "
+            f"such as {VARIABLE}='{{preset: orthogonal_variance, share: 0.1}}'"
+        )
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{VARIABLE}: not YAML: {error}") from None
+
+
+class SwiftSpecialization(SpecializationCallback):
+    """The callback as ms-swift builds it: from its arguments and its trainer.
+
+    The trainer is not complete yet, so it is read when training begins.
+    """
+
+    def __init__(self, args: Any, trainer: Any):
+        section = section_from_environment()
+        method, options = self.split_section(section)
+        super().__init__(method, **options)
+        self._swift_trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.read_from(self._swift_trainer)
+        return super().on_train_begin(args, state, control, **kwargs)
+
+
+callbacks_map["specialization"] = SwiftSpecialization

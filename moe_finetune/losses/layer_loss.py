@@ -1,0 +1,118 @@
+"""One MoE layer's losses for engines with blocks of their own; needs no transformers.
+
+    record = RoutingRecord(
+        layer=3, inputs_TH=x, logits_TE=logits, index_TK=index, weights_TK=weights, mask_T=mask,
+        score="softmax", router_weight_EH=router.weight, outputs_TKH=expert_outputs,
+    )
+    loss = layer_loss(record, {"orthogonality": {"weight": 1e-3}})
+    return inject(output, loss, scale=1 / micro_batches)
+
+T tokens, E routed experts, K selected, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
+from moe_finetune.losses.objective import Objective
+from moe_finetune.losses.presets import PRESETS
+from moe_finetune.losses.record import RoutingRecord
+
+
+def layer_loss(
+    record: RoutingRecord,
+    method: str | Mapping[str, Mapping[str, Any]],
+    previous: RoutingRecord | None = None,
+    *,
+    moe_layers: Sequence[int] | None = None,
+) -> Tensor:
+    """The weighted sum of a method's losses in one layer, a float32 scalar with its graph.
+
+    Add it to the loss, or pass it to :func:`moe_finetune.losses.inject.inject` with the block's
+    output, where nobody can carry it out of the layer. Gram matrices that a loss reads are computed
+    from ``outputs_TKH`` and ``activations_TKD`` where the record lacks them.
+
+    Args:
+        record: what the layer computed, see :class:`RoutingRecord`; all on one device.
+        method: a preset's name, or options by the loss's name as in ``method.terms``.
+        previous: the record of the MoE layer below, for ``coupling``; None in the first layer.
+        moe_layers: all MoE layers of the model, which ``layers`` and ``layers_reduction: mean``
+            refer to.
+
+    Raises:
+        ObjectiveError: an unknown preset or term; a term that needs a part that the record lacks,
+            that finds its weight while training (``share``, ``target``), or ``layers`` or
+            ``layers_reduction: mean`` without ``moe_layers``; a preset that
+            also changes routing or keeps a bias.
+    """
+    terms = _terms(method) if isinstance(method, str) else method
+    pair = (record.layer, record.layer + 1) if previous is None else (previous.layer, record.layer)
+    facts = ModelFacts(
+        moe_layers=pair if moe_layers is None else tuple(moe_layers),
+        num_experts=record.logits_TE.shape[-1],
+        top_k=record.index_TK.shape[-1],
+        vocab_size=2**31,
+        router_rows=record.router_weight_EH is not None,
+    )
+    if moe_layers is None and any(
+        options.get("layers", "all") != "all" for options in terms.values()
+    ):
+        raise ObjectiveError("method.terms: layers of a term needs moe_layers")
+    objective = Objective.from_options(terms, facts)
+    for term in objective.terms:
+        options, name = term.options, f"method.terms.{term.name}"
+        if options.finds_weight:
+            raise ObjectiveError(f"{name}: a share or target needs a trainer; give it a weight")
+        if options.layers_reduction == "mean" and moe_layers is None:
+            raise ObjectiveError(f"{name}.layers_reduction: 'mean' needs moe_layers")
+    record = _complete(record, objective)
+    below = previous and PreviousLayer(previous.layer, previous.distribution_TE, previous.index_TK)
+    total = objective(record, LayerContext(previous=below)).total
+    return torch.zeros((), device=record.logits_TE.device) if total is None else total
+
+
+def _terms(preset: str) -> Mapping[str, Mapping[str, Any]]:
+    from moe_finetune.errors import did_you_mean
+
+    if preset not in PRESETS:
+        raise ObjectiveError(f"unknown preset '{preset}'{did_you_mean(preset, PRESETS)}")
+    chosen = PRESETS[preset]
+    if chosen.perturbations or chosen.bias_update is not None:
+        raise ObjectiveError(
+            f"preset '{preset}' also changes routing, which no loss can do; give its terms alone"
+        )
+    return chosen.terms
+
+
+def _complete(record: RoutingRecord, objective: Objective) -> RoutingRecord:
+    """``record`` with the Gram matrices that the terms read.
+
+    Raises:
+        ObjectiveError: a term reads a part that is missing; names both.
+    """
+    grams: dict[str, Tensor] = {}
+    for term in objective.terms:
+        for need in term.needs - {"previous"}:
+            kind, _, gram = need.partition("_gram")
+            field = {"activations": "activations_TKD", "outputs": "outputs_TKH"}.get(kind, kind)
+            if gram == "" and need.endswith("_gram"):
+                if getattr(record, f"{need}_TKK") is not None:
+                    continue
+                vectors = getattr(record, field)
+                if vectors is not None:
+                    wide = vectors.float()
+                    grams[f"{need}_TKK"] = wide @ wide.transpose(-1, -2)
+                    continue
+            elif getattr(record, field) is not None:
+                continue
+            raise ObjectiveError(
+                f"method.terms.{term.name}: the record has no {field}; fill it, or remove the term"
+            )
+    return dataclasses.replace(record, **grams) if grams else record

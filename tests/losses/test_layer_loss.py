@@ -1,0 +1,144 @@
+"""A loss of a record that was filled by hand equals ours, without importing transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from moe_finetune.errors import ObjectiveError
+from moe_finetune.losses import RoutingRecord, inject, layer_loss
+from moe_finetune.losses.base import LayerContext
+from moe_finetune.losses.objective import Objective
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts, moe_layers, stacks
+from tests import tiny
+
+TERMS = {
+    "load_balance": {"weight": 0.3},
+    "orthogonality": {"weight": 0.5},
+    "specialization": {"weight": 0.6},
+    "dpp": {"weight": 0.2},
+    "z_loss": {"weight": 0.02},
+    "variance": {"weight": 0.7},
+    "coupling": {"weight": 0.4},
+}
+
+
+def block(layer, x_TH, mask_T):
+    """Qwen3-MoE's block once more, written with one product for each expert."""
+    up_E2DH, down_EHD = stacks(layer.experts)
+    router_EH = layer.router.weight
+    logits_TE = x_TH @ router_EH.T
+    weights_TK, index_TK = logits_TE.softmax(-1).topk(3)
+    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    gate_TKD, raised_TKD = torch.einsum("tkdh,th->tkd", up_E2DH[index_TK], x_TH).chunk(2, -1)
+    z_TKD = silu(gate_TKD) * raised_TKD
+    y_TKH = torch.einsum("tkhd,tkd->tkh", down_EHD[index_TK], z_TKD)
+    record = RoutingRecord(
+        layer=layer.index,
+        inputs_TH=x_TH,
+        logits_TE=logits_TE,
+        index_TK=index_TK,
+        weights_TK=weights_TK,
+        mask_T=mask_T,
+        score="softmax",
+        router_weight_EH=router_EH,
+        activations_TKD=z_TKD,
+        outputs_TKH=y_TKH,
+    )
+    return (weights_TK.unsqueeze(-1) * y_TKH).sum(1), record
+
+
+def test_values_and_gradients_are_those_of_our_own_hooks():
+    model = tiny.model("qwen3_moe", num_hidden_layers=2).train()
+    batch, totals, records = tiny.batch(), [], []
+    objective = Objective.from_options(TERMS, model_facts(model))
+
+    def observer(record, loss):
+        records.append(record)
+        totals.append(loss.total)
+
+    with Recorder(model, objective, [observer], needs=objective.needs):
+        (model(**batch).logits.sum() * 0).backward()
+    assert any(not record.mask_T.all() for record in records)
+    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    by_hand, last = [], []
+    layers = {id(layer.block): layer for layer in moe_layers(model)}
+
+    def forward(module, hidden_BLH):
+        layer = layers[id(module)]
+        x_TH = hidden_BLH.flatten(0, 1)
+        output_TH, record = block(layer, x_TH, records[0].mask_T)
+        loss = layer_loss(record, TERMS, last[-1] if last else None)
+        last.append(record)
+        by_hand.append(loss)
+        return inject(output_TH, loss, 1.0).view_as(hidden_BLH)
+
+    for layer in layers.values():
+        layer.block.forward = forward.__get__(layer.block)
+    (model(**batch).logits.sum() * 0).backward()
+    for loss, wanted in zip(by_hand, totals, strict=True):
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        if name in ours:
+            error = (parameter.grad - ours[name]).abs().max()
+            assert error <= 1e-4 * ours[name].abs().max().clamp_min(1e-5), (name, float(error))
+    assert ours["model.layers.0.mlp.gate.weight"].abs().max() > 0
+
+
+def record(**changes):
+    torch.manual_seed(0)
+    logits_TE = torch.randn(7, 5)
+    weights_TK, index_TK = logits_TE.softmax(-1).topk(2)
+    parts = {
+        "layer": 4,
+        "inputs_TH": torch.randn(7, 6),
+        "logits_TE": logits_TE,
+        "index_TK": index_TK,
+        "weights_TK": weights_TK,
+        "mask_T": torch.arange(7) < 5,
+        "score": "softmax",
+        "router_weight_EH": torch.randn(5, 6),
+    }
+    return RoutingRecord(**{**parts, **changes})
+
+
+def test_what_a_record_lacks_is_named():
+    with pytest.raises(ObjectiveError, match="orthogonality: the record has no outputs_TKH"):
+        layer_loss(record(), {"orthogonality": {"weight": 0.1}})
+    with pytest.raises(ObjectiveError, match="share or target needs a trainer"):
+        layer_loss(record(), {"variance": {"share": 0.1}})
+    with pytest.raises(ObjectiveError, match="'mean' needs moe_layers"):
+        layer_loss(record(), {"variance": {"weight": 0.1, "layers_reduction": "mean"}})
+    with pytest.raises(ObjectiveError, match="also changes routing"):
+        layer_loss(record(), "st_moe")
+    with pytest.raises(ObjectiveError, match="did you mean 'variance'"):
+        layer_loss(record(), {"varianse": {"weight": 0.1}})
+
+
+def test_a_mean_over_layers_divides_by_all_of_them():
+    whole = layer_loss(record(), {"variance": {"weight": 0.3}})
+    part = {"variance": {"weight": 0.3, "layers_reduction": "mean"}}
+    below = record(layer=3)
+    for previous in (None, below):
+        torch.testing.assert_close(
+            layer_loss(record(), part, previous, moe_layers=range(24)), whole / 24
+        )
+    wanted = Objective.from_options(
+        {"variance": {"weight": 0.3}}, model_facts(tiny.model("qwen3_moe"))
+    )(record(layer=1), LayerContext()).total
+    torch.testing.assert_close(whole, wanted)
+
+
+def test_neither_transformers_nor_peft_is_imported():
+    code = (
+        "import sys; from moe_finetune.losses import layer_loss, inject, RoutingRecord;"
+        "sys.exit(any(m in sys.modules for m in ('transformers', 'peft', 'trl', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
