@@ -47,7 +47,9 @@ class SpecializationPlugin(BasePlugin):
                 f"{SECTION}: the section is missing, and plugins: names {type(self).__name__}; "
                 f"write, for example, {SECTION}: {{preset: orthogonal_variance, share: 0.1}}"
             )
-        return [SpecializationCallback.from_section(_plain(section)).attach(trainer)]
+        callback = SpecializationCallback.from_section(_plain(section))
+        callback.read_from(trainer)
+        return [callback]
 
 
 def _plain(value: Any) -> Any:

@@ -73,7 +73,9 @@ def layer_loss(
         if options.layers_reduction == "mean" and moe_layers is None:
             raise ObjectiveError(f"{name}.layers_reduction: 'mean' needs moe_layers")
     record = _complete(record, objective)
-    below = previous and PreviousLayer(previous.layer, previous.distribution_TE, previous.index_TK)
+    below = None
+    if previous is not None:
+        below = PreviousLayer(previous.layer, previous.distribution_TE, previous.index_TK)
     total = objective(record, LayerContext(previous=below)).total
     return torch.zeros((), device=record.logits_TE.device) if total is None else total
 
@@ -97,7 +99,7 @@ def _complete(record: RoutingRecord, objective: Objective) -> RoutingRecord:
     Raises:
         ObjectiveError: a term reads a part that is missing; names both.
     """
-    grams: dict[str, Tensor] = {}
+    grams: dict[str, Any] = {}
     for term in objective.terms:
         for need in term.needs - {"previous"}:
             kind, _, gram = need.partition("_gram")

@@ -50,9 +50,9 @@ class SwiftSpecialization(SpecializationCallback):
         super().__init__(method, **options)
         self._swift_trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.read_from(self._swift_trainer)
-        return super().on_train_begin(args, state, control, **kwargs)
+        return super().on_train_begin(args, state, control, model, **kwargs)
 
 
 callbacks_map["specialization"] = SwiftSpecialization
