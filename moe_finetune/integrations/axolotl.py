@@ -40,16 +40,14 @@ class SpecializationPlugin(BasePlugin):
     def get_input_args(self) -> str:
         return f"{__name__}.{SpecializationArgs.__name__}"
 
-    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         section = cfg.get(SECTION)
         if section is None:
             raise RecipeError(
                 f"{SECTION}: the section is missing, and plugins: names {type(self).__name__}; "
                 f"write, for example, {SECTION}: {{preset: orthogonal_variance, share: 0.1}}"
             )
-        callback = SpecializationCallback.from_section(_plain(section))
-        callback.read_from(trainer)
-        return [callback]
+        SpecializationCallback.from_section(_plain(section)).attach(trainer)
 
 
 def _plain(value: Any) -> Any:

@@ -85,7 +85,7 @@ def llamafactory(base, data, folder, section):
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "lora_target": "q_proj,v_proj",
-        "lora_target_parameters": ",".join(EXPERTS),
+        "additional_target": "gate",
         "dataset": "rows",
         "dataset_dir": str(data),
         "template": "empty",
