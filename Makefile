@@ -25,7 +25,7 @@ GPU_PYTHON := $(BIN)/python
 GPU_READY := $(STAMP)
 endif
 
-.PHONY: help demo test test-lowest test-integrations docs tables families lint format format-check types bench wheels gpu-check gpu-step clean
+.PHONY: help demo test test-lowest test-integrations docs tables families plans lint format format-check types bench wheels gpu-check gpu-step clean
 .DELETE_ON_ERROR:
 
 help:  ## Show the targets
@@ -104,6 +104,9 @@ tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figur
 
 families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
 	$(BIN)/python -m tests.support_table
+
+plans: $(STAMP)  ## Write the memory plans in recipes/models (some minutes)
+	$(BIN)/python -m tests.model_recipes
 
 bench: $(STAMP)  ## Speed and memory on a CPU (an hour or two, 30 GB of disk); writes eval/bench/results
 	$(BIN)/python eval/bench/step.py --device cpu --rounds 12 --save step_small_cpu

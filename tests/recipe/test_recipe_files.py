@@ -47,7 +47,9 @@ def test_full_recipes_only_compose(path):
 @pytest.mark.parametrize("training", files("training"), ids=name)
 def test_training_settings_compose(training):
     model, data = RECIPES / "models/deepseek_v2_lite.yaml", RECIPES / "data/esft_law.yaml"
-    assert load_recipe([model, data, training]).trainer["gradient_accumulation_steps"] == 8
+    trainer = load_recipe([model, data, training]).trainer
+    rows = trainer["per_device_train_batch_size"] * trainer.get("gradient_accumulation_steps", 1)
+    assert 8 <= rows <= 64
 
 
 def test_there_is_a_file_and_a_described_row_for_every_preset():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
 
 GIB = 2**30
+Profiles = dict[str, StepProfile]
 Moment = tuple[int, int, int, str]  # gradients, kept, needed, which
 
 
@@ -96,6 +97,7 @@ def plan_memory(
     device: Device = "cuda",
     with_losses: bool = False,
     gpus: int = 1,
+    profiles: Profiles | None = None,
 ) -> MemoryPlan:
     """Tell the memory of ``recipe`` on one device.
 
@@ -103,6 +105,7 @@ def plan_memory(
         model: the whole adapted model on the meta device.
         with_losses: find out what the method's losses take, which costs a second look.
         gpus: that share weights, gradients and states by FSDP2, each with a micro-batch.
+        profiles: of plans of this model before, which is added to.
 
     Raises:
         RecipeError: an optimizer whose states are not known, or settings that FSDP2 refuses.
@@ -115,12 +118,22 @@ def plan_memory(
         _refuse_unsharded(recipe)
         weights = weights.sharded(gpus)
     config, kinds = causal_lm(model).config, layer_kinds(model)
-    profile = step_profile(config, kinds, recipe, device)
+    key = _profiled(recipe)
+    profiles = {} if profiles is None else profiles
+    if key not in profiles:
+        profiles[key] = step_profile(config, kinds, recipe, device)
+    profile = profiles[key]
     plan = put_together(weights, profile, recipe)
     if with_losses and (recipe.method.terms or recipe.method.perturbations):
         plain = put_together(weights, step_profile(config, kinds, recipe, device, False), recipe)
         plan = put_together(weights, profile, recipe, losses=plan.total - plain.total)
     return plan
+
+
+def _profiled(recipe: Recipe) -> str:
+    """What of a recipe its profile depends on: not how weights and states are stored."""
+    stored = {"model": {"quantization", "offload"}, "trainer": {"optim"}}
+    return recipe.model_dump_json(exclude=stored)
 
 
 def _refuse_unsharded(recipe: Recipe) -> None:

@@ -111,12 +111,12 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
         )
     if device == "cuda" and trainer.get("optim", DEFAULT_OPTIMIZER) in _IN_32_BITS:
         yield "optim", "trainer.optim: adamw_8bit", _with(recipe, "trainer", optim="adamw_8bit")
-    length = recipe.data.max_length // 2
-    if length >= LEAST_LENGTH:
-        yield "length", f"data.max_length: {length}", _with(recipe, "data", max_length=length)
     if lora is not None and model.offload == "none":
         for kind in {"none": ("int8", "nf4"), "int8": ("nf4",)}.get(model.quantization, ()):
             yield kind, f"model.quantization: {kind}", _with(recipe, "model", quantization=kind)
+    length = recipe.data.max_length // 2
+    if length >= LEAST_LENGTH:
+        yield "length", f"data.max_length: {length}", _with(recipe, "data", max_length=length)
     if lora is not None and lora.rank is not None and lora.rank // 2 >= LEAST_RANK:
         rank = lora.rank // 2
         smaller = _with(recipe, "lora", rank=rank, alpha=float(lora.alpha or 0) / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.training.memory.plan import GIB, MemoryPlan, plan_memory
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, Profiles, plan_memory
 from moe_finetune.training.memory.remedies import Remedy, remedies
 from moe_finetune.training.memory.short_model import Device
 
@@ -75,14 +75,15 @@ def judge(
     """
     gpu = round(gpu_gib * GIB)
     room = round(gpu * (1 - RESERVED))
-    plan = plan_recipe(config, recipe, device, with_losses=True, gpus=gpus)
+    profiles: Profiles = {}
+    plan = plan_recipe(config, recipe, device, True, gpus, profiles)
     changes: list[Remedy] = []
     if plan.total > room:
         changes = remedies(
             recipe,
             device,
             room,
-            lambda tried: plan_recipe(config, tried, device, gpus=gpus).total,
+            lambda tried: plan_recipe(config, tried, device, False, gpus, profiles).total,
             sharded=gpus > 1,
         )
     return Verdict(plan, gpu, room, changes)
@@ -94,6 +95,7 @@ def plan_recipe(
     device: Device = "cuda",
     with_losses: bool = False,
     gpus: int = 1,
+    profiles: Profiles | None = None,
 ) -> MemoryPlan:
     """:func:`~moe_finetune.training.memory.plan.plan_memory` of a recipe on a config."""
     import torch
@@ -103,7 +105,7 @@ def plan_recipe(
 
     with torch.device("meta"):
         model = add_lora(meta_model(config), recipe.lora, recipe.router.train)
-    return plan_memory(model, recipe, device, with_losses, gpus)
+    return plan_memory(model, recipe, device, with_losses, gpus, profiles)
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:

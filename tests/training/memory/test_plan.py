@@ -244,8 +244,8 @@ def test_changes_come_in_order_until_it_fits():
         ("trainer.gradient_checkpointing: true", 2000),
         ("trainer.per_device_train_batch_size: 2, gradient_accumulation_steps: 2", 1800),
         ("trainer.per_device_train_batch_size: 1, gradient_accumulation_steps: 4", 1700),
-        ("data.max_length: 300", 1400),
-        ("model.quantization: nf4", 1200),
+        ("model.quantization: nf4", 1500),
+        ("data.max_length: 300", 1200),
     ]
     assert [row.fits for row in found] == [False] * 4 + [True]
     assert not remedies(start, "cuda", 10, need)[-1].fits
@@ -267,7 +267,16 @@ def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):
     assert small.exit_code == 1 and not verdict["fits"]
     assert verdict["changes"][0]["change"] == "trainer.gradient_checkpointing: true"
     assert verdict["memory"]["total"] > verdict["room"]
-    for wrong in (["inspect", folder, "--gpu", "24"], [*call, "--gpu", "-3"]):
+    one, eight = (
+        json.loads(CliRunner().invoke(app, [*call, "--json", *gpus]).output)["memory"]
+        for gpus in ([], ["--gpus", "8"])
+    )
+    assert 4 * eight["optimizer"] < one["optimizer"]
+    for wrong in (
+        ["inspect", folder, "--gpu", "24"],
+        ["inspect", folder, "--gpus", "8"],
+        [*call, "--gpu", "-3"],
+    ):
         refused = CliRunner().invoke(app, wrong)
         assert refused.exit_code != 0 and isinstance(refused.exception, RecipeError | SystemExit)
 

@@ -1,0 +1,102 @@
+"""The memory plans in the heads of ``recipes/models``, from the published configs.
+
+``python -m tests.model_recipes`` (``make plans``) writes them, which takes some minutes;
+``python -m tests.model_recipes NAME...`` those of some. A test makes some of them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.models.loading import load_config
+from moe_finetune.recipe.schema import Recipe, load_recipe
+from moe_finetune.training.memory.plan import GIB, MemoryPlan, Profiles
+from moe_finetune.training.memory.remedies import Remedy, remedies
+from moe_finetune.training.memory.verdict import RESERVED, plan_recipe
+from tests.conftest import ROOT
+from tests.published import fixture
+
+MODELS = ROOT / "recipes" / "models"
+FILES = {path.stem: path for path in sorted(MODELS.glob("*.yaml"))}
+FIXTURES = {"qwen3_next_80b_a3b": "qwen3_next"}
+"""Fixtures whose name is not the recipe's."""
+LAYERS = ("methods/orthogonal_variance.yaml", "training/lora.yaml")
+GPUS = ((1, 24), (1, 80), (8, 80))
+START, END = "# Memory, ", "model:"
+_HEAD = re.compile(rf"{START}.*?^(?={END})", re.M | re.S)
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe that is planned: the model's file under a method and LoRA."""
+    files = [FILES[name], *(ROOT / "recipes" / layer for layer in LAYERS)]
+    return load_recipe(files, ["data.train=my.jsonl"])
+
+
+def config_of(name: str) -> Any:
+    """The published config, loaded as from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        published = fixture.read(FIXTURES.get(name, name))
+        (Path(folder) / "config.json").write_text(json.dumps(published.config))
+        return load_config(folder)
+
+
+def head(name: str, gpus: Sequence[tuple[int, int]] = GPUS) -> str:
+    """The lines on memory in the head of a recipe, for each number and GiB of GPUs."""
+    recipe, config = recipe_of(name), config_of(name)
+    profiles: Profiles = {}
+    rows = recipe.data.max_length
+    assert recipe.lora is not None
+    lines = [
+        f"{START}predicted, with {' and '.join(LAYERS)} (one row of {rows:,} tokens a GPU, rank "
+        f"{recipe.lora.rank}):"
+    ]
+    for count, gib in gpus:
+
+        def plan(tried: Recipe, gpus: int = count) -> MemoryPlan:
+            return plan_recipe(config, tried, "cuda", False, gpus, profiles)
+
+        room = round(gib * GIB * (1 - RESERVED))
+        total = plan(recipe).total
+        changes: list[Remedy] = []
+        if total > room:
+            changes = remedies(
+                recipe, "cuda", room, lambda tried: plan(tried).total, sharded=count > 1
+            )
+        lines.append(f"#   {count} x {gib} GB: {_answer(total, changes, count > 1)}")
+    return "\n".join(lines) + "\n"
+
+
+def _answer(total: int, changes: list[Remedy], each: bool) -> str:
+    need = f"{total / GIB:.1f} GiB" + (" each, FSDP2" if each else "")
+    if not changes:
+        return f"fits ({need})"
+    keys = {change.change.partition(":")[0]: change.change for change in changes}
+    if "model.offload" in keys:  # which sets the other back
+        keys.pop("model.quantization", None)
+    least = f"{changes[-1].total / GIB:.1f} GiB"
+    settings = "; ".join(keys.values())
+    fits = "fits" if changes[-1].fits else "does not fit either"
+    return f"does not fit ({need}); {fits} ({least}) with {settings}"
+
+
+def written(name: str) -> str:
+    """A recipe's text with its plan made anew."""
+    text = _HEAD.sub("", FILES[name].read_text(encoding="utf-8"))
+    return text.replace(END, head(name) + END, 1)
+
+
+def main(names: list[str]) -> None:
+    """Write the plans."""
+    for name in names or FILES:
+        FILES[name].write_text(written(name), encoding="utf-8")
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
