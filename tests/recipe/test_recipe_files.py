@@ -64,7 +64,7 @@ def test_there_is_a_file_and_a_described_row_for_every_preset():
     ("data", "source", "task"),
     [
         ("paper0_code", 0, "mbpp/mbpp_local"),
-        ("paper0_code", 1, "mbpp/mbpp_local"),
+        ("paper0_code", 2, "mbpp/mbpp_local"),  # held out
         ("paper0_math", 0, "gsm8k/gsm8k_local"),
         ("paper0_math", 1, "math/_boxed"),
         ("paper0_math", 2, "math/_boxed"),
@@ -81,7 +81,7 @@ def test_training_asks_as_the_test_asks(data, source, task):
     }  # fmt: skip
     layers = ("models/deepseek_v2_lite.yaml", f"data/{data}.yaml", "training/p0_lora.yaml")
     given = load_recipe([RECIPES / file for file in layers])
-    template = given.data.train[source].template
+    template = [*given.data.train, *given.data.validation][source].template
     assert Former("prompt_completion", template=template)("a:1", row)["prompt"] == asked.render(row)
 
 
