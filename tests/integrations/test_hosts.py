@@ -234,6 +234,4 @@ def test_a_host_trains_with_the_method(host, base, data, tmp_path, capsys):
     page = tmp_path / "page"
     assert cli.main(["report", str(terms.run), "--output", str(page)]) == 0
     with capsys.disabled():
-        print(
-            f"\n{host}: none differs by {away:.1e}, largest difference of a gradient {largest:.1e}, merged"
-        )
+        print(f"\n{host}: none differs by {away:.1e}, gradient by {largest:.1e}, merged")
