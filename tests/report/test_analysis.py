@@ -11,7 +11,7 @@ import torch
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.errors import AdapterError, DataError, OutputExistsError, TraceError
+from moe_finetune.errors import AdapterError, DataError, NumericsError, OutputExistsError, TraceError
 from moe_finetune.metrics import (
     conditional_activation,
     erc_table,
@@ -228,7 +228,7 @@ def test_a_recording_that_breaks_can_be_repeated(tmp_path, tiny_checkpoint, text
     tokenizer = load_tokenizer(tiny_checkpoint("mixtral"))
     tokenizer.save_pretrained(tmp_path / "broken")
     for _ in range(2):
-        with pytest.raises(ValueError, match="NaN"):
+        with pytest.raises(NumericsError, match="NaN"):
             analyze(tmp_path / "broken", tmp_path / "o", texts)
         assert {path.name for path in tmp_path.iterdir()} == {"broken"}
 

@@ -77,5 +77,5 @@ def test_on_a_terminal_it_asks(tiny_checkpoint, rows, tmp_path, monkeypatch, cap
     assert cli.main(["init", "--output", str(tmp_path / "r.yaml")]) == 0
     assert len(asked) == 4 and "shows" not in asked
     made = yaml.safe_load((tmp_path / "r.yaml").read_text())
-    assert made["method"] == "dpp" and "validation" not in made["data"]
+    assert made["method"] == {"preset": "dpp", "share": 0.1} and "validation" not in made["data"]
     assert "output cosine below aux_loss" in capsys.readouterr().out
