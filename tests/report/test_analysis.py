@@ -11,7 +11,13 @@ import torch
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.loading import load_model
-from moe_finetune.errors import AdapterError, DataError, NumericsError, OutputExistsError, TraceError
+from moe_finetune.errors import (
+    AdapterError,
+    DataError,
+    NumericsError,
+    OutputExistsError,
+    TraceError,
+)
 from moe_finetune.metrics import (
     conditional_activation,
     erc_table,
