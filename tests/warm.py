@@ -247,7 +247,8 @@ def _import_everything() -> None:
                  "torch.distributed.run"):  # fmt: skip
         importlib.import_module(name)
     for found in pkgutil.walk_packages(moe_finetune.__path__, "moe_finetune."):
-        if not found.name.endswith("__main__"):
+        # The integrations need other trainers, which are not installed here.
+        if not found.name.endswith("__main__") and ".integrations." not in found.name:
             importlib.import_module(found.name)
     import tqdm
     import trl
