@@ -21,7 +21,7 @@ from tests.vllm.families import OTHERS, TESTED
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
 DATA = ROOT / "docs" / "data.md"
 POPULAR = (
-    *("qwen3_moe", "deepseek_v2", "moonlight", "deepseek_moe", "qwen2_moe", "gpt_oss"),
+    *("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_moe", "qwen2_moe", "gpt_oss"),
     *("glm4_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "olmoe"),
 )
 """Families of the README's table."""

@@ -115,8 +115,8 @@ def config(family: str):
             norm_topk_prob=False,
             routed_scaling_factor=1.0,
         )
-    if family == "moonlight":
-        moonlight = DeepseekV3Config(
+    if family == "deepseek_v3":
+        config = DeepseekV3Config(
             **_COMMON,
             **_DEEPSEEK,
             **_MLA,
@@ -125,9 +125,9 @@ def config(family: str):
             norm_topk_prob=True,
             routed_scaling_factor=2.446,
         )
-        moonlight.topk_method = "noaux_tc"
-        moonlight.scoring_func = "sigmoid"
-        return moonlight
+        config.topk_method = "noaux_tc"
+        config.scoring_func = "sigmoid"
+        return config
     if family == "deepseek_moe":
         from moe_finetune.models.deepseek_moe import register
         from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig
@@ -141,7 +141,7 @@ def config(family: str):
     raise KeyError(family)
 
 
-FAMILY_NAMES = ("qwen3_moe", "deepseek_v2", "moonlight", "deepseek_moe", "olmoe", "mixtral")
+FAMILY_NAMES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_moe", "olmoe", "mixtral")
 
 
 def model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):

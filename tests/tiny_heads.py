@@ -65,7 +65,7 @@ HEADS: dict[str, tuple[str, ...]] = {
         "mtp.layers.0.input_layernorm.weight",  # where config.json counts modules of the head
     ),
     "minimax_m3_vl": ("language_model.model.mtp.layers.0.eh_proj.weight",),
-    "moonlight": LATER_LAYER,
+    "deepseek_v3": LATER_LAYER,
     "nemotron_h": (
         "mtp.layers.0.eh_proj.weight",
         "mtp.layers.0.mixer.q_proj.weight",
@@ -93,7 +93,7 @@ def with_head(family, folder, names=None, **changes):
     ``changes`` are of the tiny model; the names are by default the published head's.
     """
     count = {"num_nextn_predict_layers": 1}
-    counts = {"minimax_m2": {"num_mtp_modules": 3}, "moonlight": count, "glm4_moe_lite": count}
+    counts = {"minimax_m2": {"num_mtp_modules": 3}, "deepseek_v3": count, "glm4_moe_lite": count}
     source = tiny if family in tiny.FAMILY_NAMES else families
     model = source.model(family, **counts.get(family, {}) | changes)
     model.save_pretrained(folder)

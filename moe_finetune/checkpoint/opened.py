@@ -11,11 +11,9 @@ from moe_finetune.checkpoint.contents import Checkpoint, layer_number
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import read_config, read_headers, tensors_of
 from moe_finetune.io.config_file import QUANTIZATION
-from moe_finetune.io.safetensors_header import FLOATS, TensorInfo
+from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import family_of, find_family
 from moe_finetune.models.composite import language_keys, part_of
-from moe_finetune.models.plain_config import PlainConfig, plain_config
-from moe_finetune.models.plain_tensors import files
 
 _LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
 
@@ -69,31 +67,6 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     if values:
         _check_values(in_files)
     return checkpoint
-
-
-def open_plain(path: str | Path) -> tuple[Checkpoint, PlainConfig] | None:
-    """Open a plain checkpoint without asking transformers, which takes seconds to import.
-
-    Returns:
-        it and its config; None where :func:`open_checkpoint` has to say what it is, or what is
-        wrong with it.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: what the headers alone tell.
-    """
-    folder = Path(path)
-    raw = read_config(folder, quantized=True)
-    family = find_family(raw.get("model_type"), part_of(raw))
-    config = None if family is None else plain_config(raw, family)
-    if family is None or config is None:
-        return None
-    headers = read_headers(folder)
-    tensors = tensors_of(headers)
-    if any(info.dtype not in FLOATS for info in tensors.values()):
-        return None
-    if {name: info.shape for name, info in tensors.items()} != files(config, family):
-        return None
-    return Checkpoint(folder, raw, family, headers, tensors), config
 
 
 def check_folder(folder: Path, config: Any) -> None:

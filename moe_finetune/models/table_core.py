@@ -55,7 +55,6 @@ FAMILIES = (
     sigmoid(
         "deepseek_v3",
         "DeepSeek-V3, R1, Kimi-K2, Moonlight",
-        name="moonlight",
         attention_targets=MLA,
         moe_layers=after_dense_layers,
         check=_check_deepseek_v3,

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.lora.coverage import Coverage, counted, lora_coverage
 from moe_finetune.models import family_of
-from moe_finetune.models.plain_tensors import parameters
 from moe_finetune.models.structure import meta_model
 
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
-    from moe_finetune.models.plain_config import PlainConfig
     from moe_finetune.recipe.schema import Recipe
     from moe_finetune.training.memory.plan import MemoryPlan
     from moe_finetune.training.memory.verdict import Verdict
@@ -115,21 +113,14 @@ def inspect_checkpoint(
         UnsupportedModelError: no family has its ``model_type``.
         RecipeError: the recipe's LoRA targets match nothing.
     """
-    found = _plain(path) if recipe is None else None
-    memory, verdict, unknown = None, None, None
-    config: Any
-    if found is not None:
-        opened, config = found
-        stored = _in_files(opened)
-        coverage = whole = counted(parameters(config, opened.family), config)
-    else:
-        from moe_finetune.models.loading import load_config
+    from moe_finetune.models.loading import load_config
 
-        stored = _stored(path)
-        config = load_config(path)
-        model = meta_model(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-        coverage = whole = counted(shapes, config)
+    memory, verdict, unknown = None, None, None
+    stored = _stored(path)
+    config = load_config(path)
+    model = meta_model(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    coverage = whole = counted(shapes, config)
     if recipe is not None:
         import torch
 
@@ -176,13 +167,6 @@ def inspect_checkpoint(
         memory_unknown=unknown,
         **stored,
     )
-
-
-def _plain(path: str) -> tuple[Checkpoint, PlainConfig] | None:
-    """A folder with a plain checkpoint: the facts of its family tell all that is asked."""
-    from moe_finetune.checkpoint.opened import open_plain
-
-    return open_plain(path) if Path(path).is_dir() else None
 
 
 def _stored(path: str) -> dict[str, Any]:

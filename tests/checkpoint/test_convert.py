@@ -34,7 +34,7 @@ def _publish(family: str, published: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     for module in {target.split(".")[0] for target in auto_map.values()}:
         (folder / f"{module}.py").write_text(CODE)
-    if family == "moonlight":
+    if family == "deepseek_v3":
         moonlight_files.write(folder)
     else:
         tiny.tokenizer().save_pretrained(folder)
@@ -50,7 +50,7 @@ def _publish(family: str, published: str, folder: Path) -> Path:
     [
         ("deepseek_moe", "deepseek_moe_16b"),
         ("deepseek_v2", "deepseek_v2_lite"),
-        ("moonlight", "moonlight_16b_a3b"),
+        ("deepseek_v3", "moonlight_16b_a3b"),
     ],
 )
 def test_public_files_become_a_folder_without_code(family, published, tmp_path):
@@ -84,7 +84,7 @@ def test_public_files_become_a_folder_without_code(family, published, tmp_path):
     batch = tiny.batch()
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, tiny.model(family)(**batch).logits)
-    texts = moonlight_files.TEXTS if family == "moonlight" else ["two  words, größer"]
+    texts = moonlight_files.TEXTS if family == "deepseek_v3" else ["two  words, größer"]
     fast, ours = AutoTokenizer.from_pretrained(output), load_tokenizer(source)
     for text in texts:
         assert fast.encode(text) == ours.encode(text)
@@ -104,7 +104,7 @@ def test_shards_without_an_index_get_one(tmp_path):
 
 
 def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
-    source = _publish("moonlight", "moonlight_16b_a3b", tmp_path / "public")
+    source = _publish("deepseek_v3", "moonlight_16b_a3b", tmp_path / "public")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("mine")
     with pytest.raises(OutputExistsError, match="there: is not empty"):

@@ -196,7 +196,7 @@ def test_bfloat16_is_rounded_once(bases, adapters, tmp_path):
 
 
 def test_conversion_keeps_the_routing_bias_in_float32(bases, adapters, tmp_path):
-    merge_adapter(bases("moonlight"), adapters("moonlight"), tmp_path / "m", dtype="bfloat16")
+    merge_adapter(bases("deepseek_v3"), adapters("deepseek_v3"), tmp_path / "m", dtype="bfloat16")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     assert tensors[MOONLIGHT_BIAS].dtype == torch.float32
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
@@ -264,15 +264,15 @@ def test_chosen_experts(bases, adapters, family, tmp_path):
 
 
 def test_bias_of_moonlight(bases, adapters, tmp_path):
-    base, bias = bases("moonlight"), {1: [0.01 * i for i in range(12)], 2: [-0.5] * 12}
-    merge_adapter(base, adapters("moonlight"), tmp_path / "moonlight", bias=bias)
-    tensors = load_file(tmp_path / "moonlight" / "model.safetensors")
+    base, bias = bases("deepseek_v3"), {1: [0.01 * i for i in range(12)], 2: [-0.5] * 12}
+    merge_adapter(base, adapters("deepseek_v3"), tmp_path / "deepseek_v3", bias=bias)
+    tensors = load_file(tmp_path / "deepseek_v3" / "model.safetensors")
     assert torch.equal(tensors[MOONLIGHT_BIAS], torch.tensor(bias[1]))
-    model = helpers.with_adapter(base, adapters("moonlight"))
+    model = helpers.with_adapter(base, adapters("deepseek_v3"))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.tensor(bias[int(name.split(".layers.")[1].split(".")[0])]))
-    assert_same(logits(helpers.load(tmp_path / "moonlight")), logits(model))
+    assert_same(logits(helpers.load(tmp_path / "deepseek_v3")), logits(model))
 
 
 def test_bias_of_deepseek_v2(bases, adapters, tmp_path):
@@ -299,7 +299,7 @@ def test_bias_without_a_place(bases, adapters, family, tmp_path):
     assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("family", ["moonlight", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
 def test_a_bias_that_is_dropped_leaves_the_bases_own(bases, adapters, family, tmp_path):
     base, adapter, bias = bases(family), adapters(family), {1: [0.1] * 12, 2: [-0.2] * 12}
     merge_adapter(base, adapter, tmp_path / "m", bias=bias, bias_export="drop")
@@ -308,7 +308,7 @@ def test_a_bias_that_is_dropped_leaves_the_bases_own(bases, adapters, family, tm
     verify_merge(base, adapter, tmp_path / "m")
     merge_adapter(base, adapter, tmp_path / "kept", bias=bias)
     verify_merge(base, adapter, tmp_path / "kept", bias=bias)
-    if family == "moonlight":  # of an added tensor verify says nothing
+    if family == "deepseek_v3":  # of an added tensor verify says nothing
         with pytest.raises(MoeFinetuneError):
             verify_merge(base, adapter, tmp_path / "kept")
 

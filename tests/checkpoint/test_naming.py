@@ -155,7 +155,7 @@ def test_a_text_model_of_the_community(tmp_path):
 
 def test_kimi_k2_is_read_by_deepseek_v3_s_class(tmp_path):
     base = tmp_path / "base"
-    model = tiny.model("moonlight")
+    model = tiny.model("deepseek_v3")
     model.save_pretrained(base)
     tiny.tokenizer().save_pretrained(base)
     change_config(base, model_type="kimi_k2")

@@ -88,12 +88,12 @@ def test_wrong_plan(bases, tmp_path, plan, part):
 
 
 def test_groups_stay_together(bases, tmp_path):
-    base = tmp_path / "base" / "moonlight"
-    tiny.model("moonlight", n_group=4, topk_group=2).save_pretrained(base)
+    base = tmp_path / "base" / "deepseek_v3"
+    tiny.model("deepseek_v3", n_group=4, topk_group=2).save_pretrained(base)
     whole = {1: [6, 8, 7, 2, 1, 0, 11, 10, 9, 3, 4, 5]}
-    permute_experts(base, whole, tmp_path / "moonlight")
+    permute_experts(base, whole, tmp_path / "deepseek_v3")
     wanted, found = (
-        helpers.logits(helpers.load(folder)) for folder in (base, tmp_path / "moonlight")
+        helpers.logits(helpers.load(folder)) for folder in (base, tmp_path / "deepseek_v3")
     )
     assert (found - wanted).norm() < 1e-6 * wanted.norm()
     with pytest.raises(CheckpointError, match="4 routing groups"):

@@ -16,7 +16,7 @@ from moe_finetune.run import run_recipe
 from tests.tiny_heads import HEADS, WEIGHTS, carries, names_of, with_head
 
 COPIES = (
-    *("qwen3_moe", "deepseek_v2", "deepseek_moe", "moonlight", "qwen2_moe", "gpt_oss"),
+    *("qwen3_moe", "deepseek_v2", "deepseek_moe", "deepseek_v3", "qwen2_moe", "gpt_oss"),
     *("glm4_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "olmoe"),
 )
 

@@ -35,7 +35,7 @@ def test_a_published_head_is_counted_and_carried(family, tmp_path):
     assert line.startswith(f"the MTP head ({len(names)} tensors) stays as it is")
 
 
-@pytest.mark.parametrize("family", ["moonlight", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "nemotron_h"])
 def test_other_verbs_carry_the_head(family, tmp_path):
     base, names = tmp_path / "base", names_of(family)
     _, head = with_head(family, base, names)
@@ -50,7 +50,7 @@ def test_other_verbs_carry_the_head(family, tmp_path):
 
 
 def test_a_layer_of_the_head_has_no_experts_to_reorder(tmp_path):
-    with_head("moonlight", tmp_path / "base", names_of("moonlight"))
+    with_head("deepseek_v3", tmp_path / "base", names_of("deepseek_v3"))
     with pytest.raises(CheckpointError, match=r"layer 3 of .* has no experts; layers with: 1-2"):
         permute_experts(tmp_path / "base", {3: [1, 0]}, tmp_path / "moved")
 
@@ -65,9 +65,9 @@ def test_a_text_config_over_files_with_vision(tmp_path):
     [
         ("qwen3_moe", "mtp.fc.weight", "'mtp.fc.weight' in .* does not belong to this model"),
         ("qwen3_moe", "model.layers.3.eh_proj.weight", "num_hidden_layers is 3, .* 4 layers"),
-        ("moonlight", "model.layers.3.mlp.gate.weight", "num_hidden_layers is 3, .* 4 layers"),
-        ("moonlight", "model.layers.5.eh_proj.weight", "num_hidden_layers is 3, .* 6 layers"),
-        ("moonlight", "model.layers.2.eh_proj.weight", "does not belong to this model"),
+        ("deepseek_v3", "model.layers.3.mlp.gate.weight", "num_hidden_layers is 3, .* 4 layers"),
+        ("deepseek_v3", "model.layers.5.eh_proj.weight", "num_hidden_layers is 3, .* 6 layers"),
+        ("deepseek_v3", "model.layers.2.eh_proj.weight", "does not belong to this model"),
         ("qwen3_next", "model.mtp_fc.weight", "does not belong to this model"),
     ],
 )
@@ -77,7 +77,7 @@ def test_what_nobody_declares_is_refused(family, name, says, tmp_path):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["moonlight", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_a_head_in_fp8_blocks(family, tmp_path):
     """DeepSeek-V3's head is stored as the rest; its scales count, and nothing of it is loaded."""
     base, names = tmp_path / "base", names_of(family)

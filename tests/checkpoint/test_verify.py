@@ -71,7 +71,7 @@ def test_chosen_experts_and_weights(bases, adapters, mode, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["logits", "tensors"])
-@pytest.mark.parametrize("family", ["moonlight", "mixtral"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
 def test_full_router(bases, family, mode, tmp_path):
     base = bases(family)
     full = helpers.adapter(
@@ -96,14 +96,16 @@ def test_several_adapters_by_logits(bases, adapters, tmp_path):
 
 
 def test_bias_prompts_and_half_precision(bases, adapters, tmp_path):
-    base, bias = bases("moonlight"), {1: [0.03 * i for i in range(12)]}
-    merged = merge_adapter(base, adapters("moonlight"), tmp_path / "moonlight", bias=bias).output
+    base, bias = bases("deepseek_v3"), {1: [0.03 * i for i in range(12)]}
+    merged = merge_adapter(
+        base, adapters("deepseek_v3"), tmp_path / "deepseek_v3", bias=bias
+    ).output
     prompts = ["One", "two words"]
-    report = verify_merge(base, adapters("moonlight"), merged, prompts, bias=bias)
+    report = verify_merge(base, adapters("deepseek_v3"), merged, prompts, bias=bias)
     assert (report.mode, report.compared) == ("logits", 2) and report.max_rel < 1e-5
-    half = merge_adapter(base, adapters("moonlight"), tmp_path / "h" / "moonlight", "bfloat16")
+    half = merge_adapter(base, adapters("deepseek_v3"), tmp_path / "h" / "deepseek_v3", "bfloat16")
     for mode in ("logits", "tensors"):
-        rounded = verify_merge(base, adapters("moonlight"), half.output, mode=mode)
+        rounded = verify_merge(base, adapters("deepseek_v3"), half.output, mode=mode)
         assert 1e-5 < rounded.max_rel < rounded.tolerance
 
 

@@ -421,11 +421,11 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
 
     bias = {f"bias.{layer}": torch.rand(12) for layer in (1, 2)}
     folders = {}
-    for family in ("moonlight", "olmoe"):
+    for family in ("deepseek_v3", "olmoe"):
         folders[family] = random_adapter(tiny_checkpoint(family), tmp_path / family)
         save_state(folders[family] / BIAS_FILE, bias)
     code, out, err = run(
-        capsys, "merge", folders["moonlight"], "--output", tmp_path / "m", "--verify"
+        capsys, "merge", folders["deepseek_v3"], "--output", tmp_path / "m", "--verify"
     )
     assert code == 0 and "verified" in out, err
     merged = load_file(tmp_path / "m" / "model.safetensors")

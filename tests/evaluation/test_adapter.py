@@ -36,7 +36,7 @@ def test_it_is_the_merged_model(tiny_checkpoint, tmp_path):
     assert (found - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["moonlight", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])
 def test_its_routing_bias_acts(tiny_checkpoint, tmp_path, family):
     base = tiny_checkpoint(family)
     adapter = helpers.adapter(base, tmp_path / "adapter")
@@ -51,7 +51,7 @@ def test_its_routing_bias_acts(tiny_checkpoint, tmp_path, family):
         open_backend(base, "hf", adapter=adapter, determinantal=1e-4)
     without = logits(model)  # closing takes the bias off
     assert (found - without).abs().max() > 0.1
-    if family == "moonlight":
+    if family == "deepseek_v3":
         bias = read_bias(adapter)
         merge_adapter(base, adapter, tmp_path / "merged", bias=bias)
         wanted = logits(load_model(tmp_path / "merged"))

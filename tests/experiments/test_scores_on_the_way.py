@@ -37,7 +37,7 @@ def finished(ingredients, tiny_checkpoint, tmp_path_factory):
     """Runs of three steps, and of one, which the longer ones come past."""
     whole = {
         "lora": None,
-        "model": {"path": str(tiny_checkpoint("moonlight")), "dtype": "bfloat16"},
+        "model": {"path": str(tiny_checkpoint("deepseek_v3")), "dtype": "bfloat16"},
     }
     values = {
         "base": base_of(ingredients),

@@ -27,7 +27,7 @@ METHODS = {
         "preset": "specialization_coupling",
         "terms": {"coupling": {"weight": 0.1, "pairing": "transition"}},
     },
-    "moonlight": {"preset": "loss_free"},
+    "deepseek_v3": {"preset": "loss_free"},
     "deepseek_v2": {"preset": "orthogonal_variance"},
 }
 

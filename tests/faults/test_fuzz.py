@@ -144,7 +144,7 @@ def lay(folder: Path, name: str, value) -> None:
     write(folder / name, value)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_configs(tiny_checkpoint, tmp_path, family):
     base = tiny_checkpoint(family)
     config = json.loads((base / "config.json").read_text())

@@ -36,7 +36,7 @@ def test_a_save_killed_before_each_of_its_writes(straight, tmp_path):
     assert logged(run) == log
 
 
-@pytest.mark.parametrize("family", ["moonlight", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
 def test_killed_at_random_moments(straight, tmp_path, family):
     recipe, wanted, log = straight(family)
     run = tmp_path / "run"
@@ -52,7 +52,7 @@ def test_killed_at_random_moments(straight, tmp_path, family):
 
 
 def test_sigterm_saves_the_step_and_names_the_way_on(straight, tmp_path):
-    recipe, wanted, log = straight("moonlight")
+    recipe, wanted, log = straight("deepseek_v3")
     run = tmp_path / "run"
     step = SAVE_STEPS + 1
     child = train(recipe, run, signal_at_step=step, number=signal.SIGTERM)

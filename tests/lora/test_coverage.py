@@ -18,7 +18,7 @@ SHAPES = {
     "olmoe": (3, 3, 4, 0),
     "mixtral": (3, 3, 4, 0),
     "deepseek_v2": (3, 2, 4, 3),
-    "moonlight": (3, 2, 4, 3),
+    "deepseek_v3": (3, 2, 4, 3),
     "deepseek_moe": (3, 2, 4, 3),
 }
 
@@ -84,9 +84,9 @@ def test_a_dense_layers_mlp_is_not_a_router():
 
 
 def test_the_meta_device_counts_the_same_without_memory():
-    config = tiny.config("moonlight")
+    config = tiny.config("deepseek_v3")
     section = LoraSection(rank=RANK, alpha=16.0)
-    real = lora_coverage(add_lora(tiny.model("moonlight"), section, "full"))
+    real = lora_coverage(add_lora(tiny.model("deepseek_v3"), section, "full"))
     model = meta_model(config)
     with torch.device("meta"):
         adapted = add_lora(model, section, "full")

@@ -49,7 +49,7 @@ def terms(tmp_path):
     return {**TERMS, "supervised_routing": {"weight": 0.5, "table": str(path)}}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_checkpointed_layers_meet_the_same_draws_and_tables(family, terms):
     model = tiny.model(family).train()
     batches = [tiny.batch(seed=1), tiny.batch(rows=2, length=23, seed=2)]

@@ -21,9 +21,9 @@ def test_the_published_options_are_supported(family):
         ("deepseek_v2", "scoring_func", "sigmoid"),
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "moe_layer_freq", 2),
-        ("moonlight", "topk_method", "greedy"),
-        ("moonlight", "scoring_func", "softmax"),
-        ("moonlight", "moe_layer_freq", 2),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "moe_layer_freq", 2),
         ("deepseek_moe", "scoring_func", "sigmoid"),
     ],
 )
@@ -35,7 +35,7 @@ def test_others_are_refused_by_name(family, key, value):
 
 
 def test_dense_layers_that_are_no_number_are_refused():
-    config = tiny.config("moonlight")
+    config = tiny.config("deepseek_v3")
     config.first_k_dense_replace = None
     with pytest.raises(UnsupportedModelError, match="first_k_dense_replace None in config"):
-        FAMILIES["moonlight"].moe_layers(config)
+        FAMILIES["deepseek_v3"].moe_layers(config)

@@ -16,14 +16,14 @@ from tests.models import moonlight_files
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moonlight")
+    folder = tmp_path_factory.mktemp("deepseek_v3")
     ranks = moonlight_files.write(folder)
     named = {len(ranks) + offset: name for offset, name in moonlight_files.NAMED.items()}
     specials = {
         named.get(i, f"<|reserved_token_{i}|>"): i for i in range(len(ranks), len(ranks) + 256)
     }
     reference = tiktoken.Encoding(
-        "moonlight",
+        "deepseek_v3",
         pat_str=moonlight_files.PUBLISHED_PATTERN,
         mergeable_ranks=ranks,
         special_tokens=specials,

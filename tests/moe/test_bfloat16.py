@@ -25,7 +25,7 @@ LOSS, VALUE, GRADIENT = 1.5e-2, 0.08, 0.35
 UNDER_AUTOCAST = {"inkling_text"}
 """Stock classes that multiply by a float32 router, which a trained one is, without a cast."""
 
-PRESETS_ON = ("qwen3_moe", "moonlight")
+PRESETS_ON = ("qwen3_moe", "deepseek_v3")
 """A softmax and a sigmoid with biases; the other families meet every term at once."""
 WAYS = [(kernel, autocast) for kernel in ("loop", "grouped") for autocast in (False, True)]
 """Autocast ends where the experts' forward begins: a family meets each setting in two of them."""

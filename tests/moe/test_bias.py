@@ -63,7 +63,7 @@ def test_selection_equals_a_slow_loop(name):
     changed = 0
     for t in range(len(logits)):
         row = logits[t].float()
-        scores = row.sigmoid() if name == "moonlight" else row.softmax(0)
+        scores = row.sigmoid() if name == "deepseek_v3" else row.softmax(0)
         choice = scores + own_bias + bias
         wanted = sorted(range(12), key=lambda e: -choice[e].item())[:3]
         assert sorted(index[t].tolist()) == sorted(wanted)
@@ -71,7 +71,7 @@ def test_selection_equals_a_slow_loop(name):
         total = sum(scores[e].item() for e in wanted)
         for k, e in enumerate(index[t].tolist()):
             value = scores[e].item()
-            if name == "moonlight":
+            if name == "deepseek_v3":
                 value = value / total * config.routed_scaling_factor
             elif name in ("qwen3_moe", "mixtral"):
                 value = value / total
@@ -126,7 +126,7 @@ def test_the_reference_with_the_adapter_off_does_not_see_the_bias():
 
 
 def test_state_and_export():
-    model = tiny.model("moonlight")
+    model = tiny.model("deepseek_v3")
     balancer = balancer_of(model)
     balancer.bias[1] = torch.linspace(-0.1, 0.1, 12)
     other = balancer_of(model)

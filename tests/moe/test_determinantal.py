@@ -159,7 +159,7 @@ def test_lora_on_the_experts_is_part_of_what_is_compared():
 @pytest.mark.parametrize(
     ("name", "changes", "options", "why"),
     [
-        ("moonlight", {}, Determinantal(), "a bias that may be negative joins its scores"),
+        ("deepseek_v3", {}, Determinantal(), "a bias that may be negative joins its scores"),
         ("glm4_moe", {}, Determinantal(), "from 1 of 2 groups"),
         ("phimoe", {}, Determinantal(), "SparseMixer"),
         ("deepseek_v4", {}, Determinantal(), "looked up by token"),

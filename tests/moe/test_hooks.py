@@ -223,7 +223,7 @@ def test_two_active_adapters_are_refused():
 
 
 def test_full_router_through_modules_to_save():
-    base = tiny.model("moonlight")
+    base = tiny.model("deepseek_v3")
     model = get_peft_model(
         base,
         LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["gate"]),

@@ -180,7 +180,7 @@ def test_a_step_never_waits_for_the_device(family, table, no_autocast, no_reach)
     """Every method on a softmax and on a sigmoid with biases; elsewhere every term at once."""
     model = on_meta(family)
     ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
-    each = family in ("qwen3_moe", "moonlight")
+    each = family in ("qwen3_moe", "deepseek_v3")
     chosen = methods(table) if each else [(COUPLED_BY_TABLE, every_term(table))]
     for name, options in chosen:
         steps = 2 if name == COUPLED_BY_TABLE else 1  # the second meets the first one's table

@@ -14,7 +14,7 @@ from moe_finetune.moe.rollout import NOT_RUN, AgainstRollout, RolloutChoice
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
 
-FAMILIES = ["qwen3_moe", "moonlight"]
+FAMILIES = ["qwen3_moe", "deepseek_v3"]
 LENGTHS, PROMPT, NEW = (7, 4, 6), 7, 5
 
 

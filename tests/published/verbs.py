@@ -10,7 +10,7 @@ import torch
 
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge_plan import plan_merge
-from moe_finetune.checkpoint.opened import open_checkpoint, open_plain
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_config
@@ -40,21 +40,16 @@ def run(published: Published, folder: Path) -> dict[str, str]:
 
 
 def inspect(published: Published, folder: Path) -> None:
-    """Sizes, LoRA's reach and the memory of a recipe; for a plain checkpoint also without one."""
+    """Sizes, LoRA's reach and the memory of a recipe."""
     inspection = inspect_checkpoint(str(folder), _recipe(folder))
-    described = [inspection]
-    if open_plain(folder) is not None:
-        described.append(inspect_checkpoint(str(folder)))
-    for each in described:
-        assert each.stored_bytes == published.bytes
-        assert each.stored_tensors == published.counted["tensors"]
-        assert each.stored_dtypes == sorted({row.dtype for row in published.rows})
-        groups = each.coverage.groups
-        assert {part: groups[part].parameters for part in fixture.MODEL_PARTS} == {
-            part: published.count(part, *(["vision"] if part == "other" else []))
-            for part in fixture.MODEL_PARTS
-        }
+    assert inspection.stored_bytes == published.bytes
+    assert inspection.stored_tensors == published.counted["tensors"]
+    assert inspection.stored_dtypes == sorted({row.dtype for row in published.rows})
     groups = inspection.coverage.groups
+    assert {part: groups[part].parameters for part in fixture.MODEL_PARTS} == {
+        part: published.count(part, *(["vision"] if part == "other" else []))
+        for part in fixture.MODEL_PARTS
+    }
     assert {part: groups[part].reached_parameters for part in fixture.MODEL_PARTS} == {
         part: sum(row.parameters for row in published.rows if row.adapted and row.part == part)
         for part in fixture.MODEL_PARTS

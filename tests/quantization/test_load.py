@@ -52,7 +52,7 @@ def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
         assert torch.equal(model(inputs).logits, stock(inputs).logits)
 
 
-@pytest.mark.parametrize("family", ["moonlight", "kimi_linear", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "hunyuan_v1_moe"])
 def test_streamed_without_a_format_is_what_transformers_loads(family, tmp_path):
     save(family, tmp_path, torch.bfloat16)
     stored = PlainTensors(open_checkpoint(tmp_path).tensors)

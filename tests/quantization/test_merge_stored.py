@@ -21,7 +21,7 @@ from tests.quantization.models import batch, save
 
 CASES = {
     "fp8": ("qwen3_moe", as_fp8),
-    "fp8-moonlight": ("moonlight", as_fp8),
+    "fp8-moonlight": ("deepseek_v3", as_fp8),
     "int4": ("qwen3_moe", as_int4),
     "mxfp4": ("gpt_oss", as_mxfp4),
 }

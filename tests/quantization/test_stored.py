@@ -41,7 +41,7 @@ def compare(folder, other, floats, caplog):
 
 
 @pytest.mark.parametrize("make", [as_fp8, as_int4])
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_fp8_and_int4(make, family, tmp_path, caplog):
     folder, other = save(family, tmp_path / "stored"), save(family, tmp_path / "floats")
     compare(folder, other, rewrite(folder, make), caplog)

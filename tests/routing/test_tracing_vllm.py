@@ -60,7 +60,7 @@ def test_what_vllm_does_not_tell_is_refused(tmp_path, tiny_checkpoint, capsys):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_vllm_chooses_what_transformers_chooses(family, tmp_path, tiny_checkpoint):
     base = tiny_checkpoint(family)
     rng = np.random.default_rng(2)

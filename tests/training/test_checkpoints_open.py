@@ -81,7 +81,7 @@ def test_a_model_without_an_adapter(tmp_path, family):
 
 
 def test_a_whole_model_with_a_learned_bias(tmp_path):
-    model = tiny.model("moonlight")
+    model = tiny.model("deepseek_v3")
     folder, callback = trained(tmp_path, model, {"terms": {}, "bias_update": 0.05})
     wanted = add_bias(callback.specialization.balancer, moe_layers(model), {})
     assert len(wanted) == 2
@@ -92,7 +92,7 @@ def test_a_whole_model_with_a_learned_bias(tmp_path):
 
 
 def test_an_adapter_with_a_bias_can_be_merged(tmp_path, tiny_checkpoint):
-    base = tiny_checkpoint("moonlight")
+    base = tiny_checkpoint("deepseek_v3")
     model = add_lora(load_model(base, dtype="float32"), LoraSection(rank=4, alpha=8.0), "full")
     folder, callback = trained(tmp_path / "run", model, {"terms": {}, "bias_update": 0.05})
     adapter = open_adapter(folder)

@@ -168,7 +168,7 @@ def test_a_family_without_a_place_for_the_bias_is_said_when_training_begins(tmp_
     assert train("mixtral")
     assert "Mixtral" in caplog.text and "export_bias: drop" in caplog.text
     assert not train("mixtral", export_bias="drop")
-    assert not train("moonlight")
+    assert not train("deepseek_v3")
 
 
 @pytest.mark.parametrize(("scope", "steps", "said"), [("global_batch", 2, True),

@@ -68,7 +68,7 @@ TWICE = {"max_steps": 4}
 
 @pytest.mark.parametrize(
     ("family", "replay", "changes"),
-    [("qwen3_moe", False, {}), ("moonlight", True, TWICE), ("qwen3_moe", False, ODD)],
+    [("qwen3_moe", False, {}), ("deepseek_v3", True, TWICE), ("qwen3_moe", False, ODD)],
 )
 def test_a_run_is_compared_with_its_rollouts(tmp_path, family, replay, changes):
     trainer = trainer_for(tmp_path, family, replay, **changes)
@@ -147,7 +147,7 @@ def test_a_replay_that_cannot_be_is_refused(changes, said):
 
 
 def test_a_family_with_weights_of_its_own_is_refused():
-    check_replay(FAMILIES["moonlight"])
+    check_replay(FAMILIES["deepseek_v3"])
     with pytest.raises(RecipeError, match=r"router.replay: not for Phi-3.5-MoE.*SparseMixer"):
         check_replay(FAMILIES["phimoe"])
 

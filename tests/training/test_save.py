@@ -20,7 +20,7 @@ from tests import tiny
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
-def recipe(path, family="moonlight", **sections):
+def recipe(path, family="deepseek_v3", **sections):
     tree = {
         "model": {"path": str(path), "dtype": "bfloat16"},
         "method": {"terms": {}, "bias_update": 1e-3},
@@ -40,11 +40,11 @@ def learned(model):
 
 @pytest.mark.parametrize("export", ["write", "drop", "no method"])
 def test_moonlight_without_an_adapter(tmp_path, tiny_checkpoint, export):
-    model = tiny.model("moonlight")
+    model = tiny.model("deepseek_v3")
     method = {"terms": {}, "bias_update": 1e-3, "export_bias": "write"}
     method = {"terms": {}} if export == "no method" else {**method, "export_bias": export}
     balancer = None if export == "no method" else learned(model)
-    asked = recipe(tiny_checkpoint("moonlight"), method=method)
+    asked = recipe(tiny_checkpoint("deepseek_v3"), method=method)
     save_trained(model, tiny.tokenizer(), asked, tmp_path, balancer)
     saved = load_file(tmp_path / "merged" / "model.safetensors")
     for layer in (1, 2):

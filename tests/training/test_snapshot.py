@@ -173,7 +173,7 @@ def test_embeddings_are_drawn_over_all_rows_alike_in_every_layer(model, monkeypa
 
 def test_labels_are_the_selected_expert_of_largest_weight(tmp_path):
     """Moonlight selects by biased scores: its most probable expert may not be selected."""
-    biased = tiny.model("moonlight")
+    biased = tiny.model("deepseek_v3")
     with torch.no_grad():
         for name, buffer in biased.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -27,7 +27,7 @@ TABLES = {"terms": {"coupling": {"weight": 0.1, "pairing": "transition"}}, "bias
 
 def adapted(family="qwen3_moe", targets=("attention",)):
     torch.manual_seed(1)
-    model = tiny.model(family, num_hidden_layers=3 if family == "moonlight" else 2)
+    model = tiny.model(family, num_hidden_layers=3 if family == "deepseek_v3" else 2)
     return add_lora(model, LoraSection(rank=4, alpha=12.0, targets=list(targets)), "full")
 
 
@@ -222,7 +222,7 @@ def test_a_second_training_goes_on_with_the_first_ones_bias(tmp_path):
 
 
 def test_every_save_of_an_adapter_has_the_bias(tmp_path):
-    model, callback = adapted("moonlight"), SpecializationCallback(WRITTEN)
+    model, callback = adapted("deepseek_v3"), SpecializationCallback(WRITTEN)
     made, recall = stock(tmp_path / "run", model, callback)
     made.train()
     own = {n: m.mlp.gate.e_score_correction_bias for n, m in layers(model)}
@@ -246,7 +246,7 @@ def layers(model):
 def test_a_whole_model_is_saved_with_the_bias_where_it_has_a_place(tmp_path, caplog):
     from moe_finetune.checkpoint.loading import load_model
 
-    model, callback = tiny.model("moonlight"), SpecializationCallback(WRITTEN)
+    model, callback = tiny.model("deepseek_v3"), SpecializationCallback(WRITTEN)
     made, _ = stock(tmp_path / "run", model, callback, max_steps=2, learning_rate=1e-4)
     made.train()
     made.save_model(str(tmp_path / "end"))

@@ -17,7 +17,7 @@ from tests import tiny
 NAMES = {"routing/router_cosine": router_cosine, "routing/noise_level": noise_level}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_router_cosine_and_epsilon_are_those_of_the_weights_since_the_last_read(family):
     model = tiny.model(family).train()
     facts = model_facts(model)

@@ -96,7 +96,7 @@ def divergence(model, teacher, inputs, score):
 
 @pytest.mark.parametrize(
     ("family", "score", "checkpointing"),
-    [("qwen3_moe", "softmax", False), ("moonlight", "sigmoid", True)],
+    [("qwen3_moe", "softmax", False), ("deepseek_v3", "sigmoid", True)],
 )
 def test_the_routers_learn_the_teachers(tmp_path, family, score, checkpointing):
     terms = {"teacher_routing": {"weight": WEIGHT}}

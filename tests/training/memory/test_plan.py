@@ -68,7 +68,7 @@ def test_states_of_optimizers():
         optimizer_of("adamw_9bit")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_weights_are_those_of_the_model(family):
     config = tiny.config(family)
     with torch.device("meta"):
@@ -213,7 +213,7 @@ def test_what_stages_add_to_the_plan(tiny_checkpoint):
     assert taught.second == pytest.approx(stored / 2, rel=0.02)  # float32 on disk
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_cache_is_as_large_as_the_models_own(family):
     model = tiny.model(family)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def eight_ranks():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_gpu_of_eight_holds_what_fsdp2_leaves_it(family, eight_ranks):
     """Of rank 0, whose part is the largest; tensors here do not divide by 8."""
     from torch.distributed.fsdp import fully_shard

@@ -27,10 +27,10 @@ SETTINGS = {
     ),
     "attention": ("qwen3_moe", "none", ["attention"], {"optim": "sgd"}, "head and loss"),
     "window": (
-        "moonlight", "erc", EVERYTHING,
+        "deepseek_v3", "erc", EVERYTHING,
         {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "measuring",
     ),
-    "experts": ("moonlight", "specialization_coupling", ["experts"], {}, "measuring"),
+    "experts": ("deepseek_v3", "specialization_coupling", ["experts"], {}, "measuring"),
     "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
     "odds": ("qwen3_moe", "none", EVERYTHING, {"stage": "orpo"}, "backward"),
     "plain": ("mixtral", "none", EVERYTHING, {"per_device_train_batch_size": 6}, "head and loss"),
