@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.errors import CheckpointError, RecipeError
+from moe_finetune.errors import RecipeError
 from moe_finetune.io import clear_leftovers, output_lock, write_atomic
 from moe_finetune.io.folder import enter_folder
-from moe_finetune.io.json_file import read_object
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from moe_finetune.training.rehearsal import Plan
 
 log = logging.getLogger(__name__)
-RECIPE_FILE = "recipe.yaml"
-SUMMARY_FILE = "summary.json"
-LOG_FILE = "run.log"
 
 
 def run_recipe(
@@ -93,9 +90,8 @@ def carry_out(
         terminal().quiet = True  # rank 0 speaks for all; warnings come from each
     if ranks.rank() == 0 and output.is_dir():
         clear_leftovers(output)
-    trained = (output / "adapter").exists() or (output / "merged").exists()
-    inputs = None
-    if not trained:
+    run, inputs = RunFolder(output), None
+    if not run.trained:
         with terminal().phase("prepare"):
             inputs = check_inputs(recipe, ignore_memory)
         recipe = with_date(recipe, inputs.date)
@@ -104,13 +100,13 @@ def carry_out(
     if ranks.rank() == 0:
         begin(recipe, output)
     try:
-        with terminal().log_to(output / LOG_FILE) if ranks.rank() == 0 else nullcontext():
+        with terminal().log_to(run.log) if ranks.rank() == 0 else nullcontext():
             stages(recipe, output, inputs, resume, worker, scored)
     except Exception:
         if inputs is not None and ranks.rank() == 0 and not resume:
             discard(output, made)
-        if (output / LOG_FILE).exists():
-            terminal().say(f"what the libraries printed is in {output / LOG_FILE}", "warning")
+        if run.log.exists():
+            terminal().say(f"what the libraries printed is in {run.log}", "warning")
         raise
     return output
 
@@ -130,7 +126,7 @@ def stages(
     from moe_finetune.training import ranks
 
     started, phase = time.perf_counter(), terminal().phase
-    before = _summary(output).get("seconds", 0.0)
+    before = RunFolder(output).read_summary().get("seconds", 0.0)
     if inputs is not None:
         with phase("train"):
             train(recipe, output, inputs, resume)
@@ -139,14 +135,14 @@ def stages(
     if recipe.export.merge:
         with phase("merge"):
             merge(recipe, output)
-    if recipe.export.verify and (output / "adapter").exists():
+    if recipe.export.verify and RunFolder(output).adapter.exists():
         with phase("verify"):
             verify(recipe, output)
     if scored and recipe.evaluation is not None:
         with phase("evaluate"):
             evaluate(recipe, output, worker)
             evaluate_steps(recipe, output, worker)
-    note(output, seconds=round(before + time.perf_counter() - started, 1))
+    RunFolder(output).note(seconds=round(before + time.perf_counter() - started, 1))
     if scored:
         with phase("report"):
             report(output)
@@ -172,8 +168,8 @@ def check_output(recipe: Recipe, output: Path, resume: bool) -> None:
     from moe_finetune.recipe.resume import check_resumable
     from moe_finetune.recipe.schema import load_recipe
 
-    saved = output / RECIPE_FILE
-    if enter_folder(output, RECIPE_FILE, "a run", resume):
+    saved = RunFolder(output).recipe
+    if enter_folder(output, saved, "a run", resume):
         changed = check_resumable(load_recipe(saved), recipe, str(saved))
         if changed:
             log.warning("--resume: changed since the run was started: %s", ", ".join(changed))
@@ -194,7 +190,7 @@ def on_day_of(recipe: Recipe, output: Path) -> Recipe:
     """``recipe`` with the date of the run in ``output``, which its chat template wrote."""
     from moe_finetune.recipe.schema import load_recipe
 
-    saved = output / RECIPE_FILE
+    saved = RunFolder(output).recipe
     if recipe.data.date is not None or not saved.is_file():
         return recipe
     return with_date(recipe, load_recipe(saved).data.date)
@@ -213,13 +209,13 @@ def begin(recipe: Recipe, output: Path) -> None:
     from moe_finetune.training.run_log import noted_weights, with_weights
 
     # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
-    saved = output / RECIPE_FILE
+    saved = RunFolder(output).recipe
     if not saved.exists():
         write_atomic(saved, recipe.to_yaml())
     elif load_recipe(saved).hash != recipe.hash:
         write_atomic(saved, with_weights(recipe, noted_weights(saved)).to_yaml())
     environment = json.dumps(describe_environment(), indent=2) + "\n"
-    write_atomic(output / "environment.json", environment)
+    write_atomic(RunFolder(output).environment, environment)
 
 
 def discard(output: Path, whole: bool) -> None:
@@ -230,13 +226,14 @@ def discard(output: Path, whole: bool) -> None:
     """
     from moe_finetune.training.checkpoint import checkpoints
 
-    kept = ("metrics.jsonl", "bad_batches.jsonl", "steps", "adapter", "merged")
-    if any((output / name).exists() for name in kept) or checkpoints(output / "checkpoints"):
+    run = RunFolder(output)
+    products = (run.metrics, run.bad_batches, run.steps, *run.weights)
+    if any(path.exists() for path in products) or checkpoints(run.checkpoints):
         return
-    for name in ("routing", "checkpoints"):
-        shutil.rmtree(output / name, ignore_errors=True)
-    for name in (RECIPE_FILE, "environment.json", LOG_FILE):
-        (output / name).unlink(missing_ok=True)
+    for folder in (run.routing, run.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (run.recipe, run.environment, run.log):
+        file.unlink(missing_ok=True)
     if whole and not any(output.iterdir()):
         output.rmdir()
 
@@ -270,7 +267,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     if recipe.model.offload == "experts":
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
-    checkpoint = find_checkpoint(output / "checkpoints") if resume else None
+    checkpoint = find_checkpoint(RunFolder(output).checkpoints) if resume else None
     trainer, callback = build_trainer(
         recipe,
         output,
@@ -297,7 +294,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         tokenizer=inputs.tokenizer,
         data="validation" if held_out else "train",
     )
-    before = output / "routing" / "before.json"
+    before = RunFolder(output).routing_before
     if ranks.any_rank(ranks.rank() == 0 and not before.exists()):
         take(before)  # of all ranks, since experts may be spread over them
     if STAGES[recipe.stage].form != "tokens":
@@ -313,7 +310,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
             callback.close()
     method = callback.specialization
     assert method is not None
-    take(output / "routing" / "after.json", perturbation=method.perturbation)
+    take(RunFolder(output).routing_after, perturbation=method.perturbation)
     save_trained(model, inputs.tokenizer, recipe, output, method.balancer)
 
 
@@ -321,16 +318,16 @@ def merge(recipe: Recipe, output: Path) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
     from moe_finetune.checkpoint import merge_adapter
 
-    adapter = (output / "adapter").exists()
+    run = RunFolder(output)
     # A run that was killed after the merge and before its note merges again: what the note says
     # of the weights cannot be told from the merged checkpoint.
-    if (output / "merged").exists() and not (adapter and "merge" not in _summary(output)):
+    if run.merged.exists() and not (run.adapter.exists() and "merge" not in run.read_summary()):
         return
     base = base_folder(recipe)
     result = merge_adapter(
         base,
-        output / "adapter",
-        output / "merged",
+        run.adapter,
+        run.merged,
         overwrite=True,
         progress=terminal().progress,
         bias=exported_bias(recipe, output),
@@ -343,14 +340,14 @@ def merge(recipe: Recipe, output: Path) -> None:
         result.seconds,
     )
     log.debug("%s", "\n".join([*result.plan.kinds(), *result.plan.notes]))
-    note(output, merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
+    run.note(merge={"expert_delta_norms": result.expert_norms, "seconds": result.seconds})
 
 
 def exported_bias(recipe: Recipe, output: Path) -> dict[int, list[float]] | None:
     """The routing bias that the merged checkpoint gets, by decoder layer."""
     from moe_finetune.checkpoint.adapter import read_bias
 
-    return read_bias(output / "adapter") if recipe.method.export_bias == "write" else None
+    return read_bias(RunFolder(output).adapter) if recipe.method.export_bias == "write" else None
 
 
 def verify(recipe: Recipe, output: Path) -> None:
@@ -358,8 +355,8 @@ def verify(recipe: Recipe, output: Path) -> None:
     from moe_finetune.checkpoint.verify import verify_merge
     from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
-    base, bias = base_folder(recipe), exported_bias(recipe, output)
-    result = verify_merge(base, output / "adapter", output / "merged", bias=bias)
+    run, base, bias = RunFolder(output), base_folder(recipe), exported_bias(recipe, output)
+    result = verify_merge(base, run.adapter, run.merged, bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
         result.mode,
@@ -371,11 +368,11 @@ def verify(recipe: Recipe, output: Path) -> None:
         "max_rel": result.max_rel,
         "tolerance": result.tolerance,
     }
-    quantized = verify_quantized(base, output / "adapter", output / "merged", bias)
+    quantized = verify_quantized(base, run.adapter, run.merged, bias)
     if quantized is not None:
         log.info("verified: %s", quantized.text())
         found |= {"quantized": asdict(quantized)}
-    note(output, verify=found)
+    run.note(verify=found)
 
 
 def evaluate(recipe: Recipe, output: Path, worker: Worker | None = None) -> None:
@@ -391,10 +388,10 @@ def evaluate(recipe: Recipe, output: Path, worker: Worker | None = None) -> None
         return worker.call(run_suite, *args, **kwargs)
 
     call(
-        output / "merged",
+        RunFolder(output).merged,
         section.suite,
         backend=section.backend,
-        output=output / "eval",
+        output=RunFolder(output).evaluation,
         vllm=section.vllm,
         limit=section.limit,
         data_dir=section.data_dir,
@@ -404,53 +401,37 @@ def evaluate(recipe: Recipe, output: Path, worker: Worker | None = None) -> None
 
 def evaluate_steps(recipe: Recipe, output: Path, worker: Worker | None = None) -> None:
     """Evaluate the states that training kept on its way, each once, and delete their weights."""
-    from moe_finetune.evaluation.steps import WEIGHTS, step_folders, step_results
+    from moe_finetune.evaluation.steps import step_results
 
     scored = step_results(output)
-    for step, folder in step_folders(output).items():
-        held = [folder / name for name in WEIGHTS if (folder / name).exists()]
-        if held and step not in scored:
+    for step, state in RunFolder(output).kept_steps().items():
+        if state.trained and step not in scored:
             terminal().say(f"scores after step {step}")
-            merge(recipe, folder)
-            evaluate(recipe, folder, worker)
-        for name in WEIGHTS:
-            shutil.rmtree(folder / name, ignore_errors=True)
+            merge(recipe, state.path)
+            evaluate(recipe, state.path, worker)
+        for folder in state.weights:
+            shutil.rmtree(folder, ignore_errors=True)
     if lost := lost_steps(recipe, output):
         terminal().say(
             f"no scores after step {', '.join(map(str, lost))}: the model could not be kept there "
-            f"(see {output / LOG_FILE}); only a new run can score it",
+            f"(see {RunFolder(output).log}); only a new run can score it",
             "warning",
         )
 
 
 def lost_steps(recipe: Recipe, output: Path) -> list[int]:
     """The steps of ``evaluation.every`` whose model was not kept: on a full disk, for example."""
-    from moe_finetune.evaluation.steps import step_folders
-    from moe_finetune.training.run_log import METRICS_FILE
-
     section = recipe.evaluation
     if section is None or section.every is None:
         return []
-    rows = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    last = json.loads(rows[-1])["step"] if rows else 0
+    rows, kept = read_log(RunFolder(output).metrics), RunFolder(output).kept_steps()
+    last = rows[-1]["step"] if rows else 0
     due = range(section.every, last, section.every)
-    return [step for step in due if step not in step_folders(output)]
+    return [step for step in due if step not in kept]
 
 
 def report(output: Path) -> Path:
     """Draw ``report/index.html`` from what the run's folder holds."""
     from moe_finetune.report import write_report
 
-    return write_report([output], output / "report" / "index.html")
-
-
-def note(output: Path, **values: Any) -> None:
-    """Add ``values`` to the run's ``summary.json``."""
-    summary = {**_summary(output), **values}
-    write_atomic(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
-
-
-def _summary(output: Path) -> dict[str, Any]:
-    path = output / SUMMARY_FILE
-    remedy = "delete the file and repeat the command with --resume"
-    return read_object(path, CheckpointError, remedy) if path.exists() else {}
+    return write_report([output], RunFolder(output).page)

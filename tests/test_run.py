@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.io.rows import read_log, write_jsonl
+from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.run_folder import read_log
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe

@@ -20,7 +20,7 @@ from moe_finetune.data.examples import prepare
 from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.io import output_folder, output_lock, write_atomic
-from moe_finetune.io.rows import read_log
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
@@ -29,7 +29,6 @@ from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree, merge_mappings
 from moe_finetune.training.callback import SpecializationCallback
-from moe_finetune.training.run_log import METRICS_FILE
 from moe_finetune.training.trainer import build_trainer
 
 TOPICS_SEED = 0
@@ -169,7 +168,7 @@ def run_finetune(
     """
     recipe = bench.recipe(method, seed)
     write_atomic(folder / "recipe.yaml", recipe.to_yaml())
-    (folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that was interrupted
+    RunFolder(folder).metrics.unlink(missing_ok=True)  # of a run that was interrupted
     model: Any = load_model(bench.checkpoint, dtype=recipe.model.dtype)
     set_seed(seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
@@ -184,7 +183,7 @@ def run_finetune(
     assert callback.specialization is not None
     return {
         "probes": probe.rows,
-        "log": _log(folder / METRICS_FILE),
+        "log": _log(RunFolder(folder).metrics),
         "scores": bench.tasks.score(model, callback.specialization.perturbation),
     }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_finetune.cli.app import Output, app
-from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
@@ -199,7 +199,8 @@ def merge(
     from moe_finetune.models.loading import local_folder
 
     declare_family_of(source)  # the base lies elsewhere
-    adapter = source / "adapter" if (source / "adapter").is_dir() else source
+    run = RunFolder(source)
+    adapter = run.adapter if run.adapter.is_dir() else source
     folder = local_folder(base) if base is not None else base_of(adapter)
     if push is not None:
         check_push(push)

@@ -13,6 +13,7 @@ import typer
 from moe_finetune.cli.app import Output, app
 from moe_finetune.io import output_lock
 from moe_finetune.io.atomic import refuse_existing
+from moe_finetune.io.run_folder import RunFolder
 
 # What router and gates say without a token (P2 Tables 2 and 3): means over layers, printed.
 SHOWN_VALUES = (
@@ -89,7 +90,7 @@ def analyze(
         backend=backend.value,
         engine=load_tree([], vllm or []).values,
     )
-    means = read_object(output / "summary.json", DataError, "analyze again")["mean"]
+    means = read_object(RunFolder(output).summary, DataError, "analyze again")["mean"]
     for name in SHOWN_VALUES:
         if name in means:
             print(f"{name:<18}{means[name]:.4g}")

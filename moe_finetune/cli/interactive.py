@@ -83,21 +83,16 @@ def watch(
         float, typer.Option("--every", min=0.1, help="Seconds between two looks.")
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
-    page: Annotated[
-        Path | None,
-        typer.Option("--page", metavar="FILE", help="Keep an HTML page up to date instead."),
-    ] = None,
 ) -> None:
     """Show a run while it trains: curves, and the load of each layer's experts.
 
-    Ends with the run. Where standard output is not a terminal it shows the run once. The page of
-    --page opens offline and loads itself again after each look.
+    Ends with the run. Where standard output is not a terminal it shows the run once.
 
-    Example: moe-finetune watch runs/first --page live.html
+    Example: moe-finetune watch runs/first
     """
     from moe_finetune.report.watch import watch as show
 
-    show(run, every, once, page)
+    show(run, every, once)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_finetune.cli.app import Output, RecipeItems, app, split_items, write_json
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 
 
@@ -113,7 +114,7 @@ def train(
     run = run_recipe(recipe, output, resume=resume, ignore_memory=ignore_memory)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"run: {run}")
-        page = run / "report" / "index.html"
+        page = RunFolder(run).page
         end_run({"after": run}, None, next_commands(page, run))
 
 

@@ -18,13 +18,14 @@ from moe_finetune.demo.stage_data import write_stage_data
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.io import one_writer, write_atomic
 from moe_finetune.io.hashes import sha256_json
+from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.worker import Pending, Worker
 from moe_finetune.recipe.schema import Recipe, load_recipe
 from moe_finetune.recipe.shipped import recipes_folder
 from moe_finetune.report import write_report
 from moe_finetune.report.outcome import end_run, next_commands
-from moe_finetune.run import LOG_FILE, run_recipe
+from moe_finetune.run import run_recipe
 from moe_finetune.vllm.engine import environment_alone
 from moe_finetune.vllm.install import VllmStatus, vllm_status
 
@@ -47,12 +48,12 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     output = Path(output)
     parts, code = Parts(output), code_identity()
     wanted = sha256_json([code, backend, steps, fingerprint(PretrainConfig(), 0), recipe_texts()])
-    page = output / "report" / "index.html"
+    page = RunFolder(output).page
     runs = [output / method for method in METHODS]
     if all(run.is_dir() for run in runs) and parts.kept("report", wanted):
         return page
     threads = _threads_each()
-    log = output / LOG_FILE
+    log = RunFolder(output).log
     with Worker(log, {**environment_alone(), **threads}) as worker, Worker(log, threads) as second:
         _make(output, parts, worker, second, backend, steps, code)
     with terminal().phase("report"):
@@ -76,7 +77,7 @@ def _make(
     ``worker`` evaluates, ``second`` trains beside this process.
     """
     status = worker.begin(_vllm_imported) if backend is None else None
-    with terminal().log_to(output / LOG_FILE):
+    with terminal().log_to(RunFolder(output).log):
         with terminal().phase("pretrain"):
             checkpoint = ensure_demo_checkpoint(progress=_bar("step"))
         second.begin(_import_trainer)
@@ -93,9 +94,9 @@ def _make(
             base.result()
         parts.finish("base")
     for method in METHODS:  # with the answers, so that the page compares item by item
-        before, copy = output / "base", output / method / "eval_base"
+        before, copy = output / "base", RunFolder(output / method).base_evaluation
         shutil.copytree(before / "tasks", copy / "tasks", dirs_exist_ok=True)
-        write_atomic(copy / "results.json", (before / "results.json").read_bytes())
+        write_atomic(copy / RESULTS_FILE, (before / RESULTS_FILE).read_bytes())
 
 
 def _fine_tune(
@@ -154,7 +155,7 @@ def _import_trainer() -> None:
 
 
 def _begun(run: Path) -> bool:
-    return (run / "recipe.yaml").exists()
+    return RunFolder(run).recipe.exists()
 
 
 def _threads_each() -> dict[str, str]:

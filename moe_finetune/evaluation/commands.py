@@ -11,7 +11,7 @@ from typing import Any
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.suites import Suite, load_suite, select
 from moe_finetune.io import output_lock
-from moe_finetune.io.run_folder import checkpoint_in, results_in
+from moe_finetune.io.run_folder import RESULTS_FILE, checkpoint_in, results_in
 
 _PARITY_ITEMS = 200
 
@@ -102,7 +102,7 @@ def run(request: Request) -> int:
 def is_results(source: str | Path) -> bool:
     """Whether ``source`` is a folder of results and no checkpoint."""
     folder = Path(source)
-    return (folder / "results.json").is_file() and not (folder / "config.json").is_file()
+    return (folder / RESULTS_FILE).is_file() and not (folder / "config.json").is_file()
 
 
 def _validates(request: Request) -> bool:

@@ -28,6 +28,7 @@ from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.hashes import sha256_json, to_json
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.rows import write_jsonl
+from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.terminal import terminal
 
 
@@ -112,7 +113,7 @@ def evaluate(
     )  # fmt: skip
     settings = active.settings | {"overflow": overflow, "seed": seed}
     _refuse_other_checkpoint(output, active)
-    clear_beside(output / "results.json")
+    clear_beside(output / RESULTS_FILE)
     for folder in ("cache", "tasks"):
         clear_leftovers(output / folder)
     run = _Run(loaded, catalog, active, settings, output, limit, seed, overflow, progress)
@@ -124,7 +125,7 @@ def evaluate(
 
 
 def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
-    path = output / "results.json"
+    path = output / RESULTS_FILE
     if not path.is_file():
         return
     held = read_object(path, OutputExistsError, "choose another output folder", finite=False)
@@ -291,5 +292,5 @@ class _Run:
             ),
             "wall_seconds": time.time() - self.started,
         }
-        write_atomic(self.output / "results.json", to_json(results, 1, sort=False) + "\n")
+        write_atomic(self.output / RESULTS_FILE, to_json(results, 1, sort=False) + "\n")
         return results

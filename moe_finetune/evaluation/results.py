@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.json_file import read_object
+from moe_finetune.io.run_folder import RESULTS_FILE
 
 SCHEMA = 1
 
@@ -73,7 +74,7 @@ def load_results(path: str | Path) -> Results:
     """
     path = Path(path)
     if path.is_dir():
-        path = path / "results.json"
+        path = path / RESULTS_FILE
     if not path.is_file():
         raise EvaluationError(f"no results at {path}; run 'moe-finetune eval' first")
     content = read_object(path, EvaluationError, "evaluate again", finite=False)

@@ -17,6 +17,7 @@ from typing import Any
 from moe_finetune.errors import MoeFinetuneError, RecipeError
 from moe_finetune.io import output_lock
 from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Key, Tree
@@ -42,7 +43,7 @@ def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
     for number, entry in enumerate(listed, 1):
         if not isinstance(entry, dict):
             raise RecipeError(f"{place}: stages.{number - 1}: wanted a mapping, got {entry!r:.60}")
-        recipe = _recipe(tree, number - 1, entry, runs[-1][0] / "merged" if runs else None)
+        recipe = _recipe(tree, number - 1, entry, RunFolder(runs[-1][0]).merged if runs else None)
         if number < len(listed) and not recipe.export.merge:
             raise RecipeError(
                 f"{place}: stages.{number - 1}: export.merge: false leaves the next stage nothing "
@@ -134,19 +135,20 @@ def run_chain(
         OutputExistsError: ``output`` holds something already (without ``resume``).
     """
     from moe_finetune.report import write_report
-    from moe_finetune.run import RECIPE_FILE, run_recipe
+    from moe_finetune.run import run_recipe
     from moe_finetune.training import ranks
 
     output = Path(output)
-    page = output / "report" / "index.html"
+    page = RunFolder(output).page
     ranks.join_group()
     with ranks.first_alone(lambda: output_lock(output)):
-        enter_folder(output, f"{runs[0][0].name}/{RECIPE_FILE}", "a chain of stages", resume)
-        if not (runs[0][0] / "merged").is_dir():
+        first = RunFolder(runs[0][0])
+        enter_folder(output, first.recipe, "a chain of stages", resume)
+        if not first.merged.is_dir():
             check_later(runs, ignore_memory)
         for folder, recipe in runs:
             ranks.barrier()  # every rank looks at the folder before the first one writes there
-            begun = (folder / RECIPE_FILE).exists()
+            begun = RunFolder(folder).recipe.exists()
             ranks.barrier()
             if ranks.rank() == 0:
                 terminal().say(folder.name)

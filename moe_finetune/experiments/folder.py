@@ -21,9 +21,9 @@ from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger
+from moe_finetune.io.run_folder import RunFolder
 
 MANIFEST = "study.json"
-FINISHED = "finished.json"
 SCHEMA = 1
 State = Literal["finished", "started", "failed", "missing"]
 
@@ -66,7 +66,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         OutputExistsError: it holds something else, or this study without ``resume``.
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
-    held = enter_folder(output, MANIFEST, "a study", resume)
+    held = enter_folder(output, output / MANIFEST, "a study", resume)
     for run in runs:
         check_run(run, output)
     if held:
@@ -99,9 +99,9 @@ def check_run(run: Run, output: Path) -> None:
     from moe_finetune.recipe.schema import load_recipe
 
     folder = run_folder(output, run.name)
-    saved = folder / "recipe.yaml"
+    saved = RunFolder(folder).recipe
     if not saved.is_file():
-        if (folder / FINISHED).is_file():
+        if RunFolder(folder).finished.is_file():
             raise StudyError(f"{folder}: is finished and lacks recipe.yaml; delete the folder")
         return
     if load_recipe(saved).hash != run.recipe.hash:
@@ -114,7 +114,7 @@ def check_run(run: Run, output: Path) -> None:
 
 def check_finished(folder: Path) -> None:
     """Raise StudyError where a finished run's files are not those it finished with."""
-    record = folder / FINISHED
+    record = RunFolder(folder).finished
     if not record.is_file():
         return
     content = read_object(record, StudyError, f"delete {folder} to have the run made again")
@@ -135,21 +135,22 @@ def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
         "seconds": round(seconds, 1),
         "files": {str(file.relative_to(folder)): sha256_file(file) for file in _tabulated(folder)},
     }
-    write_atomic(folder / FINISHED, json.dumps(record, indent=1) + "\n")
+    write_atomic(RunFolder(folder).finished, json.dumps(record, indent=1) + "\n")
 
 
 def _tabulated(folder: Path) -> Iterable[Path]:
-    names = ("recipe.yaml", "metrics.jsonl", "routing/after.json", "eval/results.json")
-    yield from (folder / name for name in names if (folder / name).is_file())
-    yield from sorted((folder / "eval").glob("tasks/*/samples.jsonl"))
-    yield from sorted(folder.glob("steps/*/eval/results.json"))
+    run = RunFolder(folder)
+    single = (run.recipe, run.metrics, run.routing_after, run.results)
+    yield from (file for file in single if file.is_file())
+    yield from sorted(run.evaluation.glob("tasks/*/samples.jsonl"))
+    yield from (state.results for state in run.kept_steps().values() if state.results.is_file())
 
 
 def state_of(output: Path, name: str) -> State:
     """Where a run stands, by the files that it has left."""
     folder = run_folder(output, name)
-    if (folder / FINISHED).is_file():
+    if RunFolder(folder).finished.is_file():
         return "finished"
     if failed_file(output, name).is_file():
         return "failed"
-    return "started" if (folder / "recipe.yaml").is_file() else "missing"
+    return "started" if RunFolder(folder).recipe.is_file() else "missing"

@@ -16,6 +16,7 @@ from moe_finetune.experiments.expand import Run
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.io.children import run_child
 from moe_finetune.io.ledger import Attempt, StepFailedError
+from moe_finetune.io.run_folder import RunFolder
 
 Start = Callable[[Run, Path, Attempt], None]
 """(run, the study's folder, the attempt) -> carries it out, or raises why it failed."""
@@ -53,7 +54,7 @@ def inline(run: Run, output: Path, attempt: Attempt) -> None:
     from moe_finetune.run import run_recipe
 
     folder = disk.run_folder(output, run.name)
-    run_recipe(run.recipe, folder, resume=(folder / "recipe.yaml").exists())
+    run_recipe(run.recipe, folder, resume=RunFolder(folder).recipe.exists())
 
 
 def child(command: list[str], run: Run, output: Path, attempt: Attempt) -> None:
@@ -65,7 +66,7 @@ def child(command: list[str], run: Run, output: Path, attempt: Attempt) -> None:
     """
     folder = disk.run_folder(output, run.name)
     arguments = ["train", str(disk.recipe_file(output, run.name)), "--output", str(folder)]
-    if (folder / "recipe.yaml").exists():
+    if RunFolder(folder).recipe.exists():
         arguments.append("--resume")
     why = run_child([*command, *arguments], attempt.log, attempt.lock)
     if why is not None:

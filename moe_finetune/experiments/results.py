@@ -18,7 +18,7 @@ from moe_finetune.evaluation.results import load_results as load_evaluation
 from moe_finetune.evaluation.steps import step_results
 from moe_finetune.experiments import folder as disk
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.rows import read_log
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.metrics import rmse
 
 RMSE = "_rmse"
@@ -60,23 +60,20 @@ class RunResult:
 
     @property
     def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return RunFolder(self.folder).metrics
 
     @property
     def merged(self) -> Path:
-        return self.folder / "merged"
+        return RunFolder(self.folder).merged
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        try:
-            return read_log(self.metrics_file)
-        except (OSError, ValueError) as error:
-            raise StudyError(f"{self.metrics_file}: cannot be read ({error})") from None
+        return read_log(self.metrics_file)
 
     @cached_property
     def evaluation(self) -> Results | None:
         """The run's ``eval/results.json``, or None where the recipe evaluates nothing."""
-        file = self.folder / "eval" / "results.json"
+        file = RunFolder(self.folder).results
         return load_evaluation(file) if file.is_file() else None
 
     @cached_property
@@ -147,7 +144,7 @@ class RunResult:
         for row in reversed(self.rows):
             if metric in row:
                 return float(row[metric])
-        after = self.folder / "routing" / "after.json"
+        after = RunFolder(self.folder).routing_after
         if not after.is_file():
             return None
         found = read_object(after, StudyError, "the run is damaged").get("metrics", {}).get(metric)

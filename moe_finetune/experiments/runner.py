@@ -16,6 +16,7 @@ from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.experiments.results import StudyResults, load_results
 from moe_finetune.io import output_lock, write_atomic
 from moe_finetune.io.ledger import Ledger, Step
+from moe_finetune.io.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from moe_finetune.experiments.table import Table
@@ -100,7 +101,7 @@ def _step(run: Run, output: Path, start: Start) -> Step:
     return Step(
         run.name,
         lambda attempt: start(run, output, attempt),
-        done=(folder / disk.FINISHED).is_file,
+        done=RunFolder(folder).finished.is_file,
         finish=lambda seconds: disk.record_finished(folder, run.recipe.hash, seconds),
     )
 
@@ -122,5 +123,5 @@ def write_tables(results: StudyResults) -> Table | None:
     }
     for suffix, text in content.items():
         write_atomic(results.folder / "tables" / f"study.{suffix}", text)
-    write_page(results, table, results.folder / "report" / "index.html")
+    write_page(results, table, RunFolder(results.folder).page)
     return table

@@ -17,6 +17,7 @@ from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.evaluation.comparison import check_joined
 from moe_finetune.evaluation.score import Score, compare_scores, higher_is_better
 from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.metrics.statistics import (
     PairedTest,
     compare_seeds,
@@ -322,7 +323,7 @@ def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Sco
     scores: dict[int, Score] = {}
     for run in runs:
         if run.seed in seeds and _value(column, run) is not None:
-            scores[run.seed] = Score.parse(run.tasks[column.name], run.folder / "eval")
+            scores[run.seed] = Score.parse(run.tasks[column.name], RunFolder(run.folder).evaluation)
     return [scores[seed] for seed in seeds]
 
 

@@ -23,7 +23,7 @@ def is_taken(folder: Path) -> bool:
     return folder.exists() and (not folder.is_dir() or bool(contents(folder)))
 
 
-def enter_folder(output: Path, mark: str, what: str, resume: bool) -> bool:
+def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
     """Whether ``output`` holds work that was begun before and is gone on with now.
 
     Args:
@@ -35,7 +35,7 @@ def enter_folder(output: Path, mark: str, what: str, resume: bool) -> bool:
     Raises:
         OutputExistsError: it holds something else, or ``what`` without ``resume``.
     """
-    if (output / mark).is_file():
+    if mark.is_file():
         if resume:
             return True
         raise OutputExistsError(

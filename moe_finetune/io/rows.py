@@ -174,17 +174,6 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_log(path: Path) -> list[Any]:
-    """Values of a file of JSON lines that this package wrote; NaN is read, as a log has it.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: not UTF-8, or a line is not JSON.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [parse_json(line, finite=False) for line in lines]
-
-
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(to_json(row) + "\n" for row in rows))

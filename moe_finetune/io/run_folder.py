@@ -1,13 +1,122 @@
-"""What a verb takes from a folder that another verb has left."""
+"""A run's folder: the names of its files, the reader of its logs, and what a verb takes from it."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import CheckpointError, DataError
+from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.environment import PACKAGES
-from moe_finetune.io.json_file import read_object
+from moe_finetune.io.json_file import JsonError, parse_json, read_object
+
+RECIPE_FILE = "recipe.yaml"
+RESULTS_FILE = "results.json"
+
+
+class RunFolder:
+    """The files of a run, by name; none of them need exist.
+
+    Attributes:
+        recipe: the resolved recipe, written first: with it the folder is a run.
+        metrics: what training logged, a row a line.
+        routing_before, routing_after, routing_steps: routing measured on one sample.
+        checkpoints: what an interrupted training resumes from.
+        adapter, merged: the trained weights; training leaves one of them, and a merge the other.
+        weights: both.
+        evaluation, base_evaluation: folders of results, of the run and of the model before it.
+        steps: states that ``evaluation.every`` kept, each a small run folder, see :meth:`step`.
+        log: what the libraries printed.
+        page: the report.
+        finished: a study's note that the run is done.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = path = Path(path)
+        self.recipe = path / RECIPE_FILE
+        self.environment = path / "environment.json"
+        self.summary = path / "summary.json"
+        self.log = path / "run.log"
+        self.metrics = path / "metrics.jsonl"
+        self.bad_batches = path / "bad_batches.jsonl"
+        self.routing = path / "routing"
+        self.routing_before = self.routing / "before.json"
+        self.routing_after = self.routing / "after.json"
+        self.routing_steps = self.routing / "steps.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.adapter = path / "adapter"
+        self.merged = path / "merged"
+        self.weights = (self.adapter, self.merged)
+        self.evaluation = path / "eval"
+        self.results = self.evaluation / RESULTS_FILE
+        self.base_evaluation = path / "eval_base"
+        self.base_results = self.base_evaluation / RESULTS_FILE
+        self.steps = path / "steps"
+        self.page = path / "report" / "index.html"
+        self.finished = path / "finished.json"
+
+    def step(self, number: int) -> RunFolder:
+        """The state that training kept after step ``number``, and its results."""
+        return RunFolder(self.steps / str(number))
+
+    def kept_steps(self) -> dict[int, RunFolder]:
+        """The states that training kept, by step."""
+        numbers = sorted(int(p.name) for p in self.steps.glob("[0-9]*") if p.name.isdecimal())
+        return {number: self.step(number) for number in numbers}
+
+    @property
+    def trained(self) -> bool:
+        """Whether training has ended: it saves its adapter, or its model, last and whole."""
+        return any(path.exists() for path in self.weights)
+
+    def read_summary(self) -> dict[str, Any]:
+        remedy = "delete the file and repeat the command with --resume"
+        return read_object(self.summary, CheckpointError, remedy) if self.summary.exists() else {}
+
+    def note(self, **values: Any) -> None:
+        """Add ``values`` to ``summary.json``."""
+        summary = {**self.read_summary(), **values}
+        write_atomic(self.summary, json.dumps(summary, indent=2) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log that a run appends to, each with its step; none where there is no log.
+
+    NaN is read. The last line may be half, of a run that is writing or was killed: it is dropped.
+
+    Raises:
+        DataError: the file or a row of it is damaged, by line.
+    """
+    if not path.exists():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    *lines, unfinished = text.split("\n")
+    rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if unfinished.endswith("}"):  # whole, of a file without a last line break
+        rows.append(_row(unfinished, f"{path}:{len(lines) + 1}"))
+    return rows
+
+
+def _row(line: str, place: str) -> dict[str, Any]:
+    remedy = "delete the line, or run the training again"
+    try:
+        row = parse_json(line, finite=False)
+    except JsonError as error:
+        raise DataError(f"{place}: {error.problem}; {remedy}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected an object, got {type(row).__name__}; {remedy}")
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
+        raise DataError(f"{place}: 'step' is {step!r}, expected a number; {remedy}")
+    return row
 
 
 def checkpoint_in(source: str | Path) -> str | Path:
@@ -19,9 +128,10 @@ def checkpoint_in(source: str | Path) -> str | Path:
     path = Path(source)
     if (path / "config.json").is_file():
         return source
-    if (path / "merged" / "config.json").is_file():
-        return path / "merged"
-    if (path / "adapter").is_dir() or (path / "adapter_config.json").is_file():
+    run = RunFolder(path)
+    if (run.merged / "config.json").is_file():
+        return run.merged
+    if run.adapter.is_dir() or (path / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{path} holds an adapter and no merged checkpoint; write one with 'moe-finetune merge "
             f"{path} --output DIR' and give that, or give the base with --adapter"
@@ -40,8 +150,9 @@ def checkpoint_name(source: str | Path) -> str:
 def results_in(source: str | Path) -> Path:
     """The folder with ``results.json`` that ``source`` names: a run's ``eval/``, or ``source``."""
     path = Path(source)
-    if not (path / "results.json").is_file() and (path / "eval" / "results.json").is_file():
-        return path / "eval"
+    run = RunFolder(path)
+    if not (path / RESULTS_FILE).is_file() and run.results.is_file():
+        return run.evaluation
     return path
 
 
@@ -50,14 +161,13 @@ def recipe_of_run(path: str | Path) -> Path | None:
 
     Other tools write a file of that name too: a run's ``environment.json`` lists this package.
     """
-    for folder in (Path(path), Path(path).parent):
-        recipe, environment = folder / "recipe.yaml", folder / "environment.json"
-        if not recipe.is_file() or not environment.is_file():
+    for run in (RunFolder(path), RunFolder(Path(path).parent)):
+        if not run.recipe.is_file() or not run.environment.is_file():
             continue
         try:
-            packages = read_object(environment, CheckpointError, "").get("packages")
+            packages = read_object(run.environment, CheckpointError, "").get("packages")
         except CheckpointError:  # also another tool's
             continue
         if isinstance(packages, dict) and PACKAGES[0] in packages:
-            return recipe
+            return run.recipe
     return None

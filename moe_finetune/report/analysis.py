@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_finetune.errors import DataError
 from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
-from moe_finetune.io.run_folder import checkpoint_in
+from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PASSAGE = 150
 PASSAGES = 4
-PAGE = Path("report") / "index.html"
 
 
 def find_trace(path: str | Path) -> Path | None:
@@ -99,7 +98,7 @@ def analyze(
     else:
         with output_folder(output, 0) as folder:
             write_analysis(found, folder, output)
-        return output / PAGE
+        return RunFolder(output).page
     if backend == "vllm" and (adapter is not None or probabilities):
         raise DataError(
             "vLLM tells the selected experts of an ordinary checkpoint: merge an adapter first, "
@@ -128,7 +127,7 @@ def analyze(
         else:
             measures = record(source, trace, sequences, adapter, probabilities, dtype)
         write_analysis(trace, folder, output, measures, tokenizer)
-    return output / PAGE
+    return RunFolder(output).page
 
 
 def read_sequences(
@@ -181,12 +180,12 @@ def write_analysis(
         measured = measures.per_layer()
         summary["per_layer"] |= measured
         summary["mean"] |= {name: mean_known(values) for name, values in measured.items()}
-    write_atomic(folder / "summary.json", json.dumps(summary))
+    write_atomic(RunFolder(folder).summary, json.dumps(summary))
     picture = snapshot(opened, summary, arrays, measures, tokenizer)
-    write_atomic(folder / "routing" / "after.json", json.dumps(picture))
+    write_atomic(RunFolder(folder).routing_after, json.dumps(picture))
     run = replace(read_run(folder, output.resolve().name), path=output)
     title = f"Routing of {opened.info.checkpoint}"
-    write_atomic(folder / PAGE, render_page(Report([run], title)))
+    write_atomic(RunFolder(folder).page, render_page(Report([run], title)))
 
 
 def snapshot(

@@ -70,7 +70,6 @@ class Report:
     runs: list[Run]
     title: str
     missing: list[tuple[str, str]] = field(default_factory=list)
-    state: str | None = None  # of a run that is being watched, under the heading
     _differences: dict[tuple[int, int], Difference] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.rows import read_log
+from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder, read_log
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import finite, terminal
 from moe_finetune.report.context import Report
@@ -44,9 +44,11 @@ def outcome(runs: Mapping[str, Path], base: Path | None = None) -> dict[str, Any
     and after are the first and the last log, and ``step`` is the first one's: 0 is before training.
     """
     scores: dict[str, dict[str, Any]] = {}
-    places = ({"base": base} if base else {}) | {k: run / "eval" for k, run in runs.items()}
+    places = {label: RunFolder(run).evaluation for label, run in runs.items()}
+    if base:
+        places = {"base": base} | places
     for label, folder in places.items():
-        for task, found in _read(folder / "results.json").get("tasks", {}).items():
+        for task, found in _read(folder / RESULTS_FILE).get("tasks", {}).items():
             held = {key: found[key] for key in ("value", "stderr", "n", "metric")}
             scores.setdefault(task, {})[label] = held
     return {"scores": scores, "changes": {label: _changes(run) for label, run in runs.items()}}
@@ -67,15 +69,15 @@ LOGGED = {
 
 def _changes(run: Path) -> dict[str, dict[str, float]]:
     changes: dict[str, dict[str, float]] = {}
+    folder = RunFolder(run)
     before, after = (
-        _read(run / "routing" / f"{when}.json").get("metrics", {}) for when in ("before", "after")
+        _read(path).get("metrics", {}) for path in (folder.routing_before, folder.routing_after)
     )
     for key in CHANGES:
         pair = [found.get(key, {}).get("mean") for found in (before, after)]
         if None not in pair:
             changes[key] = {"before": pair[0], "after": pair[1]}
-    path = run / "metrics.jsonl"
-    rows = list(read_log(path)) if path.is_file() else []
+    rows = read_log(folder.metrics)
     for key in LOGGED:
         logged = [row for row in rows if isinstance(row.get(key), int | float)]
         if logged:
@@ -172,7 +174,7 @@ def next_commands(page: Path | None, run: Path, own: Sequence[str] = ()) -> str:
     if page is not None and page.is_file():
         words = [opener] if opener else ["python", "-m", "webbrowser"]
         lines.append(("look at the page", [*words, str(page)]))
-    if (run / "merged").is_dir():
+    if RunFolder(run).merged.is_dir():
         lines.append(("talk to the model", ["moe-finetune", "chat", str(run)]))
         lines.append(("serve it", ["moe-finetune", "serve", str(run)]))
     if own:

@@ -272,22 +272,6 @@
     links.forEach((_, id) => seen.observe(document.getElementById(id)));
   }
 
-  // A run that is being watched: the page loads itself again, with the same parts unfolded.
-  function setUpReloading() {
-    if (!root.dataset.every) return;
-    const parts = () => [...document.querySelectorAll("details")];
-    const name = (part) => part.querySelector("summary").textContent.replace(/\d+/g, "");
-    const key = "moe-finetune-unfolded";
-    const kept = JSON.parse(sessionStorage.getItem(key));
-    if (kept) parts().forEach((part) => { part.open = kept.includes(name(part)); });
-    const again = () => {
-      if (document.hidden || document.querySelector(".slider button")?.textContent === "Pause") { setTimeout(again, 1000); return; }
-      sessionStorage.setItem(key, JSON.stringify(parts().filter((part) => part.open).map(name)));
-      location.reload();
-    };
-    setTimeout(again, 1000 * Number(root.dataset.every));
-  }
-
   document.addEventListener("DOMContentLoaded", () => {
     setUpTheme();
     setUpMaps();
@@ -296,6 +280,5 @@
     setUpTables();
     setUpCopying();
     setUpMenu();
-    setUpReloading();
   });
 })();

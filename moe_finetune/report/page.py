@@ -50,13 +50,8 @@ def write_report(
     return write_page(page, Path(output))
 
 
-def render_page(
-    report: Report, sections: Sequence[Section] = SECTIONS, every: float | None = None
-) -> str:
-    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too.
-
-    ``every``: seconds after which the page loads itself again.
-    """
+def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
+    """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
     rendered = [(section, section.render(report)) for section in sections]
     shown = [(section, content) for section, content in rendered if content]
     style = Markup(_asset("page.css"))
@@ -87,7 +82,7 @@ def render_page(
         tag("footer", "Made by moe-finetune from the runs' result files."),
         tag("div", id="tip", role="status", aria_live="polite"),
     )
-    document = tag("html", head, body, lang="en", data_every=every)
+    document = tag("html", head, body, lang="en")
     return f"<!doctype html>\n{document}\n"
 
 
@@ -106,8 +101,7 @@ def _header(report: Report) -> Markup:
         "button", "Theme", type="button", id="theme", aria_label="Switch between light and dark"
     )
     eyebrow = tag("p", about or "Mixture-of-Experts fine-tuning", class_="eyebrow")
-    state = tag("p", report.state, class_="note") if report.state else None
-    return tag("header", eyebrow, toggle, tag("h1", breakable(report.title)), state)
+    return tag("header", eyebrow, toggle, tag("h1", breakable(report.title)))
 
 
 def _menu(sections: list[Section]) -> Markup:

@@ -11,21 +11,13 @@ from typing import Any
 from moe_finetune.errors import DataError
 from moe_finetune.evaluation.score import Score
 from moe_finetune.evaluation.steps import step_results
-from moe_finetune.io.json_file import JsonError, parse_json, read_object
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.report.markup import is_number
 from moe_finetune.report.routing import Routing
 
 AXES = ("kind", "step", "epoch")
-MARKS = (
-    "recipe.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "environment.json",
-    "eval/results.json",
-    "routing/before.json",
-    "routing/after.json",
-)
 
 
 @dataclass
@@ -97,8 +89,9 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
             raise DataError(f"{path}: no such folder; give the --output folder of a run")
         inside = [path] if _is_run(path) else sorted(p for p in path.iterdir() if _is_run(p))
         if not inside:
+            files = ", ".join(str(file.relative_to(path)) for file in _marks(path))
             raise DataError(
-                f"{path}: no results of a run here; a run's folder holds some of {', '.join(MARKS)}"
+                f"{path}: no results of a run here; a run's folder contains some of {files}"
             )
         found += inside
     if not found:
@@ -107,7 +100,14 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and any((path / mark).is_file() for mark in MARKS)
+    return path.is_dir() and any(file.is_file() for file in _marks(path))
+
+
+def _marks(path: Path) -> tuple[Path, ...]:
+    """Files of which a run's folder contains at least one."""
+    run = RunFolder(path)
+    files = (run.recipe, run.metrics, run.summary, run.environment)
+    return (*files, run.results, run.routing_before, run.routing_after)
 
 
 def read_runs(paths: Iterable[Path | str], labels: Sequence[str] | None = None) -> list[Run]:
@@ -133,36 +133,28 @@ def _labels(folders: list[Path]) -> list[str]:
     return [f"{index + 1}: {name}" for index, name in enumerate(longer)]
 
 
-def read_run(folder: Path, label: str, writing: bool = False) -> Run:
-    """Read one run's folder; ``writing``: a line that has no end yet is left for later."""
-    curves, last_values = _read_metrics(folder / "metrics.jsonl", writing)
-    results = _read_json(folder / "eval" / "results.json")
-    base = _read_json(folder / "eval_base" / "results.json")
+def read_run(folder: Path, label: str) -> Run:
+    """Read one run's folder."""
+    files = RunFolder(folder)
+    curves, last_values = _read_metrics(files.metrics)
+    results = _read_json(files.results)
+    base = _read_json(files.base_results)
     curves |= _score_curves(folder, results, curves)
     return Run(
         path=folder,
         label=label,
-        recipe=_read_yaml(folder / "recipe.yaml"),
-        environment=_read_json(folder / "environment.json"),
-        summary=_read_json(folder / "summary.json"),
+        recipe=_read_yaml(files.recipe),
+        environment=_read_json(files.environment),
+        summary=_read_json(files.summary),
         curves=curves,
         last_values=last_values,
-        before=_read_routing(folder / "routing" / "before.json"),
-        after=_read_routing(folder / "routing" / "after.json"),
-        routing_steps=_read_steps(folder / "routing" / "steps.jsonl", writing),
-        scores=_scores(results, folder / "eval" / "results.json"),
-        base_scores=_scores(base, folder / "eval_base" / "results.json"),
+        before=_read_routing(files.routing_before),
+        after=_read_routing(files.routing_after),
+        routing_steps=_read_steps(files.routing_steps),
+        scores=_scores(results, files.results),
+        base_scores=_scores(base, files.base_results),
         evaluation={k: v for k, v in results.items() if k != "tasks"},
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -185,39 +177,26 @@ def _read_routing(path: Path) -> Routing | None:
     return Routing.parse(data, path) if data else None
 
 
-def _read_steps(path: Path, writing: bool) -> dict[float, Routing]:
-    if not path.exists():
-        return {}
-    records = [_record(line, where) for line, where in _lines(path, writing)]
-    return {step: Routing.parse(record, path) for record, step in records}
+def _read_steps(path: Path) -> dict[float, Routing]:
+    return {float(row["step"]): Routing.parse(row, path) for row in read_log(path)}
 
 
-def _lines(path: Path, writing: bool) -> list[tuple[str, str]]:
-    text = _read_text(path)
-    if writing:
-        text = text[: text.rfind("\n") + 1]
-    lines = enumerate(text.splitlines(), start=1)
-    return [(line, f"{path}:{number}") for number, line in lines if line.strip()]
-
-
-def _read_metrics(path: Path, writing: bool) -> tuple[dict[str, Curve], dict[str, Any]]:
+def _read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any]]:
     """Read ``metrics.jsonl``: numbers become curves by name, the rest is kept by its last value."""
     points: dict[str, dict[float, float]] = {}
     others: dict[str, Any] = {}
-    if path.exists():
-        for line, where in _lines(path, writing):
-            record, step = _record(line, where)
-            kind = record.get("kind", "train")
-            for key, value in record.items():
-                if key in AXES:
-                    continue
-                name = key if kind in ("train", "eval") else f"{kind}/{key}"
-                if value is None:
-                    value = math.nan
-                if is_number(value):
-                    points.setdefault(name, {})[step] = float(value)
-                else:
-                    others[name] = value
+    for row in read_log(path):
+        step, kind = float(row["step"]), row.get("kind", "train")
+        for key, value in row.items():
+            if key in AXES:
+                continue
+            name = key if kind in ("train", "eval") else f"{kind}/{key}"
+            if value is None:
+                value = math.nan
+            if is_number(value):
+                points.setdefault(name, {})[step] = float(value)
+            else:
+                others[name] = value
     curves = {}
     for name, by_step in points.items():
         steps = sorted(by_step)
@@ -239,20 +218,6 @@ def _score_curves(
             curve.steps.append(float(step))
             curve.values.append(math.nan if found["value"] is None else float(found["value"]))
     return curves
-
-
-def _record(line: str, where: str) -> tuple[dict[str, Any], float]:
-    remedy = "delete the line, or run the training again"
-    try:
-        record = parse_json(line, finite=False)
-    except JsonError as error:
-        raise DataError(f"{where}: {error.problem}; {remedy}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}; {remedy}")
-    step = record.get("step")
-    if not is_number(step) or not math.isfinite(step):
-        raise DataError(f"{where}: 'step' is {step!r}, wanted a number; {remedy}")
-    return record, float(step)
 
 
 def _scores(results: dict[str, Any], path: Path) -> dict[str, Score]:

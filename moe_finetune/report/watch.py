@@ -1,4 +1,4 @@
-"""``moe-finetune watch``: a run while it trains, in the terminal or as a page, from its files.
+"""``moe-finetune watch``: a run while it trains, in the terminal, from its files.
 
 Shape legend: L MoE layers, E routed experts.
 """
@@ -20,21 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_finetune.errors import DataError
-from moe_finetune.io.json_file import JsonError, parse_json, read_object
+from moe_finetune.io.json_file import read_object
+from moe_finetune.io.run_folder import RECIPE_FILE, RunFolder, read_log
 from moe_finetune.io.terminal import curve, duration
 from moe_finetune.io.yaml_file import read_yaml
 from moe_finetune.metrics.shown import name, number, ordered
-from moe_finetune.report.context import Report
-from moe_finetune.report.page import render_page, write_page
-from moe_finetune.report.runs import read_run
-from moe_finetune.report.sections import CURVES, ROUTING, SETTINGS, SPECIALIZATION, STRENGTH
 
 SHADES = " ░▒▓█"
 """Load of an expert, from none to twice an even share or more."""
 COLOURS = ("grey23", "dodger_blue3", "grey70", "orange3", "red3")
 LAYERS_SHOWN = 32
-LIVE = (CURVES, ROUTING, SPECIALIZATION, STRENGTH, SETTINGS)
-"""Sections of the page: what there is before a run has an end to judge."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +55,17 @@ class Picture:
     finished: bool
 
 
-def watch(folder: Path, every: float = 2.0, once: bool = False, page: Path | None = None) -> None:
+def watch(folder: Path, every: float = 2.0, once: bool = False) -> None:
     """Show the run in ``folder`` until it has finished; once where nobody looks at a terminal.
 
     Args:
         folder: a run's, or one that holds runs: then the one that wrote last.
         every: seconds between looks.
         once: show it as it is now, and return.
-        page: write it as this page instead, which loads itself again until the run has finished.
 
     Raises:
         DataError: there is no run, or its files cannot be read.
     """
-    if page is not None:
-        follow(folder, page, every, once)
-        return
     console = Console(highlight=False)
     picture = look(find_run(folder))
     if once or not sys.stdout.isatty():
@@ -87,35 +78,15 @@ def watch(folder: Path, every: float = 2.0, once: bool = False, page: Path | Non
             live.update(draw(picture, console.width), refresh=True)
 
 
-def follow(folder: Path, page: Path, every: float, once: bool) -> None:
-    """Write the run in ``folder`` as the page ``page``, again and again until it has finished."""
-    picture = look(find_run(folder))
-    print(f"page: {write_live(picture, page, None if once else every)}", flush=True)
-    while not (once or picture.finished):
-        time.sleep(every)
-        picture = look(find_run(folder))
-        write_live(picture, page, every)
-
-
-def write_live(picture: Picture, page: Path, every: float | None) -> Path:
-    """Write what a run's folder says at this moment as a page; return its path.
-
-    ``every``: seconds after which the page loads itself again, unless the run has finished.
-    """
-    run = read_run(picture.run, picture.run.resolve().name, writing=True)
-    report = Report([run], run.label, state=state_in_words(picture))
-    return write_page(render_page(report, LIVE, None if picture.finished else every), page)
-
-
 def find_run(folder: Path) -> Path:
     """The run's folder: ``folder``, or the run directly in it that wrote last.
 
     Raises:
         DataError: there is none.
     """
-    if (folder / "recipe.yaml").is_file():
+    if RunFolder(folder).recipe.is_file():
         return folder
-    runs = [path.parent for path in folder.glob("*/recipe.yaml")]
+    runs = [path.parent for path in folder.glob(f"*/{RECIPE_FILE}")]
     if not runs:
         raise DataError(
             f"{folder} holds no run; name the --output of 'moe-finetune train', after it has begun"
@@ -124,19 +95,20 @@ def find_run(folder: Path) -> Path:
 
 
 def _last_written(run: Path) -> float:
-    log = run / "metrics.jsonl"
-    return os.path.getmtime(log if log.is_file() else run / "recipe.yaml")
+    files = RunFolder(run)
+    return os.path.getmtime(files.metrics if files.metrics.is_file() else files.recipe)
 
 
 def look(run: Path) -> Picture:
     """Read what the run has written so far; a line that is being written is left for later."""
-    rows = _rows(run / "metrics.jsonl")
+    files = RunFolder(run)
+    rows = read_log(files.metrics)
     values: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for key, value in row.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 values[key].append(float(value))
-    load_LE, measured = _load(run / "routing")
+    load_LE, measured = _load(files)
     return Picture(
         run=run,
         step=max((int(row["step"]) for row in rows), default=0),
@@ -145,31 +117,20 @@ def look(run: Path) -> Picture:
         values=dict(values),
         load_LE=load_LE,
         measured=measured,
-        finished=(run / "report" / "index.html").is_file() or _trained_elsewhere(run),
+        finished=files.page.is_file() or _trained_elsewhere(files.summary),
     )
 
 
-def _trained_elsewhere(run: Path) -> bool:
+def _trained_elsewhere(summary: Path) -> bool:
     """Whether a trainer that is not ours has ended this run; a report is its user's to ask for."""
-    summary = run / "summary.json"
     return summary.is_file() and bool(
         read_object(summary, DataError, "remove the file").get("trained_elsewhere")
     )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
-    try:
-        return [parse_json(line, finite=False) for line in whole]
-    except JsonError as error:
-        raise DataError(f"{path}: {error.problem}; this is not the log of a run") from None
-
-
 def _steps(run: Path, rows: list[dict[str, Any]]) -> int | None:
     """All steps: the recipe's, or what the share of the epochs that is done comes to."""
-    trainer = (read_yaml(run / "recipe.yaml", DataError) or {}).get("trainer") or {}
+    trainer = (read_yaml(RunFolder(run).recipe, DataError) or {}).get("trainer") or {}
     if trainer.get("max_steps", -1) > 0:
         return int(trainer["max_steps"])
     done = [(row["step"], row["epoch"]) for row in rows if row.get("epoch")]
@@ -179,15 +140,15 @@ def _steps(run: Path, rows: list[dict[str, Any]]) -> int | None:
     return round(step / epoch * trainer.get("num_train_epochs", 3))
 
 
-def _load(folder: Path) -> tuple[np.ndarray | None, str]:
-    """The newest measurement of who routed where."""
-    if (folder / "after.json").is_file():
-        return _relative(read_object(folder / "after.json", DataError, "delete it")), "after"
-    steps = _rows(folder / "steps.jsonl")
+def _load(run: RunFolder) -> tuple[np.ndarray | None, str]:
+    """The newest measurement of the experts' load, and when it was taken."""
+    if run.routing_after.is_file():
+        return _relative(read_object(run.routing_after, DataError, "delete it")), "after"
+    steps = read_log(run.routing_steps)
     if steps:
         return _relative(steps[-1]), f"at step {steps[-1]['step']}"
-    if (folder / "before.json").is_file():
-        return _relative(read_object(folder / "before.json", DataError, "delete it")), "before"
+    if run.routing_before.is_file():
+        return _relative(read_object(run.routing_before, DataError, "delete it")), "before"
     return None, ""
 
 

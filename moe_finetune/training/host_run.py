@@ -23,6 +23,7 @@ from moe_finetune.errors import MoeFinetuneError, ObjectiveError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.layers import backbone_of, causal_lm
 from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method
@@ -31,8 +32,6 @@ from moe_finetune.recipe.sections import DataSection, ModelSection
 from moe_finetune.training import ranks
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.run_log import (
-    RECIPE_FILE,
-    ROUTING_FILE,
     FoundWeights,
     RunLog,
     with_weights,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 log = logging.getLogger(__name__)
-SUMMARY_FILE = "summary.json"
 ARGUMENTS = (
     *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "weight_decay"),
@@ -67,7 +65,8 @@ class HostRun:
 
     def __init__(self, output: Path, method: Method, dropout: float):
         self.output, self.method, self.dropout = output, method, dropout
-        self.routing_file = output / ROUTING_FILE
+        self._run = RunFolder(output)
+        self.routing_file = self._run.routing_steps
         self.metadata: dict[str, Any] = {}
         self._log = RunLog(output)
         self._weights: FoundWeights | None = None
@@ -89,7 +88,7 @@ class HostRun:
             given: what the trainer passes to callbacks when training begins.
             trainer: the trainer itself where it is known: then its evaluation data are measured.
         """
-        resumed = enter_folder(self.output, RECIPE_FILE, "a run", bool(state.global_step))
+        resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
         recipe = self._recipe = self._read_recipe(work.model, args)
         self.metadata = run_metadata(recipe)
         self._tokenizer = given.get("processing_class") or _tokenizer_of(recipe)
@@ -97,7 +96,7 @@ class HostRun:
         arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
         arguments["max_steps"] = state.max_steps
         self._weights = FoundWeights(
-            self.output / RECIPE_FILE,
+            self._run.recipe,
             lambda: work,
             lambda weights: _text(with_weights(recipe, weights), arguments),
         )
@@ -113,11 +112,11 @@ class HostRun:
         ranks.barrier()  # rank 0 writes into the folder that the others look at above
         if ranks.rank() == 0:
             self.output.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.output / RECIPE_FILE, _text(recipe, arguments))
+            write_atomic(self._run.recipe, _text(recipe, arguments))
             environment = json.dumps(describe_environment(), indent=2) + "\n"
-            write_atomic(self.output / "environment.json", environment)
-            self.routing_file.parent.mkdir(exist_ok=True)
-        before = self.output / "routing" / "before.json"
+            write_atomic(self._run.environment, environment)
+            self._run.routing.mkdir(exist_ok=True)
+        before = self._run.routing_before
         if ranks.any_rank(ranks.rank() == 0 and not (resumed and before.exists())):
             self._snapshot(work, before)
         self._log.on_train_begin(args, state, None)
@@ -126,9 +125,9 @@ class HostRun:
         """Remove what :meth:`begin` wrote of a training that cannot begin."""
         if ranks.rank() > 0 or self._log.path.exists():
             return
-        shutil.rmtree(self.output / "routing", ignore_errors=True)
-        for name in (RECIPE_FILE, "environment.json"):
-            (self.output / name).unlink(missing_ok=True)
+        shutil.rmtree(self._run.routing, ignore_errors=True)
+        for path in (self._run.recipe, self._run.environment):
+            path.unlink(missing_ok=True)
         if self._new_folder:
             self.output.rmdir()
 
@@ -148,7 +147,7 @@ class HostRun:
         """
         assert self._recipe is not None
         try:
-            self._snapshot(work, self.output / "routing" / "after.json")
+            self._snapshot(work, self._run.routing_after)
             problem = _unsaved(work.model)
             if problem is None:
                 save_trained(work.model, self._tokenizer, self._recipe, self.output, work.balancer)
@@ -156,8 +155,7 @@ class HostRun:
                 log.warning("WARNING: %s has no adapter/: %s", self.output, problem)
             if ranks.rank() == 0:
                 seconds = round(time.perf_counter() - self._started, 1)
-                summary = {"seconds": seconds, "trained_elsewhere": True}
-                write_atomic(self.output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+                self._run.note(seconds=seconds, trained_elsewhere=True)
         except (MoeFinetuneError, OSError) as error:
             ranks.barrier()  # where the others wait for what rank 0 writes
             log.warning("WARNING: the run in %s is incomplete: %s", self.output, error)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from moe_finetune.errors import DiskSpaceError
-from moe_finetune.evaluation.steps import WEIGHTS, step_folder
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.callback import SpecializationCallback
@@ -45,15 +45,15 @@ class KeepSteps(TrainerCallback):
         step = state.global_step
         if section is None or section.every is None or step % section.every:
             return
-        folder = step_folder(self.output, step)
+        state_folder = RunFolder(self.output).step(step)
         # A resumed run comes past steps that it has kept already; rank 0 alone writes.
-        kept = ranks.rank() == 0 and any((folder / name).exists() for name in WEIGHTS)
+        kept = ranks.rank() == 0 and state_folder.trained
         if step >= state.max_steps or ranks.any_rank(kept):
             return
         assert self.method.specialization is not None
         balancer = self.method.specialization.balancer
         try:
-            save_trained(self.model, self.tokenizer, self.recipe, folder, balancer)
+            save_trained(self.model, self.tokenizer, self.recipe, state_folder.path, balancer)
         except (DiskSpaceError, OSError) as problem:  # of rank 0, for whom the others wait
             ranks.barrier()
             log.warning(

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from moe_finetune.errors import NumericsError
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics.load import collapse_limit
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BAD_BATCHES = "bad_batches.jsonl"
 ROUTED_PER_EXPERT = 20
 """Selections per expert below which a router is not judged: an expert may just have had no turn."""
 
@@ -73,7 +73,7 @@ class NumericsGuard(TrainerCallback):
         callback: SpecializationCallback,
         learns: bool = True,
     ):
-        self.output = output
+        self.run = RunFolder(output)
         self.on_nan = on_nan
         self.callback = callback
         self.learns = learns
@@ -124,7 +124,7 @@ class NumericsGuard(TrainerCallback):
             log.warning(
                 "step %d is left out: its loss or gradient is not finite; see %s",
                 step,
-                self.output / BAD_BATCHES,
+                self.run.bad_batches,
             )
             self.skipped += 1
             # Without a gradient the optimizer passes a parameter over, its moments included.
@@ -157,7 +157,7 @@ class NumericsGuard(TrainerCallback):
 
     def _run_away(self, step: int, norm: float) -> str:
         assert self._first is not None
-        root = self.output / "checkpoints"
+        root = self.run.checkpoints
         good = [p for p in checkpoints(root) if (step_of(p) or 0) <= step - STILL_STEPS]
         return (
             f"step {step}: training has collapsed: for {STILL_STEPS} steps the loss is "
@@ -168,10 +168,10 @@ class NumericsGuard(TrainerCallback):
         )
 
     def _message(self, step: int) -> str:
-        last, _ = newest_checkpoint(self.output / "checkpoints")
+        last, _ = newest_checkpoint(self.run.checkpoints)
         return (
             f"step {step}: the loss or its gradient is not a finite number; the batch and the "
-            f"terms' values are in {self.output / BAD_BATCHES}. Lower trainer.learning_rate or the "
+            f"terms' values are in {self.run.bad_batches}. Lower trainer.learning_rate or the "
             f"weights under method.terms, or leave such steps out (numerics.on_nan: skip); last "
             f"good checkpoint: {last or 'none'}"
         )
@@ -196,7 +196,7 @@ class NumericsGuard(TrainerCallback):
                 for batch in self._batches
             ],
         }
-        with (self.output / BAD_BATCHES).open("a", encoding="utf-8") as stream:
+        with self.run.bad_batches.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
 

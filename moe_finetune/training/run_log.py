@@ -11,13 +11,11 @@ import torch
 from transformers import TrainerCallback
 
 from moe_finetune.io import write_atomic
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.training.specialization import Specialization
 
-METRICS_FILE = "metrics.jsonl"
-ROUTING_FILE = Path("routing") / "steps.jsonl"
-RECIPE_FILE = "recipe.yaml"
 LOGS_OF_A_SHORT_RUN = 10
 
 
@@ -34,7 +32,8 @@ class RunLog(TrainerCallback):
     """
 
     def __init__(self, output: Path):
-        self.path = output / METRICS_FILE
+        self.run = RunFolder(output)
+        self.path = self.run.metrics
         self._tokens: float | None = 0.0
         self._time = 0.0
         self.tokens_per_second: float | None = None
@@ -45,7 +44,7 @@ class RunLog(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
-            for path in (self.path, self.path.parent / ROUTING_FILE):
+            for path in (self.run.metrics, self.run.routing_steps):
                 drop_after(path, state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -77,17 +76,9 @@ class RunLog(TrainerCallback):
 
 def drop_after(path: Path, step: int) -> None:
     """Forget rows of a run's log past ``step``: a resumed run writes them again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break  # the last line of a killed run
-        if row["step"] <= step and row.get("kind") != "end":
-            kept.append(line)
-    write_atomic(path, "".join(line + "\n" for line in kept))
+    if path.exists():
+        rows = [r for r in read_log(path) if r["step"] <= step and r.get("kind") != "end"]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class FoundWeights(TrainerCallback):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.card import public_name, write_card
 from moe_finetune.io import output_folder, sync
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.lora.initial import ordinary_adapter
 from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import moe_layers
@@ -42,7 +43,8 @@ def save_trained(
     from peft import PeftModel
 
     adapted = isinstance(model, PeftModel)
-    target = output / ("adapter" if adapted else "merged")
+    run = RunFolder(output)
+    target = run.adapter if adapted else run.merged
     dtype = getattr(torch, recipe.model.dtype)
     weights = trained_weights(model) if adapted else whole_model(model, dtype)
     if ranks.rank() > 0:

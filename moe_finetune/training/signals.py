@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.io.terminal import terminal
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import newest_checkpoint
@@ -40,7 +41,7 @@ class StopOnSignal(TrainerCallback):
         self.output = output
         self.go_on = go_on or (
             "repeat the command with --resume "
-            f"(moe-finetune train {output / 'recipe.yaml'} --output {output} --resume)"
+            f"(moe-finetune train {RunFolder(output).recipe} --output {output} --resume)"
         )
         self._asked: signal.Signals | None = None
         self._in_steps = False
@@ -77,7 +78,7 @@ class StopOnSignal(TrainerCallback):
 
     def _message(self) -> str:
         name = self._asked.name if self._asked else "a signal on another rank"
-        last, _ = newest_checkpoint(self.output / "checkpoints")
+        last, _ = newest_checkpoint(RunFolder(self.output).checkpoints)
         held = f"last checkpoint: {last}" if last else "no checkpoint was saved"
         return f"interrupted by {name}; {held}. To go on: {self.go_on}"
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback
@@ -24,8 +25,6 @@ from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.rollout import FollowsRollouts
 from moe_finetune.training.run_log import (
-    RECIPE_FILE,
-    ROUTING_FILE,
     FoundWeights,
     RunLog,
     with_weights,
@@ -61,7 +60,7 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
         sizes = (recipe.trainer.get(key) for key in ("num_generations_eval", "num_generations"))
         defaults["per_device_eval_batch_size"] = next(filter(None, sizes), 8)
     ours: dict[str, Any] = {
-        "output_dir": str(output / "checkpoints"),
+        "output_dir": str(RunFolder(output).checkpoints),
         "max_length": recipe.data.max_length,
         "packing": recipe.data.packing,
         "packing_strategy": recipe.data.packing_strategy,
@@ -180,7 +179,7 @@ def build_trainer(
         dropout=recipe.lora.dropout if recipe.lora else 0.0,
         kernel=recipe.model.experts_kernel,
     )
-    callback.routing_file = output / ROUTING_FILE
+    callback.routing_file = RunFolder(output).routing_steps
     stage = STAGES[recipe.stage]
     trainer = trainer_of(stage)(
         model=model,
@@ -202,7 +201,7 @@ def build_trainer(
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
     found = FoundWeights(
-        output / RECIPE_FILE,
+        RunFolder(output).recipe,
         lambda: callback.specialization,
         lambda weights: with_weights(recipe, weights).to_yaml(),
     )

@@ -18,6 +18,7 @@ from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.ledger import Ledger, StepFailedError
 from moe_finetune.io.lock import helpers_only
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.upcycle.categories import remark_on_repetitions
 from moe_finetune.upcycle.clustering import sizes_of
@@ -73,7 +74,7 @@ def run_upcycle(
     if wait:
         log.warning("%s: experts of an earlier command are at work; waiting for them", output)
     with output_lock(output, shared=expert is not None, wait=wait) as lock:
-        if not enter_folder(output, RECIPE_FILE, "an upcycle", resume) and resume:
+        if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
             raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
         if expert is None:
             clear_leftovers(output)
@@ -152,7 +153,7 @@ def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     }
     write_atomic(output / RESULTS_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     write_atomic(output / TABLES_FILE, "\n".join(each.to_markdown() for each in held))
-    page = output / "report" / "index.html"
+    page = RunFolder(output).page
     shown = shown_curves(recipe, read_curves(output))
     write_atomic(page, render(arms, held, clusters["cluster"], shown))
     return page

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.io.rows import read_log
+from moe_finetune.io.run_folder import read_log
 from moe_finetune.report.charts.frame import nth_color
 from moe_finetune.report.charts.intervals import Dot, dot_plot
 from moe_finetune.report.charts.lines import Series, line_chart

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_finetune.io import write_atomic
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import DataSection, LoraSection, ModelSection
@@ -81,7 +82,6 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_tokenizer
     from moe_finetune.training.resumable import find_checkpoint
-    from moe_finetune.training.run_log import METRICS_FILE
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.signals import StopOnSignal
     from moe_finetune.upcycle.dense import load_dense
@@ -99,11 +99,12 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     else:
         model = add_lora(load_model(job.start, dtype), recipe.lora, "full")
     work.mkdir(parents=True, exist_ok=True)
-    for left in ("adapter", "merged"):
-        shutil.rmtree(work / left, ignore_errors=True)
-    begun = (work / "checkpoints").is_dir()
+    run = RunFolder(work)
+    for weights in (run.adapter, run.merged):
+        shutil.rmtree(weights, ignore_errors=True)
+    begun = run.checkpoints.is_dir()
     trainer, close = build(job, recipe, model, tokenizer, work)
-    checkpoint = find_checkpoint(work / "checkpoints") if begun else None
+    checkpoint = find_checkpoint(run.checkpoints) if begun else None
     with StopOnSignal(work, "repeat the command with --resume") as stop:
         trainer.add_callback(stop)
         try:
@@ -113,10 +114,10 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     if job.method is None and job.lora is not None:
         model = model.merge_and_unload()
     saved = save_trained(model, tokenizer, recipe, work)
-    if curve is not None and (work / METRICS_FILE).is_file():
-        write_atomic(curve, (work / METRICS_FILE).read_bytes())
+    if curve is not None and run.metrics.is_file():
+        write_atomic(curve, run.metrics.read_bytes())
     output.parent.mkdir(parents=True, exist_ok=True)
-    if saved.name == "adapter":
+    if saved == run.adapter:
         from moe_finetune.checkpoint import merge_adapter
 
         merge_adapter(job.start, saved, output)

@@ -12,7 +12,7 @@ import pytest
 
 from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.experiments import load_results, load_study, run_study, runner
-from moe_finetune.experiments.folder import FINISHED, run_folder
+from moe_finetune.experiments.folder import run_folder
 
 ARMS = ["none", "aux_loss"]
 
@@ -56,7 +56,7 @@ def copied_runs(finished, monkeypatch) -> list[str]:
         started.append(run.name)
         made = finished / "runs" / run.arm / f"seed_{run.seed if run.seed in (1, 2) else 1}"
         folder = shutil.copytree(made, run_folder(output, run.name), dirs_exist_ok=True)
-        (folder / FINISHED).unlink()
+        (folder / "finished.json").unlink()
 
     monkeypatch.setattr(runner, "starter", lambda *_: start)
     return started
@@ -111,19 +111,19 @@ def test_table_holds_mean_and_spread_of_the_runs_own_results(finished):
 
 def test_finished_runs_are_skipped(study_file, finished, tmp_path):
     output = copy(finished, tmp_path)
-    stamps = {f: f.stat().st_mtime_ns for f in output.glob(f"runs/*/*/{FINISHED}")}
+    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")}
     before = table_rows(output)
     assert len(stamps) == 4
     with pytest.raises(OutputExistsError, match="--resume"):
         run_study(load_study(study_file), output)
     run_study(load_study(study_file), output, resume=True)
-    assert {f: f.stat().st_mtime_ns for f in output.glob(f"runs/*/*/{FINISHED}")} == stamps
+    assert {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")} == stamps
     assert table_rows(output) == before
 
 
 def test_a_seed_that_is_added_is_all_that_runs(study_file, finished, copied_runs, tmp_path):
     output = copy(finished, tmp_path)
-    stamps = {f: f.stat().st_mtime_ns for f in output.glob(f"runs/*/*/{FINISHED}")}
+    stamps = {f: f.stat().st_mtime_ns for f in output.glob("runs/*/*/finished.json")}
     results = run_study(load_study(study_file, ["seeds=[1,2,5]"]), output, resume=True)
     assert len(results.finished) == 6 and copied_runs == ["none/seed_5", "aux_loss/seed_5"]
     assert {f: f.stat().st_mtime_ns for f in stamps} == stamps
@@ -147,7 +147,7 @@ def test_a_damaged_finished_run_is_refused_by_name(study_file, finished, tmp_pat
     elif damage == "missing":
         (run / "metrics.jsonl").unlink()
     else:
-        (run / FINISHED).write_text("{")
+        (run / "finished.json").write_text("{")
     with pytest.raises(StudyError, match=str(run)):
         run_study(load_study(study_file), output, resume=True)
     with pytest.raises(StudyError, match=str(run)):

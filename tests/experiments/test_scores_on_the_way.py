@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from moe_finetune.evaluation.results import load_results
-from moe_finetune.evaluation.steps import step_folders, step_results
+from moe_finetune.evaluation.steps import step_results
 from moe_finetune.experiments import load_results as load_study_results
 from moe_finetune.experiments import load_study, run_study
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.report.numbers import report_numbers
 from moe_finetune.run import lost_steps, plan_run, run_recipe
@@ -68,9 +69,10 @@ def test_what_is_scored_on_the_way_is_what_a_shorter_run_leaves(finished, traine
         end = long.evaluation["tasks"][task]["value"]
         assert long.scores(task)[1] == short.scores(task)[1]
         assert list(long.scores(task)) == [1, 2, 3] and long.scores(task)[3] == end
-    left = {path.name for folder in step_folders(long.folder).values() for path in folder.iterdir()}
+    states = RunFolder(long.folder).kept_steps().values()
+    left = {path.name for state in states for path in state.path.iterdir()}
     assert left <= {"eval", "summary.json"}, "weights go once they are scored"
-    assert step_folders(short.folder) == {}
+    assert RunFolder(short.folder).kept_steps() == {}
 
 
 def test_runs_and_studies_draw_a_curve_for_each_task(finished):
@@ -91,7 +93,7 @@ def test_a_killed_run_scores_each_state_once(ingredients, finished, tmp_path):
     file, run = tmp_path / "recipe.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(base_of(ingredients, seed=1)))
     assert train(file, run, signal_at_step=2).code == -signal.SIGKILL
-    assert list(step_folders(run)) and not step_results(run)
+    assert list(RunFolder(run).kept_steps()) and not step_results(run)
     results = "eval/results.json"
     assert train(file, run, die_at_file=f"steps/2/{results}").code == -signal.SIGKILL
     assert list(step_results(run)) == [1] and not (run / "report").exists()

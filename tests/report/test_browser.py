@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from moe_finetune.report import write_report
-from moe_finetune.report.watch import look, write_live
 from tests.browser import system_browser
 from tests.report.folders import TASKS, write_run
 
@@ -214,36 +213,3 @@ def test_the_page_is_quiet_small_and_alone(shown):
     assert shown.file.stat().st_size < 2_000_000
     unnamed = shown.page.locator("svg[role=img]:not([aria-label])").count()
     assert unnamed == 0
-
-
-def test_the_page_of_a_watched_run_loads_itself_again(shown, tmp_path):
-    run, file = write_run(tmp_path / "run", 3, preset="erc"), tmp_path / "live.html"
-    (run / "routing" / "after.json").unlink()
-    log = run / "metrics.jsonl"
-    whole = log.read_text()
-    log.write_text(whole[: whole.index('"step": 150')])  # within a line
-    write_live(look(run), file, 0.4)
-    page = shown.page.context.browser.new_page(viewport={"width": 700, "height": 900})
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
-    assert page.locator("header .note").inner_text().startswith("step 145")
-    parts = page.locator("details")
-    parts.last.locator("summary").click()
-    log.write_text(whole)
-    write_live(look(run), file, 600)  # and stays while it is looked at
-    page.locator("header .note", has_text="step 300").wait_for(timeout=10_000)
-    opened = parts.evaluate_all("all => all.map((part) => part.open)")
-    assert len(opened) > 1 and opened == [*[False] * (len(opened) - 1), True]
-    assert page.locator("#routing svg[data-cells]").count() and page.evaluate(OVERLAPS) == []
-    (run / "report").mkdir()
-    (run / "report" / "index.html").write_text("")
-    write_live(look(run), file, 0.4)
-    page.reload()
-    assert "finished" in page.locator("header .note").inner_text()
-    assert page.locator("html[data-every]").count() == 0
-    assert said == [] and {url for url in asked if not url.startswith("data:")} == {file.as_uri()}
-    page.close()

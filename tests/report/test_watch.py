@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moe_finetune import cli
 from moe_finetune.errors import DataError
-from moe_finetune.report.watch import SHADES, draw, find_run, heat_map, look, write_live
+from moe_finetune.report.watch import SHADES, draw, find_run, heat_map, look
 
 
 @pytest.fixture
@@ -79,26 +79,6 @@ def test_a_folder_of_runs_is_the_run_that_wrote_last(run):
     assert find_run(run.parent) == run
     with pytest.raises(DataError, match="holds no run"):
         find_run(run.parent.parent)
-
-
-def test_the_verb_writes_a_page_instead(run, tmp_path, capsys):
-    file = tmp_path / "live.html"
-    measured = {"layers": [1, 2], "num_experts": 6, "top_k": 3,
-                "load": [[0, 10, 20, 10, 10, 10], [30, 6, 6, 6, 6, 6]]}  # fmt: skip
-    (run / "routing" / "before.json").write_text(json.dumps(measured))
-    assert cli.main(["watch", str(run), "--page", str(file), "--once"]) == 0
-    assert capsys.readouterr().out == f"page: {file}\n"
-    text = file.read_text()
-    assert "step 5/8" in text and "2.375" in text and "data-every" not in text
-    write_live(look(run), file, 3.0)
-    assert 'data-every="3.0"' in file.read_text()
-    (run / "report").mkdir()
-    (run / "report" / "index.html").write_text("")
-    assert cli.main(["watch", str(run), "--page", str(file)]) == 0, "ends with the run"
-    assert "finished" in file.read_text() and "data-every" not in file.read_text()
-    (tmp_path / "mine.html").write_text("mine")
-    assert cli.main(["watch", str(run), "--page", str(tmp_path / "mine.html")]) == 2
-    assert (tmp_path / "mine.html").read_text() == "mine"
 
 
 def test_the_verb_shows_it_once_without_a_terminal(run, capsys):
