@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.adapter_config import check_adapter_config
 from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata
 from moe_finetune.errors import AdapterError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
@@ -136,13 +135,38 @@ def _read_config(file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise AdapterError(f"{file}: peft_type is {kind}; only LORA adapters can be merged")
-    check_adapter_config(config, file)
     for key in _REFUSED:
         if config.get(key):
             raise AdapterError(
                 f"{file}: '{key}' is set; such an adapter cannot be merged here, merge it with PEFT"
             )
+    start = config.get("init_lora_weights", True)
+    if start not in (True, False, None, "gaussian", "orthogonal"):
+        raise AdapterError(
+            f"{file}: init_lora_weights is {start!r:.60}, which changes the base's weights too; "
+            "convert the adapter to an ordinary one with PEFT"
+        )
+    ranks = {"r": config.get("r")} | _patterns(config, "rank_pattern", file)
+    alphas = {"lora_alpha": config.get("lora_alpha")} | _patterns(config, "alpha_pattern", file)
+    for key, rank in ranks.items():
+        if type(rank) is not int or rank < 1:
+            raise AdapterError(f"{file}: '{key}' must be a positive whole number, not {rank!r:.60}")
+    for key, alpha in alphas.items():
+        if not isinstance(alpha, int | float) or alpha is True or not 0 < alpha < math.inf:
+            raise AdapterError(f"{file}: '{key}' must be a positive number, not {alpha!r:.60}")
     return config
+
+
+def _patterns(config: dict[str, Any], key: str, file: Path) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+        return dict(patterns)
+    except (re.error, TypeError, ValueError) as error:
+        raise AdapterError(
+            f"{file}: {key} must map regular expressions to numbers ({error})"
+        ) from None
 
 
 def _by_pattern(patterns: dict[str, Any] | None, key: str, default: Any) -> Any:

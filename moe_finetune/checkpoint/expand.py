@@ -96,7 +96,8 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
 def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
     """Whether PEFT reads the adapter as it was meant."""
     return adapter.metadata.experts is None and not any(
-        update.grouped or update.outputs_first or OLD_EXPERT.search(update.a) for update in updates
+        update.grouped or update.outputs_first or OLD_EXPERT.fullmatch(update.a)
+        for update in updates
     )
 
 
@@ -123,7 +124,7 @@ def _stacks(
                         used |= {update.a, update.b}
                         left_Or, right_rI = factors.matrices(update)
                         where = expert if update.expert is None else update.expert
-                        first = rows if OLD_EXPERT.search(update.a) else 0
+                        first = rows if OLD_EXPERT.fullmatch(update.a) else 0
                         pairs.setdefault(where, {})[update.a, update.slot] = (
                             first, left_Or * update.scale, right_rI,
                         )  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint, layer_number
 from moe_finetune.checkpoint.untrained import untrained
-from moe_finetune.errors import CheckpointError, did_you_mean
+from moe_finetune.errors import CheckpointError, UnsupportedModelError, did_you_mean
+from moe_finetune.io.config_file import UNQUANTIZED
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.models import Family
 from moe_finetune.models.structure import (
@@ -104,6 +105,26 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1])
 
 
+def check_unpacked(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse a quantized checkpoint whose config does not say so, by the names of its tensors.
+
+    Raises:
+        UnsupportedModelError: names the format.
+    """
+    for name in tensors:
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            method = "GPTQ" if f"{stem}.g_idx" in tensors else "AWQ or GPTQ"
+        elif leaf == "scales" and f"{stem}.biases" in tensors:
+            method = "MLX"
+        else:
+            continue
+        raise UnsupportedModelError(
+            f"{folder}: '{name}' is part of a tensor quantized with {method}, which cannot be "
+            f"read; {UNQUANTIZED} (for merge: --base FOLDER)"
+        )
+
+
 def check_tensors(
     folder: Path, tensors: Mapping[str, TensorInfo], config: Any, family: Family | None
 ) -> dict[str, str]:
@@ -147,8 +168,9 @@ def check_tensors(
         if info.dtype not in (INTEGERS if name in integers else FLOATS):
             wanted = "whole numbers" if name in integers else "a float"
             raise CheckpointError(
-                f"{info.file}: '{name}' is stored as {info.dtype}, not as {wanted}; the checkpoint "
-                "is quantised or damaged, use the unquantised one"
+                f"{info.file}: '{name}' is stored as {info.dtype}, not as {wanted}, and "
+                "config.json names no quantization; restore the checkpoint's own "
+                "config.json, or use an unquantized checkpoint"
             )
         if info.shape != shape:
             raise CheckpointError(

@@ -13,7 +13,14 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from moe_finetune.checkpoint.adapter import CONFIG, PREFIX, Adapter, check_finite, open_adapter
+from moe_finetune.checkpoint.adapter import (
+    CONFIG,
+    PREFIX,
+    Adapter,
+    check_finite,
+    open_adapter,
+    read_bias,
+)
 from moe_finetune.checkpoint.adapter_metadata import METADATA
 from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.contents import Checkpoint
@@ -27,7 +34,8 @@ from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
-OLD_EXPERT = re.compile(r"\.layers\.\d+\..*\.experts\.\d+\.")
+OLD_EXPERT = re.compile(r"(.*\.layers\.)(\d+)(\..*\.experts\.)(\d+)(\..*)")
+"""Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
@@ -38,23 +46,29 @@ _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
 
 
 def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
-    """Open an adapter over ``base``; it has every tensor of its config and no other.
+    """Open an adapter that is used without a merge over ``base``, and check all that a merge does.
 
     Raises:
-        AdapterError: names the tensor that is missing, too many, of another shape or dtype, or not
-            finite; or the adapter was trained on another base, or its bias does not fit.
+        AdapterError: see :func:`check_belongs` and :func:`moe_finetune.checkpoint.resolve.resolve`.
         CheckpointError: a bias of a layer without experts, or of another length.
     """
-    from moe_finetune.checkpoint.adapter import read_bias
-
     adapter = open_adapter(path)
     resolve(adapter, base)
-    _check_names(adapter, base)
-    _check_tables(adapter, base)
     plan_bias(base, read_bias(adapter.folder), "drop")
+    check_belongs(adapter, base)
+    return adapter
+
+
+def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
+    """Whether ``adapter``, whose tensors fit ``base``, is complete, finite, and of this base.
+
+    Raises:
+        AdapterError: names the tensor that is missing or not finite, or both bases' fingerprints.
+    """
+    _check_complete(adapter, base)
+    _check_tables(adapter, base)
     _check_base(adapter, base)
     check_finite(adapter)
-    return adapter
 
 
 def _check_base(adapter: Adapter, base: Checkpoint) -> None:
@@ -105,16 +119,26 @@ def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
             )
 
 
-def _check_names(adapter: Adapter, base: Checkpoint) -> None:
-    """Compare the keys with those that PEFT would save for this config and model."""
-    held = set(adapter.tensors) | set(adapter.tables)
-    if any(OLD_EXPERT.search(key) for key in held):
-        wanted = _old_keys(adapter, base)
-    else:
-        wanted = _new_keys(adapter, base)
-    extra = sorted(key for key in held - wanted if not key.endswith(_OPTIONAL))
-    for key in sorted(wanted - held):
-        if not key.endswith(_OPTIONAL):
+def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
+    """Compare with the keys that PEFT would save for this config and model: loaders would leave a
+    missing one out without an error.
+    """
+    if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
+        _check_each_expert(adapter, base)
+        return
+    family, selection = base.family, adapter.metadata.experts
+    changed = (base.folder / "config.json").stat().st_mtime_ns
+    try:
+        expected = _peft_keys(base.folder, changed, json.dumps(adapter.config, sort_keys=True))
+    except AdapterError as problem:
+        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
+    stored = adapter.tensors.keys() | adapter.tables.keys()
+    extra = sorted(key for key in stored - set(expected) if not key.endswith(_OPTIONAL))
+    stack = f".{family.experts_path}."
+    for key in sorted(set(expected) - stored):
+        layer = key.partition(stack)[0].rpartition(".")[2]
+        unselected = selection is not None and stack in key and int(layer) not in selection
+        if not unselected and not key.endswith(_OPTIONAL):
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' is missing, which {CONFIG} calls for"
                 f"{did_you_mean(key, extra) if extra else '; copy the adapter again'}"
@@ -122,59 +146,21 @@ def _check_names(adapter: Adapter, base: Checkpoint) -> None:
     if extra:
         raise AdapterError(
             f"{adapter.folder}: adapter tensor '{extra[0]}' is not one of those that {CONFIG} "
-            f"calls for ({len(extra)} such tensors); take the config that belongs to this file"
+            f"calls for ({len(extra)} such tensors); use the config that belongs to this file"
         )
 
 
-def _new_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
-    """All keys that PEFT would save now."""
-    family, chosen = base.family, adapter.metadata.experts
-    config = json.dumps(adapter.config, sort_keys=True)
-    changed = (base.folder / "config.json").stat().st_mtime_ns
-    try:
-        keys = set(_peft_keys(base.folder, changed, config))
-    except AdapterError as problem:
-        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
-    if chosen is None:
-        return keys
-    stack = f".{family.experts_path}."
-    return {
-        key
-        for key in keys
-        if stack not in key or int(key.partition(stack)[0].rpartition(".")[2]) in chosen
-    }
-
-
-def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
-    """All keys of an adapter from before experts were fused, when modules were as in the files.
-
-    PEFT wrapped each expert's own matrices then.
-    """
-    config, stack = adapter.config, f"{base.family.disk.stack}"
-    layers = config.get("layers_to_transform")
-    chosen = [layers] if isinstance(layers, int) else layers
-    factors = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-    keys: set[str] = set()
-    for name, info in base.tensors.items():
-        module = name.rpartition(".")[0]
-        layer = module.removeprefix(stack).partition(".")[0]
-        inside = chosen is None or (layer.isdigit() and int(layer) in chosen)
-        if _matches(config.get("modules_to_save"), module):
-            keys.add(name)
-        linear = name.endswith(".weight") and len(info.shape) == 2
-        targeted = _matches(config.get("target_modules"), module)
-        if linear and inside and targeted and not _matches(config.get("exclude_modules"), module):
-            keys |= {f"{module}.{f}" for f in factors[: 3 if config.get("use_dora") else 2]}
-    return keys
-
-
-def _matches(targets: list[str] | str | None, module: str) -> bool:
-    """PEFT's rule for ``target_modules`` and its like: the ends of names, or an expression."""
-    if targets == "all-linear":
-        return not module.endswith(("lm_head", "embed_tokens"))
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in targets or ())
+def _check_each_expert(adapter: Adapter, base: Checkpoint) -> None:
+    """Every expert of a layer has the matrices that another of its experts has."""
+    matches = [match for key in adapter.tensors if (match := OLD_EXPERT.fullmatch(key))]
+    for head, layer, block, leaf in sorted({match.group(1, 2, 3, 5) for match in matches}):
+        for expert in range(base.experts.get(int(layer), 0)):
+            key = f"{head}{layer}{block}{expert}{leaf}"
+            if key not in adapter.tensors:
+                raise AdapterError(
+                    f"{adapter.folder}: adapter tensor '{key}' is missing, which other experts of "
+                    "the layer have; copy the adapter again"
+                )
 
 
 @lru_cache(maxsize=4)

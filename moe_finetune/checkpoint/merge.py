@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moe_finetune.checkpoint.adapter import Adapter
+from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.adapter_metadata import read_metadata
 from moe_finetune.checkpoint.bias import BiasExport
 from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
@@ -90,15 +90,17 @@ def merge_adapter(
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
         NumericsError: a value does not fit into ``dtype``, or is not finite after the merge.
     """
-    from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.gate import check_belongs
 
     started = time.perf_counter()
     output = Path(output)
     check_output(output, overwrite)
     opened = open_checkpoint(base, stored=format == "base")
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
-    adapters = [(check_adapter(path, opened), float(weight)) for path, weight in pairs]
+    adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
     plan = plan_merge(opened, adapters, dtype, bias, bias_export)
+    for opened_adapter, _ in adapters:
+        check_belongs(opened_adapter, opened)
     plan.small_files[CARD_FILE] = _card(opened, adapters).encode()
     norms: dict[str, float] = {}
     requantized = None

@@ -34,7 +34,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
             it does not fit its config; the message names the file or tensor.
         UnsupportedModelError: no family has its ``model_type`` with these options.
     """
-    from moe_finetune.checkpoint.fit import as_stored, check_fit
+    from moe_finetune.checkpoint.fit import as_stored, check_fit, check_unpacked
     from moe_finetune.checkpoint.naming import named_as_in
     from moe_finetune.models.loading import parse_config
 
@@ -50,7 +50,9 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     files = read_headers(folder)
     in_files = tensors_of(files)
     quantized = None
-    if form is not None:
+    if form is None:
+        check_unpacked(folder, in_files)
+    else:
         from moe_finetune.checkpoint.stored import QuantizedTensors
 
         quantized = QuantizedTensors(in_files, form)
@@ -75,12 +77,13 @@ def check_folder(folder: Path, config: Any) -> None:
     Raises:
         CheckpointError, UnsupportedModelError: see :func:`open_checkpoint`.
     """
-    from moe_finetune.checkpoint.fit import check_tensors
+    from moe_finetune.checkpoint.fit import check_tensors, check_unpacked
 
     if find_family(config.model_type, part_of(config)) is not None:
         open_checkpoint(folder, values=True)
         return
     tensors = tensors_of(read_headers(folder))
+    check_unpacked(folder, tensors)
     check_tensors(folder, tensors, config, None)
     _check_values(tensors)
 

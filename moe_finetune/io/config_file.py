@@ -14,6 +14,13 @@ from moe_finetune.errors import CheckpointError, MoeFinetuneError, UnsupportedMo
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 QUANTIZATION = "quantization_config"
+READABLE = ("fp8", "compressed-tensors", "mxfp4")
+"""Methods of a ``quantization_config`` that can be read, in some of their variants."""
+UNQUANTIZED = (
+    "use an unquantized checkpoint of the model, or one stored as fp8, compressed-tensors "
+    "(4-bit pack-quantized) or mxfp4"
+)
+_METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
 # Kernels that torch has; what else a config can name is fetched from the hub.
 _KERNELS = ("eager", "sdpa", "grouped_mm", "batched_mm")
 _INSTALLED = (*_KERNELS, "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -66,14 +73,41 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
             raise CheckpointError(
                 f"{place}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
             )
-    if config.get(QUANTIZATION) is not None and not quantized:
+    _check_quantization(config, place, quantized)
+    for key, name in _kernels(config):
+        check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)
+
+
+def _check_quantization(config: Mapping[str, Any], place: object, quantized: bool) -> None:
+    section, key = config.get(QUANTIZATION), QUANTIZATION
+    if section is None and _is_mlx(config.get("quantization")):
+        section, key = config["quantization"], "quantization"  # of older versions of MLX
+    if section is None:
+        return
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method not in READABLE:
         raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: the checkpoint is stored quantized, which only train, chat, "
+            f"{place}: {key}: the checkpoint is quantized with {quantization_name(section)}, which "
+            f"cannot be read; {UNQUANTIZED} (for merge: --base FOLDER)"
+        )
+    if not quantized:
+        raise UnsupportedModelError(
+            f"{place}: {key}: the checkpoint is stored as {method}, which only train, chat, "
             "inspect and merge --format base read; use the unquantized checkpoint of this model "
             "(for merge: --base FOLDER)"
         )
-    for key, name in _kernels(config):
-        check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)
+
+
+def quantization_name(section: Any) -> str:
+    """What the format of a ``quantization_config`` is called."""
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method:
+        return _METHODS.get(str(method), f"{method!r:.60}")
+    return "MLX" if _is_mlx(section) else "an unnamed method"
+
+
+def _is_mlx(section: Any) -> bool:
+    return isinstance(section, dict) and {"group_size", "bits"} <= section.keys()
 
 
 def _finite(value: Any) -> bool:

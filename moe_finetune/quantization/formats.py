@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.io.config_file import QUANTIZATION
+from moe_finetune.io.config_file import QUANTIZATION, UNQUANTIZED, quantization_name
 from moe_finetune.io.safetensors_header import FLOATS, INTEGERS, TensorInfo
 from moe_finetune.quantization.requantize import FP4, pack_fp8, pack_int4, pack_mxfp4
 
@@ -30,10 +30,6 @@ _MXFP4_BYTES = 16
 """Bytes of a block: 32 values, two in a byte."""
 _INT4_PER_INT32 = 8
 
-_REMEDY = (
-    "use an unquantized checkpoint of the model, or one stored as fp8, compressed-tensors "
-    "(4-bit pack-quantized) or mxfp4"
-)
 _ZERO_SCALE = "has a scale of 0 over values that are not 0"
 _RESTORE = "restore the checkpoint's own files and config.json"
 
@@ -112,8 +108,8 @@ def format_of(config: Mapping[str, Any], place: object) -> Format | None:
     if method == "compressed-tensors":
         return _packed_format(section, place)
     raise UnsupportedModelError(
-        f"{place}: {QUANTIZATION}: the checkpoint is quantized with "
-        f"{f'{method!r:.60}' if method else 'an unnamed method'}, which cannot be read; {_REMEDY}"
+        f"{place}: {QUANTIZATION}: the checkpoint is quantized with {quantization_name(section)}, "
+        f"which cannot be read; {UNQUANTIZED}"
     )
 
 
@@ -123,7 +119,7 @@ def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
     if not sizes or not all(type(size) is int and size > 0 for size in block):  # type: ignore[union-attr]
         raise UnsupportedModelError(
             f"{place}: {QUANTIZATION}: fp8 with weight_block_size {block!r:.60}; only scales of "
-            f"blocks, such as [128, 128], can be read; {_REMEDY}"
+            f"blocks, such as [128, 128], can be read; {UNQUANTIZED}"
         )
     rows, columns = block  # type: ignore[misc]
 
@@ -201,7 +197,7 @@ def _group_size(section: Mapping[str, Any], place: object) -> int | None:
     def refuse(problem: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{place}: {QUANTIZATION}: compressed-tensors with {problem}; only symmetric 4-bit "
-            f"integers in 'pack-quantized' can be read; {_REMEDY}"
+            f"integers in 'pack-quantized' can be read; {UNQUANTIZED}"
         )
 
     if section.get("format") != "pack-quantized":

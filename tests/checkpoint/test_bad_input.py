@@ -199,7 +199,56 @@ def test_quantised_base(base, adapter, tmp_path):
     tensors = load_file(file)
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, file)
-    refuse(base, adapter, tmp_path, CheckpointError, name, "F8_E4M3", "quantised")
+    refuse(base, adapter, tmp_path, CheckpointError, name, "F8_E4M3", "names no quantization")
+
+
+@pytest.mark.parametrize(
+    ("key", "section", "method"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ"),
+        ("quantization_config", {"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
+        ("quantization_config", {"group_size": 64, "bits": 4, "mode": "affine"}, "MLX"),
+        ("quantization", {"group_size": 64, "bits": 4}, "MLX"),
+    ],
+)
+def test_a_format_that_cannot_be_read_is_named(base, adapter, tmp_path, key, section, method):
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {key: section}))
+    parts = (f"quantized with {method}", "unquantized", "--base FOLDER")
+    refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
+
+
+def test_a_format_that_can_be_read_is_named(base, adapter, tmp_path):
+    config = json.loads((base / "config.json").read_text())
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    parts = ("stored as fp8", "merge --format base")
+    refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "method"),
+    [
+        (("qweight", "qzeros", "scales", "g_idx"), "GPTQ"),
+        (("qweight", "qzeros", "scales"), "AWQ or GPTQ"),
+        (("weight", "scales", "biases"), "MLX"),
+    ],
+)
+def test_a_format_that_only_tensors_show_is_named(base, adapter, tmp_path, leaves, method):
+    """As AutoGPTQ saved it, whose settings are in a file of their own."""
+    for file in base.glob("*.safetensors"):
+        packed = {}
+        for name, tensor in load_file(file).items():
+            if ".experts." not in name:
+                packed[name] = tensor
+                continue
+            stem = name.removesuffix(".weight")
+            packed |= {f"{stem}.{leaf}": torch.ones(3, 5, dtype=torch.int32) for leaf in leaves}
+        save_file(packed, file)
+    (base / INDEX).unlink()
+    parts = (f"quantized with {method},", "unquantized", "--base FOLDER")
+    refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
 
 
 # Adapters

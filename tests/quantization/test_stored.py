@@ -59,7 +59,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantized with 'gptq', which cannot be read"),
+        ({"quant_method": "gptq", "bits": 4}, "quantized with GPTQ, which cannot be read"),
         ({"quant_method": "fp8"}, "only scales of blocks"),
         (
             {"quant_method": "compressed-tensors", "format": "naive-quantized"},
