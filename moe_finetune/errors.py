@@ -40,6 +40,10 @@ class CaptureError(MoeFinetuneError, RuntimeError):
     """The model's MoE blocks cannot be made to hand over what they compute."""
 
 
+class ForeignKernelError(CaptureError):
+    """Another package's kernel runs the MoE layers, where the losses would not be computed."""
+
+
 class QuantizationError(MoeFinetuneError, RuntimeError):
     """Something that cannot be done with a model whose weights are quantised."""
 

@@ -29,6 +29,7 @@ from moe_finetune.losses.inject import Apart
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, Given
+from moe_finetune.moe.foreign_kernels import check_kernels
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.layers import (
     MoeLayer,
@@ -136,6 +137,7 @@ class Recorder:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_function)
         for layer in self.layers:
             check_block(layer.block, layer.index)
+            check_kernels(layer.block, layer.experts, layer.index)
             check_experts(layer)
             if "_moe_finetune" in layer.experts.__dict__:
                 raise CaptureError("this model is being recorded already; restore it first")

@@ -178,20 +178,27 @@ def environment_of(host):
     return folder
 
 
-def train(host, base, data, folder, section):
-    packages = environment_of(host)
-    folder.mkdir()
-    command, variables, adapter = HOSTS[host](base, data, folder, section)
-    variables |= {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
-    variables |= {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.driver", str(folder / "noted"), *command],
-        env=os.environ | variables,
+def python(packages, arguments, folder, variables=()):
+    """Python with a host's packages over the environment's, without network and GPU."""
+    environment = os.environ | dict(variables)
+    environment |= {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
+    environment |= {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=400,
     )
+
+
+def train(host, base, data, folder, section):
+    packages = environment_of(host)
+    folder.mkdir()
+    command, variables, adapter = HOSTS[host](base, data, folder, section)
+    command = ["-m", "tests.integrations.driver", str(folder / "noted"), *command]
+    done = python(packages, command, folder, variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     noted = folder / "noted"
     return Trained(
@@ -235,3 +242,34 @@ def test_a_host_trains_with_the_method(host, base, data, tmp_path, capsys):
     assert cli.main(["report", str(terms.run), "--output", str(page)]) == 0
     with capsys.disabled():
         print(f"\n{host}: none differs by {away:.1e}, gradient by {largest:.1e}, merged")
+
+
+KERNELS = {
+    "liger_kernel.transformers.swiglu.LigerExperts": """
+from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
+apply_liger_kernel_to_qwen3_moe(
+    rope=False, rms_norm=False, fused_linear_cross_entropy=False, swiglu=True, model=model)
+""",
+    "axolotl.integrations.kernels.libs.scattermoe_lora.experts": """
+from axolotl.integrations.kernels.libs.scattermoe_lora.experts import register_scattermoe_experts
+register_scattermoe_experts()
+model.set_experts_implementation("scattermoe")
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_of_the_host_is_refused(kernel):
+    """Liger's and axolotl's own calls that put their kernels on a model; neither needs a GPU."""
+    script = f"""
+from moe_finetune import Specialization
+from tests import tiny
+model = tiny.model("qwen3_moe").train()
+{KERNELS[kernel]}
+Specialization(model, "aux_loss").install()
+"""
+    done = python(environment_of("axolotl"), ["-c", script], ROOT)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("moe_finetune.errors.ForeignKernelError: layer 0: " + kernel)

@@ -1,0 +1,77 @@
+"""Kernels of other packages that run a MoE layer in place of transformers' own code.
+
+The recorder reads a layer through transformers' experts function and the block's own forward. A
+package that replaces either would compute the layer without the losses, or lose its kernel without
+a word, so such a layer is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_finetune.errors import ForeignKernelError
+
+_WITHOUT_UNSLOTH = (
+    "load the model with transformers and PEFT, in a process that does not import unsloth"
+)
+_REMEDIES = {
+    "axolotl": "set use_scattermoe, use_sonicmoe and expert_parallel_size off, and "
+    "experts_implementation: eager",
+    "densemixer": "set dense_mixer: false",
+    "liger_kernel": "leave its SwiGLU off: liger_glu_activation: false in axolotl, "
+    "enable_liger_kernel: false in LLaMA-Factory, liger_kernel_config={'swiglu': False} in "
+    "transformers",
+    "swift": "run without its NPU patch",
+    "unsloth": _WITHOUT_UNSLOTH,
+    "moe_utils": _WITHOUT_UNSLOTH,  # the name of Unsloth's compiled copy
+}
+"""What turns a package's kernels off; a key is the start of the module's name."""
+
+# Libraries that wrap a module's forward and call the original in it.
+_WRAP = ("transformers", "torch", "peft", "accelerate", "deepspeed", "moe_finetune")
+
+
+def check_kernels(block: nn.Module, experts: Any, index: int) -> None:
+    """Refuse a block or experts that another package's code runs.
+
+    Raises:
+        ForeignKernelError: names the code that runs the layer and how to turn it off.
+    """
+    for code in _foreign_code(block, experts):
+        remedy = next((text for name, text in _REMEDIES.items() if code.startswith(name)), None)
+        raise ForeignKernelError(
+            f"layer {index}: {code} runs the experts instead of transformers, and the method's "
+            f"losses and LoRA would not reach them; {remedy or 'turn it off'}"
+        )
+
+
+def _foreign_code(block: nn.Module, experts: Any) -> Iterator[str]:
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    registered = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
+    if registered is not None and not _module(registered).startswith(_WRAP):
+        yield f"{_module(registered)} (experts_implementation '{name}')"
+    for module in (experts, block):
+        forward = _forward(module)
+        where = _module(forward)
+        home = next(c.__module__ for c in type(module).__mro__ if "forward" in vars(c))
+        if where.startswith(tuple(_REMEDIES)) or (
+            where.split(".")[0] != home.split(".")[0] and not where.startswith(_WRAP)
+        ):
+            yield f"{where}.{forward.__qualname__}"
+
+
+def _forward(module: nn.Module) -> Any:
+    """The function that runs ``module``: its class's, or one that was put on the instance."""
+    forward: Callable = module.forward
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return getattr(forward, "__func__", forward)
+
+
+def _module(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
