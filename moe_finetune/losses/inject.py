@@ -26,7 +26,7 @@ def inject(output: Output, loss: Tensor, scale: float) -> Output:
     return _joined(output, None, {"": loss}, scale)
 
 
-class Apart:
+class PerTermLosses:
     """The losses of one forward, by term, whose gradients are taken one term at a time.
 
     With ``retain_graph`` one forward serves them all, and the trainer's own loss too: a backward
@@ -56,9 +56,9 @@ class Apart:
 
 
 def _joined(
-    output: Output, apart: Apart | None, losses: Mapping[str, Tensor], scale: float
+    output: Output, per_term: PerTermLosses | None, losses: Mapping[str, Tensor], scale: float
 ) -> Output:
-    arguments = (apart, tuple(losses), scale, *losses.values())
+    arguments = (per_term, tuple(losses), scale, *losses.values())
     if isinstance(output, tuple):
         return (_Inject.apply(output[0], *arguments), *output[1:])
     return _Inject.apply(output, *arguments)
@@ -69,20 +69,21 @@ class _Inject(torch.autograd.Function):
     def forward(
         ctx: Any,
         output: Tensor,
-        apart: Apart | None,
+        per_term: PerTermLosses | None,
         names: tuple[str, ...],
         scale: float,
         *losses: Tensor,
     ) -> Tensor:
-        ctx.apart, ctx.names, ctx.scale = apart, names, scale
+        ctx.per_term, ctx.names, ctx.scale = per_term, names, scale
         ctx.like = [loss.new_empty(()) for loss in losses]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # No gradient at all, rather than 0, so that the other terms' graphs are not walked.
+        per_term = ctx.per_term
         gradients = [
-            torch.full_like(like, ctx.scale) if ctx.apart is None or ctx.apart.on == name else None
+            torch.full_like(like, ctx.scale) if per_term is None or per_term.on == name else None
             for name, like in zip(ctx.names, ctx.like, strict=True)
         ]
         return grad_output, None, None, None, *gradients

@@ -11,33 +11,62 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from moe_finetune.losses.base import PreviousLayer
-from moe_finetune.losses.inject import Apart
+from moe_finetune.losses.inject import PerTermLosses
+from moe_finetune.losses.objective import LayerLoss, Objective
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.sequences import Sequences
 from moe_finetune.moe.tokens import Tokens
 
 CONTEXT_KEY = "moe_finetune_context"
 
+Observer = Callable[[RoutingRecord, LayerLoss], None]
 
 Route = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(layer, logits_TE, weights_TK, index_TK)`` -> the weights and index that the experts get."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a trainer gives to one forward, beside the model's inputs.
+class ForwardOverrides:
+    """What a trainer adds to the inputs of one forward.
 
     Attributes:
-        route: sees or replaces what each router selected; asked last, in every visit of a layer.
+        route: sees or replaces what each router selected; called last, in every visit of a layer.
         teacher: another model's router logits (T, E), by decoder layer.
     """
 
     route: Route | None = None
     teacher: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What a recorder does in the coming forwards; each forward keeps the plan that it began with.
+
+    Attributes:
+        objective: loss terms to inject in training, or None.
+        observers: called once per layer and forward with the record and the layer's loss.
+        needs: parts of the record that the observers read beyond the router's tensors.
+        observe: "train" records only training forwards, "all" every forward.
+        token_mask: which tokens count: "attention", or "labels" (those that are trained on).
+        scale: returns the injected loss's factor, 1 / (micro-batches of this optimizer step).
+        per_term: collects the losses by term, none of which then acts by itself; None injects
+            their sum.
+        overrides: called with the number of rows of a forward.
+    """
+
+    objective: Objective | None = None
+    observers: tuple[Observer, ...] = ()
+    needs: frozenset[str] = frozenset()
+    observe: Literal["train", "all"] = "train"
+    token_mask: Literal["attention", "labels"] = "attention"
+    scale: Callable[[], float] = lambda: 1.0
+    per_term: PerTermLosses | None = None
+    overrides: Callable[[int], ForwardOverrides] = lambda rows: ForwardOverrides()
 
 
 class ForwardContext:
@@ -47,12 +76,12 @@ class ForwardContext:
     layer and hand over a copy, where nothing of what another layer left is found.
 
     Attributes:
+        plan: the objective, observers and per-term losses of this forward.
         train: the objective is evaluated and injected (training mode and gradients enabled).
         observe: records are handed to the recorder's observers.
         scale: factor of the injected loss, 1 / (micro-batches of this optimizer step).
         tokens: which count, and their sequences; None when no layer has to hand over a record.
-        apart: takes the losses by term in the place of injecting their sum, or None.
-        given: what a trainer gives to this forward.
+        overrides: what a trainer adds to this forward.
         sequences: those of packed rows, where modules of the family need them; else None.
         packed: whether rows have several sequences.
         previous: per MoE layer, what the layer below left for it.
@@ -62,21 +91,21 @@ class ForwardContext:
 
     def __init__(
         self,
+        plan: ForwardPlan,
         train: bool,
         observe: bool,
         scale: float,
         tokens: Tokens | None,
-        apart: Apart | None = None,
-        given: Given | None = None,
+        overrides: ForwardOverrides | None = None,
         sequences: Sequences | None = None,
         packed: bool = False,
     ):
+        self.plan = plan
         self.train = train
         self.observe = observe
         self.scale = scale
         self.tokens = tokens
-        self.apart = apart
-        self.given = given or Given()
+        self.overrides = overrides or ForwardOverrides()
         self.sequences = sequences
         self.packed = packed
         self.previous: dict[int, PreviousLayer] = {}

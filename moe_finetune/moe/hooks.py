@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -25,10 +27,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
-from moe_finetune.losses.inject import Apart
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import check_block, check_layers, inside
-from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, Given
+from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan, Observer
 from moe_finetune.moe.foreign_kernels import check_kernels
 from moe_finetune.moe.grouped import Kernel, grouped_products
 from moe_finetune.moe.layers import (
@@ -44,7 +45,7 @@ from moe_finetune.moe.lora_factors import parameter_wrappers, run_linear, wrappe
 from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.sequences import InLayer, runs_alone, separate, tell_positions
 from moe_finetune.moe.tokens import read_tokens
-from moe_finetune.moe.visit import LayerVisits, Observer
+from moe_finetune.moe.visit import LayerVisits
 
 log = logging.getLogger(__name__)
 IMPLEMENTATION = "moe_finetune"
@@ -55,21 +56,14 @@ class Recorder:
 
     Args:
         model: a transformers causal language model, PEFT model or wrapped one.
-        objective: loss terms to inject while training, or None.
-        observers: called once per layer and forward with the record and the layer's loss.
-        needs: parts of the record that the observers read beyond the router's tensors.
-        observe: "train" records training forwards alone, "all" every forward.
+        objective, observers, needs, observe, token_mask: see :class:`ForwardPlan`.
         perturbation: changes to routing.
-        token_mask: which tokens count: "attention", or "labels" (those that are trained on).
         dropout: LoRA dropout inside the experts.
         kernel: the experts' products: "grouped" is one call for all experts, as on GPUs, "loop"
             one product an expert; "auto" takes the first on GPUs and the second elsewhere.
 
     Attributes:
-        scale: returns the injected loss's factor for the coming forward; 1 by default.
-        apart: takes the coming forward's losses by term, none of which then acts by itself; None
-            injects their sum.
-        given: called with the rows of the coming forward for what a trainer gives to it.
+        plan: what the coming forwards do; changed by :meth:`change` and :meth:`using`.
     """
 
     def __init__(
@@ -86,17 +80,10 @@ class Recorder:
     ):
         self.model = model
         self.backbone = backbone_of(model)
-        self.objective = objective
-        self.observers = list(observers)
-        self.needs = needs
-        self.observe = observe
+        self.plan = ForwardPlan(objective, tuple(observers), needs, observe, token_mask)
         self.perturbation = perturbation
-        self.token_mask = token_mask
         self.dropout = dropout
         self.kernel: Kernel = kernel
-        self.scale: Callable[[], float] = lambda: 1.0
-        self.apart: Apart | None = None
-        self.given: Callable[[int], Given] | None = None
         self.layers = moe_layers(model)
         self._labels: Tensor | None = None
         self._ids: Tensor | None = None
@@ -106,6 +93,25 @@ class Recorder:
     @property
     def installed(self) -> bool:
         return bool(self._undo)
+
+    # -- the plan -----------------------------------------------------------------------------
+
+    def change(self, **changes: Any) -> None:
+        """Change fields of the plan from the next forward on."""
+        self.plan = replace(self.plan, **changes)
+
+    @contextmanager
+    def using(self, **changes: Any) -> Iterator[None]:
+        """Change fields of the plan for the forwards that start inside."""
+        before = {name: getattr(self.plan, name) for name in changes}
+        self.change(**changes)
+        try:
+            yield
+        finally:
+            self.change(**before)
+
+    def add_observer(self, observer: Observer) -> None:
+        self.change(observers=(*self.plan.observers, observer))
 
     # -- installing ---------------------------------------------------------------------------
 
@@ -146,7 +152,7 @@ class Recorder:
             self.perturbation.install(self.model)
         self._hook(self.backbone.register_forward_pre_hook(self._start, with_kwargs=True))
         below_peft = causal_lm(self.model)  # which gets the labels of soft prompts, too
-        if self.token_mask == "labels" or self.layers[0].family.part:
+        if self.plan.token_mask == "labels" or self.layers[0].family.part:
             self._hook(below_peft.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
             self._hook(below_peft.register_forward_hook(self._forget_inputs, always_call=True))
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
@@ -162,7 +168,7 @@ class Recorder:
                 if runs_alone(part, facts):
                     self._attach(part, "forward", partial(in_layer.run, part.forward))
         for layer in self.layers:
-            visits = LayerVisits(self, layer)
+            visits = LayerVisits(layer, self.layers, self.perturbation, self.dropout, self.kernel)
             self._hook(layer.router.register_forward_pre_hook(visits.before_router))
             self._hook(layer.router.register_forward_hook(visits.after_router))
             for head in visits.logits_modules():
@@ -233,7 +239,7 @@ class Recorder:
 
     def _start(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         train = module.training and torch.is_grad_enabled()
-        labels, ids = self._labels, self._ids
+        labels, ids, plan = self._labels, self._ids, self.plan
         if train:
             use_cache = kwargs.get("use_cache")
             if use_cache is None:
@@ -246,12 +252,12 @@ class Recorder:
         dtype = next(module.parameters()).dtype
         kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
         context = ForwardContext(
-            train=train and (self.objective is not None or self.perturbation is not None),
-            observe=bool(self.observers) and (train or self.observe == "all"),
-            scale=self.scale() if train and self.objective is not None else 0.0,
+            plan=plan,
+            train=train and (plan.objective is not None or self.perturbation is not None),
+            observe=bool(plan.observers) and (train or plan.observe == "all"),
+            scale=plan.scale() if train and plan.objective is not None else 0.0,
             tokens=None,
-            apart=self.apart,
-            given=None if self.given is None else self.given(len(like_BL)),
+            overrides=plan.overrides(len(like_BL)),
             sequences=sequences,
             packed=packed,
         )
@@ -262,7 +268,7 @@ class Recorder:
                 ids_BL=ids,
                 pad_token_id=getattr(module.config, "pad_token_id", None),
                 labels_BL=labels,
-                count_labels=train and self.token_mask == "labels",
+                count_labels=train and plan.token_mask == "labels",
             )
         return args, {**kwargs, CONTEXT_KEY: context}
 
@@ -294,9 +300,10 @@ class Recorder:
         return args, kwargs
 
     def _expects_context(self, module: nn.Module) -> bool:
-        if self.observers and self.observe == "all":
+        plan = self.plan
+        if plan.observers and plan.observe == "all":
             return True
-        acts = self.objective is not None or self.perturbation is not None or self.observers
+        acts = plan.objective is not None or self.perturbation is not None or plan.observers
         return bool(acts) and module.training and torch.is_grad_enabled()
 
 

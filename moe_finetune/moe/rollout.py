@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.moe.biased_choice import Weighting, same_experts, select_again
-from moe_finetune.moe.context import Given
+from moe_finetune.moe.context import ForwardOverrides
 
 NOT_RUN = -1
 """In the place of an expert: the rollout did not run this token."""
@@ -29,7 +29,7 @@ NOT_RUN = -1
 class RolloutChoice:
     """Notes which experts the forwards of a rollout give to their tokens.
 
-    ``recorder.given = choice.begin`` while the model generates.
+    ``recorder.using(overrides=choice.begin)`` while the model generates.
 
     Args:
         layers: decoder indices of the MoE layers.
@@ -40,7 +40,7 @@ class RolloutChoice:
         self._forwards: list[dict[int, Tensor]] = []
         self._places: int | None = None
 
-    def begin(self, rows: int) -> Given:
+    def begin(self, rows: int) -> ForwardOverrides:
         noted: dict[int, Tensor] = {}
         self._forwards.append(noted)
 
@@ -50,7 +50,7 @@ class RolloutChoice:
             noted[layer.index] = index_TK.view(rows, -1, index_TK.shape[-1]).to(torch.int16)
             return weights_TK, index_TK
 
-        return Given(route=note)
+        return ForwardOverrides(route=note)
 
     def end(self, places: int) -> None:
         """Forget what was run behind the first ``places`` of the rows."""
@@ -83,7 +83,7 @@ class RolloutChoice:
 class AgainstRollout:
     """Compares the routers' choice with a rollout's, and replaces it where asked.
 
-    ``recorder.given = against.begin`` while training runs the rows, in their order.
+    ``recorder.using(overrides=against.begin)`` while training runs the rows, in their order.
 
     Args:
         experts_BSLK: from :meth:`RolloutChoice.experts`.
@@ -107,11 +107,11 @@ class AgainstRollout:
         )
         self._next = 0
 
-    def begin(self, rows: int) -> Given:
+    def begin(self, rows: int) -> ForwardOverrides:
         part = slice(self._next, self._next + rows)
         self._next += rows
         experts_BSLK, counted_T = self.experts_BSLK[part], self.counted_BS[part].reshape(-1)
-        return Given(route=partial(self._route, experts_BSLK, counted_T, set()))
+        return ForwardOverrides(route=partial(self._route, experts_BSLK, counted_T, set()))
 
     def _route(
         self,

@@ -1,14 +1,15 @@
-"""One MoE layer's part in a forward: router, experts and block, noted and made into its record.
+"""One MoE layer's part in a forward: router, experts and block, each with its hook.
 
-The hooks of :mod:`moe_finetune.moe.hooks` call these in the order in which the layer computes.
+:mod:`moe_finetune.moe.hooks` installs these; they are called in the order of the layer's own
+computation, and leave on the :class:`MoeLayer` what the block's hook makes the record of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,16 @@ from moe_finetune.errors import CaptureError
 from moe_finetune.losses.base import LayerContext, PreviousLayer
 from moe_finetune.losses.inject import inject
 from moe_finetune.losses.objective import LayerLoss, Objective
-from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
+from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.context import ForwardContext
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.grouped import Kernel, grouped_products
-from moe_finetune.moe.layers import MoeLayer, activation_of, is_concatenated, stacks
+from moe_finetune.moe.layer_record import make_record, projection_factors
+from moe_finetune.moe.layers import MoeLayer, activation_of, stacks
 from moe_finetune.moe.lora_factors import (
     expert_factors,
     parameter_wrappers,
-    router_weight,
     stored_router_weight,
     variants,
 )
@@ -34,40 +35,43 @@ from moe_finetune.moe.perturbation import Perturbation
 from moe_finetune.moe.self_ranking import check_plain, run_self_ranking
 from moe_finetune.moe.spread import local, run_spread, spread_of
 
-Observer = Callable[[RoutingRecord, LayerLoss], None]
-
-
-class Recording(Protocol):
-    """What a visit reads of its recorder; it may change between forwards."""
-
-    layers: list[MoeLayer]
-    objective: Objective | None
-    observers: list[Observer]
-    needs: frozenset[str]
-    perturbation: Perturbation | None
-    dropout: float
-    kernel: Kernel
+Run = Callable[..., ExpertsResult]
+"""The arguments of :func:`run_experts`, for experts that are here or spread over ranks."""
 
 
 class LayerVisits:
-    """What a recorder does at one layer, in every forward.
+    """The hooks of one layer, called in every forward.
 
     Args:
-        recorder: whose objective, observers and perturbation act.
-        layer: what the visit in progress notes is kept on it.
+        layer: takes the tensors of the visit in progress.
+        layers: all MoE layers of the model, in order.
+        perturbation: changes to routing.
+        dropout: LoRA dropout inside the experts.
+        kernel: the experts' products, see :class:`~moe_finetune.moe.hooks.Recorder`.
     """
 
-    def __init__(self, recorder: Recording, layer: MoeLayer):
-        self.recorder, self.layer = recorder, layer
+    def __init__(
+        self,
+        layer: MoeLayer,
+        layers: Sequence[MoeLayer],
+        perturbation: Perturbation | None = None,
+        dropout: float = 0.0,
+        kernel: Kernel = "auto",
+    ):
+        self.layer, self.perturbation = layer, perturbation
+        self.dropout, self.kernel = dropout, kernel
+        self._first = layers[0].index == layer.index
+        above = [other.index for other in layers if other.index > layer.index]
+        self._above: int | None = min(above, default=None)
 
     def before_router(self, module: nn.Module, args: tuple) -> tuple:
-        layer, recorder = self.layer, self.recorder
+        layer = self.layer
         context = layer.context
         hidden = args[0]
         if context is not None and context.wanted:
             layer.router_input = hidden.reshape(-1, hidden.shape[-1])
-        if context is not None and context.train and recorder.perturbation is not None:
-            hidden = recorder.perturbation.router_input(layer, hidden)
+        if context is not None and context.train and self.perturbation is not None:
+            hidden = self.perturbation.router_input(layer, hidden)
         # A router that trains in full is float32 in a bfloat16 model.
         weight = stored_router_weight(layer.router, layer.family.router_weight)
         return (hidden.to(weight.dtype), *args[1:])
@@ -85,13 +89,13 @@ class LayerVisits:
     def after_router(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.layer
         returns = layer.family.router_returns
-        given = output if isinstance(output, tuple) else (output,)
-        if len(given) != len(returns):
+        outputs = output if isinstance(output, tuple) else (output,)
+        if len(outputs) != len(returns):
             raise CaptureError(
                 f"layer {layer.index}: the router of this {layer.family.title} does not return "
                 f"({', '.join(returns)}); this transformers version is not supported"
             )
-        named = dict(zip(returns, given, strict=True))
+        named = dict(zip(returns, outputs, strict=True))
         if "logits" in named:
             layer.router_logits = named["logits"]
         if not self.router_selects:
@@ -102,14 +106,14 @@ class LayerVisits:
 
     def _route(self, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and index that the experts get; noted with the logits."""
-        layer, recorder = self.layer, self.recorder
+        layer = self.layer
         logits, layer.router_logits = layer.router_logits, None
         if logits is None:
             raise CaptureError(f"layer {layer.index}: the experts ran without their router")
-        if recorder.perturbation is not None:
-            weights, index = recorder.perturbation.routing(layer, logits, weights, index)
-        if layer.context is not None and layer.context.given.route is not None:
-            weights, index = layer.context.given.route(layer, logits, weights, index)
+        if self.perturbation is not None:
+            weights, index = self.perturbation.routing(layer, logits, weights, index)
+        if layer.context is not None and layer.context.overrides.route is not None:
+            weights, index = layer.context.overrides.route(layer, logits, weights, index)
         if layer.context is not None and layer.context.wanted:
             layer.router_output = (logits, weights, index)
         return weights, index
@@ -128,77 +132,98 @@ class LayerVisits:
         weights_TK: Tensor,
         *projected: Tensor,
     ) -> Tensor:
-        layer, recorder = self.layer, self.recorder
-        context = layer.context
+        """What the experts' forward returns: route, run, and note what the record takes of it."""
         if not self.router_selects:
             weights_TK, index_TK = self._route(weights_TK, index_TK)
-        _, wrappers = parameter_wrappers(layer.outer_experts)
-        needs, expert_dropout = self._asked_of_experts()
-        if layer.family.self_ranking:
-            check_plain(layer, wrappers, expert_dropout)
-            result = run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected, needs)
-            if context is not None and context.wanted:
-                layer.result = result
-            return result.out_TH
-        spread = spread_of(experts)
+        if self.layer.family.self_ranking:
+            result = self._run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected)
+            projection = None
+        else:
+            stacks = self._stacks(experts)
+            run = partial(run_spread, spread) if (spread := spread_of(experts)) else run_experts
+            weights_TK, index_TK = self._perturbed(run, stacks, hidden_TH, index_TK, weights_TK)
+            result = run(hidden_TH, index_TK, weights_TK, stacks, self._needs())
+            projection = partial(projection_factors, experts, stacks.lora_up, stacks.lora_down)
+        context = self.layer.context
+        if context is not None and context.wanted:
+            self.layer.result, self.layer.projection = result, projection
+        return result.out_TH
+
+    def _stacks(self, experts: Any) -> Experts:
+        """The weights that this rank has, LoRA beside them, and how they are run."""
+        _, wrappers = parameter_wrappers(self.layer.outer_experts)
         gate_up, down_proj = map(local, stacks(experts))
-        dtype = gate_up.dtype
-        grouped = grouped_products(recorder.kernel, gate_up, down_proj)
+        grouped = grouped_products(self.kernel, gate_up, down_proj)
         first = "gate_up_proj" if experts.has_gate else "up_proj"
-        up = expert_factors(wrappers.get(first), dtype, recorder.dropout, grouped)
-        down = expert_factors(wrappers.get("down_proj"), dtype, recorder.dropout, grouped)
-        own = Experts(
+
+        def factors(name: str) -> LoraFactors | None:
+            return expert_factors(wrappers.get(name), gate_up.dtype, self.dropout, grouped)
+
+        return Experts(
             gate_up_E2DH=gate_up,
             down_EHD=down_proj,
             activation=activation_of(experts),
-            lora_up=up,
-            lora_down=down,
+            lora_up=factors(first),
+            lora_down=factors("down_proj"),
             bias_up_E2D=local(getattr(experts, f"{first}_bias")) if experts.has_bias else None,
             bias_down_EH=local(experts.down_proj_bias) if experts.has_bias else None,
-            dropout=expert_dropout,
+            dropout=self._expert_dropout,
             grouped=grouped,
         )
-        run = run_experts if spread is None else partial(run_spread, spread)
-        if recorder.perturbation is not None:
-            outputs_of = partial(_outputs, run, replace(own, dropout=0.0), hidden_TH)
-            weights_TK, index_TK = recorder.perturbation.at_experts(
-                layer, outputs_of, weights_TK, index_TK
-            )
-            if layer.router_output is not None:
-                layer.router_output = (layer.router_output[0], weights_TK, index_TK)
-        result = run(hidden_TH, index_TK, weights_TK, own, needs)
-        if context is not None and context.wanted:
-            layer.result = result
-            layer.projection = partial(_projection, experts, up, down)
-        return result.out_TH
 
-    def _asked_of_experts(self) -> tuple[frozenset[str], float]:
-        """What losses and observers read of the experts, and the dropout on their activations."""
-        layer, recorder, context = self.layer, self.recorder, self.layer.context
+    def _perturbed(
+        self, run: Run, experts: Experts, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and index after a perturbation that may try experts; noted with the logits."""
+        layer = self.layer
+        if self.perturbation is None:
+            return weights_TK, index_TK
+        outputs_of = partial(_outputs, run, replace(experts, dropout=0.0), hidden_TH)
+        weights_TK, index_TK = self.perturbation.at_experts(layer, outputs_of, weights_TK, index_TK)
+        if layer.router_output is not None:
+            layer.router_output = (layer.router_output[0], weights_TK, index_TK)
+        return weights_TK, index_TK
+
+    def _run_self_ranking(
+        self,
+        experts: Any,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        projected: tuple[Tensor, ...],
+    ) -> ExpertsResult:
+        _, wrappers = parameter_wrappers(self.layer.outer_experts)
+        check_plain(self.layer, wrappers, self._expert_dropout)
+        needs = self._needs()
+        return run_self_ranking(experts, hidden_TH, index_TK, weights_TK, projected, needs)
+
+    def _needs(self) -> frozenset[str]:
+        """What losses and observers read of the experts in this forward."""
+        context = self.layer.context
         needs: frozenset[str] = frozenset()
-        expert_dropout = 0.0
-        if context is not None:
-            if context.train and recorder.objective is not None:
-                needs |= recorder.objective.needs_of(layer.index)
-            if context.observe:
-                needs |= recorder.needs
-            if context.train and recorder.perturbation is not None:
-                expert_dropout = recorder.perturbation.expert_dropout
-        return needs, expert_dropout
+        if context is not None and context.train and context.plan.objective is not None:
+            needs |= context.plan.objective.needs_of(self.layer.index)
+        if context is not None and context.observe:
+            needs |= context.plan.needs
+        return needs
+
+    @property
+    def _expert_dropout(self) -> float:
+        """Dropout on the experts' activations; 0 outside training."""
+        context = self.layer.context
+        if context is None or not context.train or self.perturbation is None:
+            return 0.0
+        return self.perturbation.expert_dropout
 
     def after_block(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        layer, recorder = self.layer, self.recorder
+        """Evaluate the losses on the layer's record, and join them at the block's output."""
+        layer = self.layer
         context = layer.context
         if context is None or not context.wanted:
             return output
-        if layer.router_output is None or layer.result is None or layer.router_input is None:
-            raise CaptureError(
-                f"layer {layer.index}: the block ran without its router or its experts; "
-                "is another experts implementation or kernel installed on it?"
-            )
         first_visit = layer.index not in context.seen
-        objective = recorder.objective if context.train else None
-        record = self._record(context)
+        objective = context.plan.objective if context.train else None
+        record = make_record(layer, context)
         below = context.previous.get(layer.index)
         if below is None and self._reads_below(objective):
             raise CaptureError(
@@ -214,93 +239,57 @@ class LayerVisits:
                         previous=below,
                         first_visit=first_visit,
                         draws=context.draws.setdefault(layer.index, {}),
-                        teacher_logits_TE=context.given.teacher.get(layer.index),
+                        teacher_logits_TE=context.overrides.teacher.get(layer.index),
                     ),
                 )
-        left = self._for_next(objective, record)
+        passed_up = self._for_next(objective, record)
         if first_visit:
             context.seen.add(layer.index)
-            self._leave(context, left, below)
+            self._pass_up(context, passed_up, below)
             if context.observe:
                 with torch.no_grad():
-                    for observer in recorder.observers:
+                    for observer in context.plan.observers:
                         observer(record, loss)
         layer.router_output = layer.router_input = layer.result = layer.projection = None
         total = loss.total
         if total is None:
             return output
-        if context.apart is not None:
-            return context.apart.inject(output, loss.weighted, context.scale, first_visit)
+        if context.plan.per_term is not None:
+            return context.plan.per_term.inject(output, loss.weighted, context.scale, first_visit)
         return inject(output, total, context.scale)
 
     def _reads_below(self, objective: Objective | None) -> bool:
-        index = self.layer.index
-        if objective is None or index == self.recorder.layers[0].index:
+        if objective is None or self._first:
             return False
-        return "previous" in objective.needs_of(index)
-
-    def _record(self, context: ForwardContext) -> RoutingRecord:
-        layer = self.layer
-        assert layer.router_output and layer.result and layer.router_input is not None
-        assert context.tokens is not None
-        logits, weights, index = layer.router_output
-        result = layer.result
-        weight_EH = None
-        if not layer.family.self_ranking:
-            # Rows beyond the experts' are of shared ones.
-            rows_RH = router_weight(layer.router, layer.family.router_weight)
-            weight_EH = rows_RH[: logits.shape[1]]
-        return RoutingRecord(
-            layer=layer.index,
-            inputs_TH=layer.router_input,
-            logits_TE=logits.float(),
-            index_TK=index,
-            weights_TK=weights,
-            mask_T=context.tokens.mask_T,
-            score=layer.family.score,
-            router_weight_EH=weight_EH,
-            token_ids_T=context.tokens.ids_T,
-            sequence_lengths=context.tokens.sequence_lengths,
-            activations_TKD=result.activations_TKD,
-            outputs_TKH=result.outputs_TKH,
-            activations_gram_TKK=result.activations_gram_TKK,
-            outputs_gram_TKK=result.outputs_gram_TKK,
-            expert_factors=layer.projection,
-        )
+        return "previous" in objective.needs_of(self.layer.index)
 
     def _for_next(self, objective: Objective | None, record: RoutingRecord) -> PreviousLayer | None:
         """What the next MoE layer reads of this one.
 
         Made on every visit: a recomputation must save the tensors that the first visit saved.
         """
-        index = self.layer.index
-        if objective is None or "previous" not in objective.needs:
+        if objective is None or "previous" not in objective.needs or self._above is None:
             return None
-        if index == self.recorder.layers[-1].index:
-            return None
-        return PreviousLayer(index, record.distribution_TE, record.index_TK)
+        return PreviousLayer(self.layer.index, record.distribution_TE, record.index_TK)
 
-    def _leave(
+    def _pass_up(
         self,
         context: ForwardContext,
-        left: PreviousLayer | None,
+        passed_up: PreviousLayer | None,
         below: PreviousLayer | None,
     ) -> None:
         """Stash what the next layer reads; free the graph of what this one has read.
 
-        Kept by the layer that will read it. A recomputation needs the values alone, so once read
-        they are replaced by a leaf: the graph behind them would otherwise hang in a cycle.
+        Kept under the index of the layer that will read it. A recomputation needs only the values,
+        so once read they are replaced by a leaf: the graph behind them would otherwise hang in a
+        cycle (context -> graph -> checkpoint's arguments -> context) that gc cannot see.
         """
-        layer = self.layer
         if below is not None:
-            seen = below.distribution_TE
-            leaf = seen.detach().requires_grad_(seen.requires_grad)
-            context.previous[layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
-        if left is not None:
-            following = next(
-                item.index for item in self.recorder.layers if item.index > layer.index
-            )
-            context.previous[following] = left
+            distribution = below.distribution_TE
+            leaf = distribution.detach().requires_grad_(distribution.requires_grad)
+            context.previous[self.layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
+        if passed_up is not None and self._above is not None:
+            context.previous[self._above] = passed_up
 
     def note_logits(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.layer.router_logits = output
@@ -310,40 +299,10 @@ class LayerVisits:
 
 
 def _outputs(
-    run: Callable[..., ExpertsResult],
-    experts: Experts,
-    hidden_TH: Tensor,
-    rows: slice,
-    index_SN: Tensor,
+    run: Run, experts: Experts, hidden_TH: Tensor, rows: slice, index_SN: Tensor
 ) -> Tensor:
     """Outputs ``(S, N, H)`` of any experts on some of the tokens."""
     weights_SN = hidden_TH.new_ones(index_SN.shape)
-    found = run(hidden_TH[rows], index_SN, weights_SN, experts, frozenset({"outputs"}))
-    assert found.outputs_TKH is not None
-    return found.outputs_TKH
-
-
-def _projection(
-    experts: Any, up: LoraFactors | None, down: LoraFactors | None, name: Projection
-) -> ProjectionFactors:
-    """Effective projection ``gate``, ``up`` or ``down`` of all experts, unbuilt."""
-    spread = spread_of(experts)
-    gate_up, down_proj = map(local, stacks(experts))
-    if name == "down":
-        weight, lora, rows = down_proj, down, slice(None)
-    else:
-        weight, lora, rows = gate_up, up, _rows_of(experts, name, gate_up.shape[1])
-    weight = weight[:, rows] if spread is None else spread.all(weight[:, rows])
-    if lora is None:
-        return ProjectionFactors(weight)
-    return ProjectionFactors(weight, lora.a_ErI, lora.b_EOr[:, rows], lora.scaling)
-
-
-def _rows_of(experts: Any, name: Projection, rows: int) -> slice:
-    if not experts.has_gate:
-        if name == "gate":
-            raise CaptureError(f"{type(experts).__name__} has no gate projection")
-        return slice(None)
-    if not is_concatenated(experts):
-        return slice(0 if name == "gate" else 1, None, 2)
-    return slice(0, rows // 2) if name == "gate" else slice(rows // 2, None)
+    result = run(hidden_TH[rows], index_SN, weights_SN, experts, frozenset({"outputs"}))
+    assert result.outputs_TKH is not None
+    return result.outputs_TKH

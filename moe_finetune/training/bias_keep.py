@@ -23,7 +23,6 @@ from moe_finetune.checkpoint.bias import bias_config, bias_name
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.json_file import read_object
 from moe_finetune.moe.bias import BiasBalancer
-from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import MoeLayer, moe_layers
 from moe_finetune.moe.visit import LayerVisits
 from moe_finetune.training.state import save_state
@@ -37,7 +36,6 @@ class KeptBias:
     Args:
         model: whose ``save_pretrained`` is extended; under PEFT the adapted model.
         balancer: the bias, as it is at each call.
-        recorder: of the training that the bias was learned in, which has the balancer.
         owner: kept alive as long as the model has the bias.
         in_checkpoints: whether a whole model is saved with it; an adapter always is.
     """
@@ -46,13 +44,11 @@ class KeptBias:
         self,
         model: nn.Module,
         balancer: BiasBalancer,
-        recorder: Recorder,
         owner: object,
         in_checkpoints: bool = True,
     ):
         self.model: Any = getattr(model, "module", model)
         self.balancer = balancer
-        self.recorder = recorder
         self.owner = owner
         self._wanted = in_checkpoints or isinstance(self.model, PeftModel)
         self._unhook: list[Callable[[], None]] = []
@@ -70,8 +66,9 @@ class KeptBias:
         if self._unhook:
             return
         self.balancer.install(self.model)
-        for layer in moe_layers(self.model):
-            visits = LayerVisits(self.recorder, layer)
+        layers = moe_layers(self.model)
+        for layer in layers:
+            visits = LayerVisits(layer, layers, self.balancer)
             hooks = [layer.router.register_forward_hook(visits.after_router)]
             hooks += [
                 head.register_forward_hook(visits.note_logits) for head in visits.logits_modules()

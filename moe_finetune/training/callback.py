@@ -177,7 +177,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         self.specialization = work = Specialization(
             model, self.method, dropout=self.dropout, kernel=self.kernel
         )
-        work.recorder.scale = self._window.scale
+        work.recorder.change(scale=self._window.scale)
         if state.global_step:
             work.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))
         elif before is not None:

@@ -91,7 +91,7 @@ class NumericsGuard(TrainerCallback):
         self._batches, self._terms, self._bad = [], [], False
         work = self.callback.specialization
         if work is not None and work is not self._watched:
-            work.recorder.observers.append(self._observe)
+            work.recorder.add_observer(self._observe)
             self._watched = work
         if work is not None and self.on_nan == "skip":
             self._held = work.snapshot()

@@ -13,7 +13,7 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, PreviousLayer, Term
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
-from moe_finetune.moe.context import Given
+from moe_finetune.moe.context import ForwardOverrides
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, in_mode, inside
@@ -92,7 +92,7 @@ def _reach_of_sharded(
 
             alone = Objective([term], objective.facts)
             recorder = Recorder(model, alone, observers=[note], kernel=kernel)
-            recorder.given = lambda rows: _even_teacher(objective, rows, device)
+            recorder.change(overrides=lambda rows: _even_teacher(objective, rows, device))
             with recorder, torch.enable_grad():
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
                 (logits.float().sum() * 0.0).backward()
@@ -108,11 +108,11 @@ def _reach_of_sharded(
     return reached
 
 
-def _even_teacher(objective: Objective, rows: int, device: torch.device) -> Given:
+def _even_teacher(objective: Objective, rows: int, device: torch.device) -> ForwardOverrides:
     """A teacher of the probe's tokens that spreads them evenly."""
     tokens, experts = rows * PROBE_TOKENS[1], objective.facts.num_experts
     even_TE = torch.zeros(tokens, experts, device=device)
-    return Given(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
+    return ForwardOverrides(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
 
 
 def _judged(term: Term, found: list[str], met: bool) -> list[str]:

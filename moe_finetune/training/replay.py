@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from moe_finetune.losses.inject import Apart
+from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.checkpointing import checkpoints
-from moe_finetune.moe.context import CONTEXT_KEY, Given
+from moe_finetune.moe.context import CONTEXT_KEY, ForwardOverrides
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.tokens import Tokens
 from moe_finetune.training import ranks
@@ -45,7 +45,7 @@ class _Forward:
 
     inputs: dict[str, Any]
     tokens: Tokens | None
-    given: Given
+    overrides: ForwardOverrides
     scale: float
     random: tuple[Tensor, Tensor | None]
     tables: dict[str, Tensor]
@@ -56,7 +56,7 @@ class _Forward:
 class _Rerun:
     """A forward that was run again: its graph, and the losses in it."""
 
-    apart: Apart
+    by_term: PerTermLosses
     hidden: Tensor
     logits: Tensor
 
@@ -109,7 +109,7 @@ class Replay:
         if not (module.training and torch.is_grad_enabled()) or context is None:
             return
         if self._again is not None:
-            context.tokens, context.given = self._again.tokens, self._again.given
+            context.tokens, context.overrides = self._again.tokens, self._again.overrides
             _set_random(self._again.random, self._device)
             return
         inputs = {k: v for k, v in kwargs.items() if k not in _NOT_AN_INPUT and v is not None}
@@ -118,7 +118,7 @@ class Replay:
         held = {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         random, tables = _random(self._device), self.objective.state_dict()
         self._forwards.append(
-            _Forward(held, context.tokens, context.given, context.scale, random, tables)
+            _Forward(held, context.tokens, context.overrides, context.scale, random, tables)
         )
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -144,14 +144,12 @@ class Replay:
         recorder, parameters = self.recorder, self.parameters()
         gradients = [parameter.grad for parameter in parameters]
         tables, random = self.objective.state_dict(), _random(self._device)
-        kept = recorder.objective, recorder.observers, recorder.scale, recorder.token_mask
-        recorder.observers, recorder.token_mask = [], "attention"
         if self._window is not None:
             self._window.close()  # what follows is not part of it
         try:
-            yield
+            with recorder.using(observers=(), token_mask="attention"):
+                yield
         finally:
-            recorder.objective, recorder.observers, recorder.scale, recorder.token_mask = kept
             self.objective.load_state_dict(tables)
             _set_random(random, self._device)
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -219,7 +217,7 @@ class Replay:
                     found = [held + own for held, own in zip(sums[name], found, strict=True)]
                 sums[name] = found
                 if not keeps or name == names[-1]:
-                    rerun.apart.losses.clear()  # they and the graph, which knows them, hold another
+                    rerun.by_term.losses.clear()  # a cycle of losses and their graph
         return {name: self._by_part(found) for name, found in sums.items()}
 
     def _run(self, forward: _Forward, names: Sequence[str | None]) -> _Rerun:
@@ -228,16 +226,19 @@ class Replay:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         self.objective.load_state_dict(forward.tables)
-        self.recorder.objective = self.objective.only(*filter(None, names))
-        self.recorder.scale = lambda: forward.scale
-        self.recorder.apart = apart = Apart()
+        by_term = PerTermLosses()
         self._again = forward
         try:
-            output = model(**forward.inputs, use_cache=False, logits_to_keep=1)
+            with self.recorder.using(
+                objective=self.objective.only(*filter(None, names)),
+                scale=lambda: forward.scale,
+                per_term=by_term,
+            ):
+                output = model(**forward.inputs, use_cache=False, logits_to_keep=1)
             assert self._hidden is not None
-            return _Rerun(apart, self._hidden, output.logits)
+            return _Rerun(by_term, self._hidden, output.logits)
         finally:
-            self._again, self._hidden, self.recorder.apart = None, None, None
+            self._again, self._hidden = None, None
 
     def _backward(
         self, rerun: _Rerun, forward: _Forward, name: str | None, retain: bool
@@ -249,7 +250,7 @@ class Replay:
         if _sharded(own) or checkpoints(self.recorder.backbone.layers):
             # Through the model's own output: FSDP2 hangs its backward on it, and a layer that is
             # run again gives free only what its backward has come by.
-            rerun.apart.on = name
+            rerun.by_term.on = name
             loss = rerun.logits.float().sum() * 0.0
             if name is None:
                 loss = loss + (rerun.hidden * below).float().sum()
@@ -267,7 +268,7 @@ class Replay:
             # From the losses themselves: what lies above them, and the model's head, is left out.
             roots, seeds = [rerun.hidden], [below.to(rerun.hidden.dtype)]
             if name is not None:
-                losses = rerun.apart.losses.get(name, [])
+                losses = rerun.by_term.losses.get(name, [])
                 roots = [loss for loss in losses if loss.requires_grad]
                 seeds = [torch.full_like(loss, forward.scale) for loss in roots]
             found = [None] * len(own)

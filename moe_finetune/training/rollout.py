@@ -125,14 +125,15 @@ class FollowsRollouts(_Trainer):
             missing = attention_mask.shape[1] - mask_BC.shape[1]
             counted_BS = torch.nn.functional.pad(mask_BC, (missing, 0))
             against = AgainstRollout(self._batch[EXPERTS], counted_BS, layers, self.replay)
-            with _given(recorder, against):
+            with recorder.using(overrides=against.begin):
                 found = run()
             self._log(against, found[0].detach(), self._batch["sampling_per_token_logps"], mask_BC)
             return found
         if self._rollout is not None and self.replay:  # the old policy, right after its rollout
             experts_BSLK = self._rollout.choice.experts(attention_mask)
             none_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
-            with _given(recorder, AgainstRollout(experts_BSLK, none_BS, layers, True)):
+            replay = AgainstRollout(experts_BSLK, none_BS, layers, True)
+            with recorder.using(overrides=replay.begin):
                 return run()
         return run()
 
@@ -209,7 +210,7 @@ class _Rollout:
             model.register_forward_hook(self._after),
         )
         try:
-            with _given(self.recorder, self.choice):
+            with self.recorder.using(overrides=self.choice.begin):
                 yield
         finally:
             for hook in hooks:
@@ -254,12 +255,3 @@ class _Rollout:
 
 def _layers(recorder: Recorder) -> list[int]:
     return [layer.index for layer in recorder.layers]
-
-
-@contextmanager
-def _given(recorder: Recorder, source: RolloutChoice | AgainstRollout) -> Iterator[None]:
-    recorder.given = source.begin
-    try:
-        yield
-    finally:
-        recorder.given = None

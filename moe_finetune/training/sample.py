@@ -37,8 +37,8 @@ from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
 from moe_finetune.metrics.projections import gate_experts
+from moe_finetune.moe.context import Observer
 from moe_finetune.moe.hooks import Recorder
-from moe_finetune.moe.visit import Observer
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
@@ -209,12 +209,8 @@ def observing(
     recorder: Recorder, observer: Observer, needs: frozenset[str] = frozenset()
 ) -> Iterator[None]:
     """Let ``observer`` see an installed recorder's forwards instead of what observes it."""
-    before = recorder.observers, recorder.needs, recorder.observe
-    recorder.observers, recorder.needs, recorder.observe = [observer], needs, "all"
-    try:
+    with recorder.using(observers=(observer,), needs=needs, observe="all"):
         yield
-    finally:
-        recorder.observers, recorder.needs, recorder.observe = before
 
 
 def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | None:

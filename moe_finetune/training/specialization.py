@@ -119,7 +119,7 @@ class Specialization:
             dropout=dropout,
             kernel=kernel,
         )
-        self.recorder.scale = self._scale
+        self.recorder.change(scale=self._scale)
         self.strength = StrengthMeter(
             self.recorder, self.objective, self.method.strength.every, self.method.strength.first
         )
@@ -131,7 +131,7 @@ class Specialization:
         self._kept: KeptBias | None = None
         if self.balancer is not None:
             exported = self.method.export_bias == "write"
-            self._kept = KeptBias(model, self.balancer, self.recorder, self, exported)
+            self._kept = KeptBias(model, self.balancer, self, exported)
         self._unhook: Callable[[], None] | None = None
         self._trained_on = False
         self._said_eval = False
@@ -198,7 +198,7 @@ class Specialization:
     def _stop(self) -> None:
         self.strength.close()
         self.recorder.restore()
-        self.recorder.scale = self._scale  # another may hold a trainer
+        self.recorder.change(scale=self._scale)  # another may hold a trainer
         self.run = None
         if self._unhook is not None:
             self._unhook()

@@ -11,7 +11,7 @@ from moe_finetune.errors import RecipeError
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.models import family_of
-from moe_finetune.moe.context import Given
+from moe_finetune.moe.context import ForwardOverrides
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.training.callback import SpecializationCallback
 
@@ -52,12 +52,9 @@ class RoutesAsTeacher(_Trainer):
             self._teacher_states = self._forward_redirection(
                 self.teacher_model, teacher, hidden, teacher, *args, **kwargs
             )
-        recorder = self.callback.recorder
-        recorder.given = lambda rows: Given(teacher=logits)
-        try:
+        overrides = ForwardOverrides(teacher=logits)
+        with self.callback.recorder.using(overrides=lambda rows: overrides):
             return hidden(unwrapped_model, *args, **kwargs)
-        finally:
-            recorder.given = None
 
 
 def check_teacher(student: Any, teacher: Any) -> None:

@@ -131,7 +131,7 @@ def build(
     """TRL's trainer of this job, and a function that takes its method off the model."""
     import torch
 
-    from moe_finetune.losses.inject import Apart
+    from moe_finetune.losses.inject import PerTermLosses
     from moe_finetune.moe.layers import backbone_of
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
@@ -156,19 +156,17 @@ def build(
             num_items_in_batch: Any = None,
         ) -> Any:
             recorder = callback.specialization.recorder  # type: ignore[union-attr]
-            recorder.apart = apart = Apart()
-            try:
-                with self.accelerator.autocast():
-                    backbone_of(model)(
-                        input_ids=inputs["input_ids"],
-                        attention_mask=inputs.get("attention_mask"),
-                        use_cache=False,
-                    )
-            finally:
-                recorder.apart = None
-            loss = torch.stack([each for losses in apart.losses.values() for each in losses]).sum()
+            by_term = PerTermLosses()
+            with recorder.using(per_term=by_term), self.accelerator.autocast():
+                backbone_of(model)(
+                    input_ids=inputs["input_ids"],
+                    attention_mask=inputs.get("attention_mask"),
+                    use_cache=False,
+                )
+            losses = [loss for by_layer in by_term.losses.values() for loss in by_layer]
+            loss = torch.stack(losses).sum()
             # The trainer divides by the window itself where it counts no items.
-            return loss if num_items_in_batch is None else loss * recorder.scale()
+            return loss if num_items_in_batch is None else loss * recorder.plan.scale()
 
     arguments = training_arguments(recipe, work)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext
+from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
@@ -88,7 +88,7 @@ def test_injection_equals_explicit_addition(name, checkpointing):
     objective = Objective.from_options(TERMS, model_facts(model))
     visits = []
     recorder = Recorder(model, objective, observers=[lambda r, _: visits.append(r.layer)])
-    recorder.scale = lambda: 0.25
+    recorder.change(scale=lambda: 0.25)
     with recorder:
         model(**batch).loss.backward()
     assert_close(gradients(model), expected, 2e-5)
@@ -148,7 +148,7 @@ def test_a_copy_of_the_context_is_refused():
 def test_wrappers_that_map_over_tensors_leave_the_context_whole():
     from torch.distributed.utils import _apply_to_tensors
 
-    context = ForwardContext(train=True, observe=False, scale=1.0, tokens=None)
+    context = ForwardContext(ForwardPlan(), train=True, observe=False, scale=1.0, tokens=None)
     given = {"hidden": torch.ones(2), CONTEXT_KEY: [context]}
     for mapped in (
         _apply_to_tensors(lambda t: t + 1, given),

@@ -30,13 +30,12 @@ def rolled_out(model, recorder):
     """A rollout's rows, their mask and experts; the second row has ended before the others."""
     ids, mask = prompts()
     choice = RolloutChoice([layer.index for layer in recorder.layers])
-    recorder.given = choice.begin
     torch.manual_seed(0)
-    rows = model.generate(
-        input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=NEW,
-        min_new_tokens=NEW, pad_token_id=3,
-    )  # fmt: skip
-    recorder.given = None
+    with recorder.using(overrides=choice.begin):
+        rows = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=NEW,
+            min_new_tokens=NEW, pad_token_id=3,
+        )  # fmt: skip
     mask = torch.cat([mask, torch.ones(3, NEW, dtype=torch.long)], dim=1)
     mask[1, -2:] = 0
     return rows.masked_fill(mask == 0, 3), mask, choice.experts(mask)
@@ -124,12 +123,12 @@ def test_replay_trains_the_experts_of_the_rollout(family, checkpointing):
     used = []
     with Recorder(model, observers=[lambda r, _: used.append(r.index_TK)]) as recorder:
         free = AgainstRollout(experts, mask.bool(), layers, replay=False)
-        recorder.given = free.begin
+        recorder.change(overrides=free.begin)
         loss_of(model, rows, mask).backward()
         model.zero_grad()
         used.clear()
         held = AgainstRollout(experts, mask.bool(), layers, replay=True)
-        recorder.given = held.begin
+        recorder.change(overrides=held.begin)
         loss = loss_of(model, rows, mask)
         loss.backward()
     ran = (experts != NOT_RUN).all(-1)
@@ -185,7 +184,7 @@ def test_with_equal_weights_a_replay_changes_no_bit(family):
         plain = loss_of(model, rows, mask)
         layers = [layer.index for layer in recorder.layers]
         held = AgainstRollout(experts, mask.bool(), layers, replay=True)
-        recorder.given = held.begin
+        recorder.change(overrides=held.begin)
         assert torch.equal(loss_of(model, rows, mask), plain)
     assert held.changed == 0 and held.compared > 50
 
@@ -197,10 +196,10 @@ def test_forwards_of_some_rows_meet_their_own_experts():
         moved(model, seed=6)
         layers = [layer.index for layer in recorder.layers]
         whole = AgainstRollout(experts, mask.bool(), layers, replay=True)
-        recorder.given = whole.begin
+        recorder.change(overrides=whole.begin)
         loss_of(model, rows, mask)
         parts = AgainstRollout(experts, mask.bool(), layers, replay=True)
-        recorder.given = parts.begin
+        recorder.change(overrides=parts.begin)
         for part in (slice(0, 2), slice(2, 3)):
             loss_of(model, rows[part], mask[part])
     assert whole.changed == parts.changed > 0 and whole.compared == parts.compared
@@ -211,7 +210,7 @@ def test_rows_that_the_rollout_did_not_run_are_refused():
     with Recorder(model) as recorder:
         rows, mask, experts = rolled_out(model, recorder)
         choice = RolloutChoice([layer.index for layer in recorder.layers])
-        recorder.given = choice.begin
+        recorder.change(overrides=choice.begin)
         with torch.no_grad():
             model(input_ids=rows, attention_mask=mask)
         with pytest.raises(CaptureError, match="12 places of 3 rows, and training has 12 of 2"):
@@ -219,6 +218,6 @@ def test_rows_that_the_rollout_did_not_run_are_refused():
         with pytest.raises(CaptureError, match="training has 9 of 3"):
             choice.experts(mask[:, :9])
         against = AgainstRollout(experts[:, :-1], mask[:, :-1].bool(), choice.layers, True)
-        recorder.given = against.begin
+        recorder.change(overrides=against.begin)
         with pytest.raises(CaptureError, match="it did not run these rows"):
             model(input_ids=rows, attention_mask=mask)

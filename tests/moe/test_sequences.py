@@ -88,8 +88,7 @@ def test_packed_sequences_do_not_see_each_other(name):
     stock = differences(packed(model, sequences())[1:], packed(model, changed())[1:])
     records = []
     with Specialization(model, "none") as method:
-        method.recorder.observers = [lambda record, _: records.append(record)]
-        method.recorder.observe = "all"
+        method.recorder.change(observers=(lambda r, _: records.append(r),), observe="all")
         together = packed(model, sequences())
         assert differences(together[1:], packed(model, changed())[1:]) < BOUND
         alone = [logits(model, [row])[0] for row in sequences()]

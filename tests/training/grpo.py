@@ -62,11 +62,9 @@ def trainer_for(folder, family, replay, ends=1, **changes):
     def at_loss(model_, inputs):
         used = []
         recorder = callback.specialization.recorder
-        recorder.observers.append(lambda record, _: used.append(record.index_TK))
-        try:
+        observers = (*recorder.plan.observers, lambda record, _: used.append(record.index_TK))
+        with recorder.using(observers=observers):
             loss = compute(model_, inputs)
-        finally:
-            recorder.observers.pop()
         trainer.seen.append((inputs, dict(rolled), weights_of(model), used))
         return loss
 

@@ -238,7 +238,7 @@ def test_evaluations_measure_what_needs_vectors(tmp_path, attached):
     recorder = Recorder(made)
     with recorder:
         sample = evaluation_sample(recorder, trainer.get_eval_dataloader())
-        assert recorder.observers == [] and recorder.observe == "train"
+        assert recorder.plan.observers == () and recorder.plan.observe == "train"
     again = evaluation_metrics(sample)
     lines = [json.loads(line) for line in callback.routing_file.read_text().splitlines()]
     assert [line.pop("step") for line in lines] == [1, 2]

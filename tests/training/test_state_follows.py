@@ -325,7 +325,7 @@ def test_another_trainer_gets_a_window_of_its_own(tmp_path):
 
     class Scales(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            scales.append(callback.specialization.recorder.scale())
+            scales.append(callback.specialization.recorder.plan.scale())
 
     first, _ = stock(
         tmp_path, adapted(), callback, [Scales()], save_strategy="no", max_steps=3,

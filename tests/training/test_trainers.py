@@ -189,7 +189,7 @@ def test_soft_prompts(config, tokens, token_mask):
     model, batch = get_peft_model(tiny.model("qwen3_moe"), soft).train(), tiny.batch()
     lengths = []
     with Specialization(model, {"terms": TERMS, "token_mask": token_mask}) as method:
-        method.recorder.observers.append(lambda record, _: lengths.append(record.mask_T))
+        method.recorder.add_observer(lambda record, _: lengths.append(record.mask_T))
         model(**batch).loss.backward()
         assert all(len(names) == 1 for names in method.reached.values())
         got = gradients(model)
