@@ -80,6 +80,10 @@ class StudyError(MoeFinetuneError, ValueError):
     """A study that cannot be expanded, or whose folder does not hold what it says."""
 
 
+class MachineError(MoeFinetuneError, RuntimeError):
+    """A process that ended because memory or disk ran out, or because it was killed."""
+
+
 class NumericsError(MoeFinetuneError, ArithmeticError):
     """A loss, gradient or weight that is not a finite number."""
 
@@ -99,7 +103,7 @@ _MACHINE_WORDS = ("(os error 28)", "(os error 5)", "DefaultCPUAllocator")
 def is_machine_failure(error: BaseException) -> bool:
     """Whether a full or failing disk, or too little memory, is the error or caused it."""
     return any(
-        isinstance(cause, MemoryError | DiskSpaceError)
+        isinstance(cause, MemoryError | DiskSpaceError | MachineError)
         or (isinstance(cause, OSError) and cause.errno in _MACHINE)
         or type(cause).__name__ == "OutOfMemoryError"
         or any(words in str(cause) for words in _MACHINE_WORDS)

@@ -8,11 +8,25 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
+MACHINE_FAILURE = 1
+"""Exit code of this package's commands where memory or disk is the cause."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process failed; ``machine``: memory, disk or a signal ended it, not its input."""
+
+    reason: str
+    machine: bool = False
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Children:
@@ -92,7 +106,7 @@ def children() -> Iterator[Children]:
         raise KeyboardInterrupt
 
 
-def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> str | None:
+def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Failure | None:
     """Run one process to its end; return why it failed, or None.
 
     Raises:
@@ -104,7 +118,7 @@ def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> str
     return None if code == 0 else failure(log, before, code)
 
 
-def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> str | None:
+def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> Failure | None:
     """Run processes, ``at_once`` at a time; return why the first that failed did, or None.
 
     After a failure no more are started, and those at work are told to save and stop.
@@ -125,19 +139,24 @@ def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int
                 if code == INTERRUPTED:
                     own.note(signal.SIGTERM)
                 elif code:
-                    return f"{name}: {failure(logs / f'{name}.log', begun[name], code)}"
+                    found = failure(logs / f"{name}.log", begun[name], code)
+                    return Failure(f"{name}: {found}", found.machine)
             time.sleep(0.1)
     return None
 
 
-def failure(log: Path, start: int, code: int) -> str:
+def failure(log: Path, start: int, code: int) -> Failure:
     """Why a process failed: its ``error:`` message, else its last line, and the exit code."""
     with log.open("rb") as stream:
         stream.seek(start)
         lines = stream.read().decode("utf-8", "replace").splitlines()
+    machine = code < 0 or code == MACHINE_FAILURE
     ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    if -code == signal.SIGKILL:
+        ended += " (usually because memory ran out)"
     said = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if said:
-        return "\n".join(lines[said[-1] :]).removeprefix("error: ").strip()
+        message = "\n".join(lines[said[-1] :]).removeprefix("error: ").strip()
+        return Failure(message if code > 0 else f"{ended}: {message}", machine)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-    return f"{ended}: {last} (log: {log})"
+    return Failure(f"{ended}: {last} (log: {log})", machine)

@@ -21,8 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import MoeFinetuneError, OutputBusyError, OutputExistsError, RecipeError
+from moe_finetune.errors import (
+    MachineError,
+    MoeFinetuneError,
+    OutputBusyError,
+    OutputExistsError,
+    RecipeError,
+)
 from moe_finetune.io.atomic import write_atomic
+from moe_finetune.io.children import Failure
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.lock import output_lock
@@ -280,6 +287,12 @@ class Ledger:
                 stream.write("".join(traceback.format_exception(error)))
             said = _reason(error, file)
         write_atomic(self.failed_file(name), json.dumps({"reason": said}, indent=1) + "\n")
+
+
+def step_error(failure: Failure, remedy: str = "") -> MoeFinetuneError:
+    """The error to raise for a process that did not finish its step."""
+    kind = MachineError if failure.machine else StepFailedError
+    return kind(f"{failure}{remedy}")
 
 
 class StepFailedError(MoeFinetuneError, RuntimeError):

@@ -59,7 +59,7 @@ class PairedTest:
     Attributes:
         name: ``McNemar`` or ``bootstrap`` (one seed, over items), ``seeds and items``, ``paired t``
             (over seeds, for values that no item has by itself), ``Newcombe`` or ``normal`` (an
-            interval for independent samples), or ``none``.
+            interval for independent samples), ``not enough seeds``, or ``none``.
         difference: arm - baseline.
         low, high: 95 % interval of the difference, where there is one.
         p: p value; ``p_holm`` corrected over all comparisons of this kind.
@@ -135,17 +135,22 @@ def compare_items(
 def compare_seeds(values_S: np.ndarray, baseline_S: np.ndarray) -> PairedTest:
     """Test values of whole runs, paired by seed, with Student's t.
 
-    "none" with one seed, and where a value is not finite.
+    "not enough seeds" where the spread between seeds cannot be estimated: of a single seed, and
+    where every seed has the same difference, whose t would be infinite; of differences of 0, p is
+    1. "none" where a value is not finite.
     """
     difference_S = np.asarray(values_S, float) - np.asarray(baseline_S, float)
-    if len(difference_S) < 2 or not np.isfinite(difference_S).all():
-        return PairedTest("none", float(difference_S.mean()))
-    found = t_interval(difference_S)
-    if found.low == found.high:  # the same difference in every seed
-        p = 1.0 if found.mean == 0 else 0.0
-    else:
-        p = float(stats.ttest_1samp(difference_S, 0.0).pvalue)
-    return PairedTest("paired t", found.mean, found.low, found.high, p)
+    mean = float(difference_S.mean())
+    if not np.isfinite(difference_S).all():
+        return PairedTest("none", mean, verdict="unknown")
+    if len(difference_S) > 1 and not difference_S.any():
+        return PairedTest("paired t", 0.0, 0.0, 0.0, 1.0)
+    # Equal differences may still differ by the rounding of the values that were subtracted.
+    if len(difference_S) < 2 or np.ptp(difference_S) <= 1e-12 * np.abs(difference_S).max():
+        return PairedTest("not enough seeds", mean, verdict="unknown")
+    interval = t_interval(difference_S)
+    p = float(stats.ttest_1samp(difference_S, 0.0).pvalue)
+    return PairedTest("paired t", mean, interval.low, interval.high, p)
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_finetune.errors import OutputExistsError, RecipeError
+from moe_finetune.errors import OutputExistsError, RecipeError, is_machine_failure
 from moe_finetune.io import output_lock
-from moe_finetune.io.children import run_child, run_children
+from moe_finetune.io.children import Failure, run_child, run_children
 from moe_finetune.io.hashes import KnownDigests, sha256_file
-from moe_finetune.io.ledger import Ledger, Step
+from moe_finetune.io.ledger import Ledger, Step, step_error
 
 
 class Work:
@@ -171,11 +171,17 @@ def test_digests_follow_content_and_not_time(tmp_path):
 def test_why_a_process_failed(tmp_path):
     code = "import sys; print('error: it is broken'); sys.exit(2)"
     log = tmp_path / "x" / "a.log"
-    assert run_child([sys.executable, "-c", code], log) == "it is broken"
+    assert run_child([sys.executable, "-c", code], log) == Failure("it is broken")
     ok = [sys.executable, "-c", "pass"]
     bad = [sys.executable, "-c", code]
-    assert run_children({"a": ok, "b": bad}, tmp_path, 2) == "b: it is broken"
+    assert run_children({"a": ok, "b": bad}, tmp_path, 2) == Failure("b: it is broken")
     assert run_children({"a": ok, "b": ok, "c": ok}, tmp_path, 2) is None
+    full = [sys.executable, "-c", code.replace("exit(2)", "exit(1)")]
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    for command in (full, killed):
+        failure = run_child(command, tmp_path / "m.log")
+        assert failure.machine and is_machine_failure(step_error(failure))
+    assert not is_machine_failure(step_error(Failure("it is broken")))
 
 
 PARENT = """

@@ -167,8 +167,12 @@ def test_whole_runs_by_student():
     interval = wanted.confidence_interval(0.95)
     assert found.p == pytest.approx(wanted.pvalue, rel=1e-9)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
-    assert compare_seeds(a[:1], b[:1]).name == "none"
     assert compare_seeds(a, a).p == 1.0
+    for values in (a[:1], a[:1] + 1), (a[:2], a[:2] - 0.3):  # 1.0 - 0.7 is not 1.4 - 1.1
+        found = compare_seeds(*values)
+        assert (found.name, found.p, found.low) == ("not enough seeds", None, None)
+        found.decide(higher_is_better=True)
+        assert found.verdict == "unknown"
     assert compare_seeds(a, np.array([1.0, math.nan, 2.0, 3.0])).name == "none"
 
 
