@@ -292,7 +292,8 @@ def serve(
     Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
     -- --max-model-len 4096
     """
-    from moe_finetune.vllm.serve import ServeOptions, named_adapters
+    from moe_finetune.vllm.adapters import named_adapters
+    from moe_finetune.vllm.serve import ServeOptions
     from moe_finetune.vllm.serve import serve as run_server
 
     options = ServeOptions(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.environment import package_versions
@@ -82,10 +79,9 @@ def open_vllm(
     from lm_eval.models.vllm_causallms import VLLM
 
     try:
-        with _imports_out_of_collections():
-            lm = VLLM(
-                pretrained=str(folder), batch_size=batch_size, trust_remote_code=False, **arguments
-            )
+        lm = VLLM(
+            pretrained=str(folder), batch_size=batch_size, trust_remote_code=False, **arguments
+        )
     except (RuntimeError, ValueError, TypeError) as error:
         raise EvaluationError(f"vLLM cannot load {folder} with {arguments}: {error}") from error
     return lm, {
@@ -104,30 +100,11 @@ def shutdown(lm: Any) -> None:
 
     engine = getattr(getattr(lm, "model", None), "llm_engine", None)
     core = getattr(engine, "engine_core", None)
-    with mock.patch.object(gc, "unfreeze", lambda: None):
-        if core is not None:
-            core.shutdown()
-        del engine, core
-        if hasattr(lm, "model"):
-            del lm.model
-        gc.collect()
-        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # the engine was in this process
-            cleanup_dist_env_and_memory()
-
-
-@contextmanager
-def _imports_out_of_collections() -> Iterator[None]:
-    """Let an engine in this process, from its start to its end, collect garbage in no time.
-
-    It asks for a collection nine times, each of which would look at the million objects of what
-    was imported. Frozen, these are left out; the engine's own must not be, or they would stay.
-    """
-    from vllm import envs
-
-    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        yield
-        return
+    if core is not None:
+        core.shutdown()
+    del engine, core
+    if hasattr(lm, "model"):
+        del lm.model
     gc.collect()
-    gc.freeze()
-    with mock.patch.object(gc, "freeze", lambda: None):
-        yield
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # the engine was in this process
+        cleanup_dist_env_and_memory()

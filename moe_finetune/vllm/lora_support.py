@@ -25,15 +25,13 @@ class LoraSupport:
     """Facts of a class of vLLM's.
 
     Attributes:
-        known: whether vLLM has the architecture.
-        supported: whether its class declares ``SupportsLoRA``.
+        supported: whether vLLM has the architecture, in a class that declares ``SupportsLoRA``.
         stacked: whether its experts take factors of a whole stack (``is_3d_moe_weight``).
         gated: whether its experts have a gate projection.
         refused: what vLLM's reader of ``adapter_config.json`` refuses, by adapter.
     """
 
-    known: bool
-    supported: bool = False
+    supported: bool
     stacked: bool = False
     gated: bool = True
     refused: tuple[str | None, ...] = ()
@@ -63,7 +61,6 @@ def support_in_vllm(architecture: str, adapters: Sequence[Path]) -> LoraSupport:
         except (ValueError, TypeError) as error:
             refused.append(" ".join(str(error).split()))
     return LoraSupport(
-        True,
         bool(supports_lora(kind)),
         bool(getattr(kind, "is_3d_moe_weight", False)),
         not getattr(kind, "is_non_gated_moe", False),

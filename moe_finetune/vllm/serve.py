@@ -19,18 +19,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name
+from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
-from moe_finetune.vllm.lora_support import LORA_RANKS, LoraSupport, ask_vllm
+from moe_finetune.vllm.lora_support import ask_vllm
 from moe_finetune.vllm.supervisor import supervised
-
-if TYPE_CHECKING:
-    from moe_finetune.checkpoint.adapter import Adapter
 
 TAIL_LINES = 30
 STOP_SECONDS = 30.0
@@ -98,146 +96,22 @@ def serve_command(
     if options.expert_parallel:
         ours["--enable-expert-parallel"] = []
     ours |= adapters or {}
-    given = {item.partition("=")[0].replace("_", "-") for item in options.extra}
-    if "--trust-remote-code" in given:
+    extra_names = {item.partition("=")[0].replace("_", "-") for item in options.extra}
+    if "--trust-remote-code" in extra_names:
         raise RecipeError(
             "--trust-remote-code: code from a checkpoint is never executed; leave it out"
         )
-    twice = sorted(given & set(ours))
+    twice = sorted(extra_names & set(ours))
     if twice:
         raise RecipeError(f"{twice[0]} is set by serve already; use serve's own option")
     if cpu:
         defaults: dict[str, Sequence[str]] = {"--dtype": ["float32"], "--enforce-eager": []}
-        if "--dtype" not in given:  # see engine_arguments: AMX's kernel has no float32
+        if "--dtype" not in extra_names:  # see engine_arguments: AMX's kernel has no float32
             defaults["--attention-backend"] = ["CPU_MLA"]
-        ours |= {key: value for key, value in defaults.items() if key not in given}
+        ours |= {key: value for key, value in defaults.items() if key not in extra_names}
     for key, values in ours.items():
         command += [key, *values]
     return [*command, *options.extra]
-
-
-def named_adapters(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """``NAME=FOLDER``, or a folder that gives the name, as names and folders.
-
-    Raises:
-        RecipeError: a name that is empty or given twice.
-    """
-    pairs: dict[str, Path] = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        path = Path(folder if equals else text)
-        name = name if equals else path.resolve().name
-        if not name or not str(path).strip("."):
-            raise RecipeError(f"--adapter {text}: wanted NAME=FOLDER or a folder")
-        if name in pairs:
-            raise RecipeError(
-                f"--adapter {text}: another adapter is called '{name}' too; write NAME=FOLDER"
-            )
-        pairs[name] = path
-    return tuple(pairs.items())
-
-
-def checked_adapters(
-    folder: Path, adapters: Sequence[tuple[str, Path]], cpu: bool, scratch: Path
-) -> list[tuple[str, Adapter]]:
-    """The adapters as vLLM reads them, in their own folders or rewritten below ``scratch``.
-
-    Raises:
-        AdapterError: one is damaged, belongs to another base, or cannot be served unmerged on any
-            model; the reason is named.
-    """
-    from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
-    from moe_finetune.checkpoint.expand import peft_folder
-    from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
-
-    base = open_checkpoint(folder)
-    readable: list[tuple[str, Adapter]] = []
-    for number, (name, path) in enumerate(adapters):
-        opened = check_adapter(path, base)
-        absorbed = next((key for key in opened.tensors if ".kv_b_proj." in key), None)
-        if (path / BIAS_FILE).is_file():
-            raise _unmerged(path, "it has a routing bias, which an adapter cannot carry into vLLM")
-        if absorbed is not None:
-            raise _unmerged(path, f"vLLM folds '{absorbed}' into other weights on loading")
-        if cpu:
-            raise _unmerged(path, "vLLM serves LoRA on MoE models on GPUs only")
-        written = open_adapter(peft_folder(opened, base, scratch / f"{number}-peft"))
-        stack = base.family.experts_name
-        pair = [
-            any(key.endswith(f".{stack}{inner}.lora_A.weight") for key in written.tensors)
-            for inner in ("", ".base_layer")
-        ]
-        if pair[0] != pair[1]:
-            raise _unmerged(path, "it adapts only one of the experts' two parameters")
-        readable.append((name, _patterns_by_module(written, scratch / f"{number}")))
-    return readable
-
-
-def _unmerged(adapter: Path, reason: str) -> AdapterError:
-    return AdapterError(
-        f"{adapter}: vLLM 0.32 cannot serve this adapter without merging: {reason}; merge it with "
-        "'moe-finetune merge' and serve the merged checkpoint"
-    )
-
-
-def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
-    """The adapter with patterns that name modules: vLLM does not match them to parameters."""
-    from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, open_adapter
-
-    patterns = {
-        key: {
-            re.sub(r"\\?\.weight$", "", name): value
-            for name, value in (adapter.config.get(key) or {}).items()
-        }
-        for key in ("rank_pattern", "alpha_pattern")
-    }
-    if all(patterns[key] == (adapter.config.get(key) or {}) for key in patterns):
-        return adapter
-    output.mkdir(parents=True)
-    (output / CONFIG).write_text(json.dumps(adapter.config | patterns), encoding="utf-8")
-    (output / WEIGHTS).symlink_to((adapter.folder / WEIGHTS).resolve())
-    return open_adapter(output)
-
-
-def adapter_arguments(
-    folder: Path, adapters: Sequence[tuple[str, Adapter]], support: LoraSupport
-) -> dict[str, list[str]]:
-    """Options that serve ``adapters`` beside the base in ``folder``, under their names.
-
-    Args:
-        support: what vLLM says of the base's class, and of each adapter.
-
-    Raises:
-        AdapterError: vLLM does not support that; the reason is vLLM's, and the remedy is to merge.
-    """
-    from moe_finetune.checkpoint.opened import open_checkpoint
-
-    family = open_checkpoint(folder).family
-    rank, modules, any_stacks = 1, [], False
-    for (name, adapter), refused in zip(adapters, support.refused, strict=True):
-        stacks = any(f".{family.experts_name}." in key for key in adapter.tensors)
-        if not support.supported:
-            raise _unmerged(adapter.folder, f"vLLM's class of {family.title} has no LoRA")
-        if refused is not None:
-            raise _unmerged(adapter.folder, refused)
-        if stacks and not support.gated:
-            raise _unmerged(
-                adapter.folder, f"vLLM reads no stacks of the experts of {family.title}"
-            )
-        ranks = [adapter.config["r"], *(adapter.config.get("rank_pattern") or {}).values()]
-        rank, any_stacks = max(rank, *ranks), any_stacks or stacks
-        module = {"name": name, "path": str(adapter.folder.resolve())}
-        modules.append(json.dumps({**module, "is_3d_lora_weight": True} if stacks else module))
-    arguments = {
-        "--enable-lora": [],
-        "--max-loras": [str(len(adapters))],
-        "--max-lora-rank": [str(next(known for known in LORA_RANKS if known >= rank))],
-        "--lora-modules": modules,
-    }
-    if any_stacks and not support.stacked:
-        arguments["--enable-mixed-moe-lora-format"] = []
-    return arguments
 
 
 def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) -> int:
@@ -311,7 +185,7 @@ def watch(
     """
     refuse_used_port(options.host, options.port)
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     process = subprocess.Popen(
         supervised(command),
         env=dict(environment),
@@ -326,24 +200,22 @@ def watch(
     reader = threading.Thread(target=_copy, args=(process.stdout, tail), daemon=True)
     reader.start()
     try:
-        if not _wait_ready(process, f"{options.url}/health", timeout):
-            code = process.poll()
-            if code is not None:
-                reader.join(5)
-            what = f"was not ready within {timeout:g} s" if code is None else f"ended with {code}"
-            last = "\n".join(tail)
-            print(f"error: the server {what}; its last lines:\n{last}", file=sys.stderr)
-            return 1
-        ready()
-        code = process.wait()
-        reader.join(5)
-        if code:
-            last = "\n".join(tail)
-            print(f"error: the server ended with {code}; its last lines:\n{last}", file=sys.stderr)
-        return 1 if code else 0
+        answered = _wait_ready(process, f"{options.url}/health", timeout)
+        if answered:
+            ready()
+            process.wait()
+        code = process.poll()
+        if code is not None:
+            reader.join(5)  # its last lines
+        if answered and code == 0:
+            return 0
+        what = f"was not ready within {timeout:g} s" if code is None else f"ended with {code}"
+        last = "\n".join(tail)
+        print(f"error: the server {what}; its last lines:\n{last}", file=sys.stderr)
+        return 1
     finally:
         stop(process)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def refuse_used_port(host: str, port: int) -> None:
@@ -361,9 +233,9 @@ def refuse_used_port(host: str, port: int) -> None:
 
 def stop(process: subprocess.Popen[str]) -> None:
     """End the process group: interrupt first, then terminate, then kill."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         except ProcessLookupError:
             break
         try:

@@ -26,8 +26,10 @@ def supervised(command: Sequence[str]) -> list[str]:
 def main(parent: int, command: list[str]) -> int:
     """Run ``command`` and return its exit code."""
     signal.signal(_DIED, _end_all)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave_to_the_command)  # SIG_IGN would be the command's as well
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            signal_number, _leave_to_the_command
+        )  # SIG_IGN would be the command's as well
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _DIED, 0, 0, 0)
     if os.getppid() != parent:
         return 1  # it has died before the kernel was asked to tell

@@ -20,14 +20,12 @@ from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
+from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
 from moe_finetune.vllm.serve import (
     ServeOptions,
-    adapter_arguments,
-    checked_adapters,
     curl_line,
     merged_folder,
-    named_adapters,
     serve_command,
     watch,
 )
@@ -104,7 +102,7 @@ def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
     given = named_adapters([str(law), f"calm={plain}"])
     assert given == (("law", law), ("calm", plain))
     adapters = checked_adapters(base, given, False, tmp_path / "scratch")
-    found = adapter_arguments(base, adapters, LoraSupport(True, True, refused=(None, None)))
+    found = adapter_arguments(base, adapters, LoraSupport(True, refused=(None, None)))
     assert found["--max-lora-rank"] == ["16"] and found["--max-loras"] == ["2"]
     assert "--enable-mixed-moe-lora-format" in found and "--enable-lora" in found
     assert [json.loads(module) for module in found["--lora-modules"]] == [
@@ -113,9 +111,9 @@ def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
     ]
     command = serve_command(base, ServeOptions(adapters=given), False, found)
     assert pairs(command)["--max-lora-rank"] == "16"
-    alone = adapter_arguments(base, adapters[1:], LoraSupport(True, True, refused=(None,)))
+    alone = adapter_arguments(base, adapters[1:], LoraSupport(True, refused=(None,)))
     assert "--enable-mixed-moe-lora-format" not in alone
-    stacked = LoraSupport(True, True, stacked=True, refused=(None, None))
+    stacked = LoraSupport(True, stacked=True, refused=(None, None))
     assert "--enable-mixed-moe-lora-format" not in adapter_arguments(base, adapters, stacked)
     for wrong in ([str(law), str(law)], [f"={law}"], ["law="]):
         with pytest.raises(RecipeError, match="--adapter"):
@@ -444,7 +442,7 @@ def test_vllm_is_asked_what_its_classes_support(tmp_path, tiny_checkpoint):
     assert gpt_oss.supported and gpt_oss.stacked
     assert support_in_vllm("Glm4MoeForCausalLM", []).supported
     assert not support_in_vllm("NemotronHForCausalLM", []).gated
-    assert not support_in_vllm("NobodysForCausalLM", []).known
+    assert not support_in_vllm("NobodysForCausalLM", []).supported
     unknown = LoraSupport(False, refused=(None,))
     with pytest.raises(AdapterError, match="has no LoRA"):
         adapter_arguments(base, opened[1:], unknown)
