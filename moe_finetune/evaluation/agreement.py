@@ -34,10 +34,11 @@ def agreement(
         common = [item for item in a if item in b]
         if not common:
             raise EvaluationError(f"{first} and {second} judged no item in common")
-        left, right = [a[i] for i in common], [b[i] for i in common]
+        verdicts_a, verdicts_b = [a[i] for i in common], [b[i] for i in common]
         result[f"{first} ~ {second}"] = {
-            "kappa": cohens_kappa(left, right),
-            "agreement": sum(x == y for x, y in zip(left, right, strict=True)) / len(common),
+            "kappa": cohens_kappa(verdicts_a, verdicts_b),
+            "agreement": sum(x == y for x, y in zip(verdicts_a, verdicts_b, strict=True))
+            / len(common),
             "n": len(common),
         }
     return result
@@ -111,8 +112,10 @@ def agreement_table(
     if len(validations) < 2:
         return aligned(rows, "left")
     pairs = [["agreement", "kappa", "equal", "items"]]
-    for pair, found in agreement(validations).items():
-        pairs.append([pair, f"{found['kappa']:.3f}", f"{found['agreement']:.3f}", f"{found['n']}"])
+    for pair, measured in agreement(validations).items():
+        pairs.append(
+            [pair, f"{measured['kappa']:.3f}", f"{measured['agreement']:.3f}", f"{measured['n']}"]
+        )
     return "\n\n".join(aligned(table, "left") for table in (rows, pairs))
 
 

@@ -110,10 +110,12 @@ def open_backend(
     notes = []
     if determinantal is not None and backend not in (None, "hf"):
         raise EvaluationError(
-            f"determinantal choice needs backend 'hf'; '{backend}' has top-k alone"
+            f"determinantal choice needs backend 'hf'; '{backend}' supports only top-k"
         )
     if determinantal is not None and determinantal <= 0:
-        raise EvaluationError(f"determinantal choice: eps is {determinantal:g}, wanted more than 0")
+        raise EvaluationError(
+            f"determinantal choice: eps is {determinantal:g}, expected more than 0"
+        )
     if candidates is not None and determinantal is None:
         raise EvaluationError("candidates belong to the determinantal choice")
     if adapter is not None and backend in (None, "vllm"):

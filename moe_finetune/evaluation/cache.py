@@ -8,7 +8,6 @@ sent, and gets the same bits.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import sqlite3
@@ -19,20 +18,17 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError, OutputBusyError
 from moe_finetune.io.hashes import sha256_json, to_json
-from moe_finetune.io.terminal import terminal
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS identity (sha256 TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB, checksum BLOB) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB) WITHOUT ROWID;
 """
-_FOREIGN = "SELECT 1 FROM sqlite_master WHERE type IN ('trigger', 'view')"
 
 
 class ReplyStore:
-    """Replies in an SQLite file, each with a checksum of its own.
+    """Replies in an SQLite file, which rolls back on opening what a kill interrupted.
 
-    What a kill interrupts is rolled back on opening; a damaged reply counts as absent and is asked
-    again, never trusted. May be used by several threads, one at a time.
+    May be used by several threads, one at a time.
 
     Args:
         path: the file; its folder is made.
@@ -46,25 +42,18 @@ class ReplyStore:
     def __init__(self, path: Path, identity: dict[str, Any]):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() and (old := path.with_suffix(".jsonl")).is_file():
-            terminal().say(
-                f"{old}: replies that an earlier version stored are not read; they are asked again",
-                "warning",
-            )
         with self._errors():
             self._database = sqlite3.connect(path, check_same_thread=False)
             self._database.executescript(_TABLES)
-            if self._database.execute(_FOREIGN).fetchone() is not None:
-                raise sqlite3.DatabaseError("it has triggers or views of other programs")
-            held = self._database.execute("SELECT sha256 FROM identity").fetchone()
-            wanted = (sha256_json(identity),)
-            if held is None:
+            stored = self._database.execute("SELECT sha256 FROM identity").fetchone()
+            expected = (sha256_json(identity),)
+            if stored is None:
                 with self._database:
-                    self._database.execute("INSERT INTO identity VALUES (?)", wanted)
-        if held not in (None, wanted):
+                    self._database.execute("INSERT INTO identity VALUES (?)", expected)
+        if stored not in (None, expected):
             self.close()
             raise EvaluationError(
-                f"{path} holds replies of another checkpoint or other settings; "
+                f"{path} has replies of another checkpoint or other settings; "
                 "remove the file or choose another output folder"
             )
 
@@ -85,41 +74,30 @@ class ReplyStore:
                 "it held is asked again"
             ) from error
 
-    def _found(self, key: str) -> tuple[Any] | None:
+    def _row(self, key: str) -> tuple[bytes] | None:
         with self._errors():
-            query = "SELECT reply, checksum FROM replies WHERE key = ?"
-            reply, checksum = self._database.execute(query, (key,)).fetchone() or (None, None)
-        if not isinstance(reply, bytes) or _checksum(key, reply) != checksum:
-            return None
-        try:
-            return (json.loads(reply.decode("utf-8", "surrogatepass")),)
-        except ValueError:
-            return None
+            query = "SELECT reply FROM replies WHERE key = ?"
+            return self._database.execute(query, (key,)).fetchone()
 
     def __contains__(self, key: str) -> bool:
-        return self._found(key) is not None
+        return self._row(key) is not None
 
     def __getitem__(self, key: str) -> Any:
-        reply = self._found(key)
-        if reply is None:
+        row = self._row(key)
+        if row is None:
             raise KeyError(key)
-        return reply[0]
+        return json.loads(row[0].decode("utf-8", "surrogatepass"))
 
     def add(self, replies: Iterable[tuple[str, Any]]) -> None:
         """Store replies, all of them or none, safe on the disk."""
-        bodies = [(key, to_json(reply).encode("utf-8", "surrogatepass")) for key, reply in replies]
+        rows = [(key, to_json(reply).encode("utf-8", "surrogatepass")) for key, reply in replies]
         with self._errors(), self._database:
             self._database.executemany(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)",
-                [(key, body, _checksum(key, body)) for key, body in bodies],
+                "INSERT OR REPLACE INTO replies (key, reply) VALUES (?, ?)", rows
             )
 
     def close(self) -> None:
         self._database.close()
-
-
-def _checksum(key: str, reply: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + b"\0" + reply).digest()[:16]
 
 
 def answer_all(

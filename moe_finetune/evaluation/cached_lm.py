@@ -196,10 +196,10 @@ class CachedLM(LM):
         return self._inner.tokenizer_name
 
 
-def _name(chunk: list[Instance], asked: tuple[Any, ...] | None) -> str:
+def _name(chunk: list[Instance], arguments: tuple[Any, ...] | None) -> str:
     """Name the task and, where it can be told, the item of the request ``asked``."""
     task = chunk[0].task_name
     for request in chunk:
-        if asked is not None and list(request.args) == list(asked):
+        if arguments is not None and list(request.args) == list(arguments):
             return f"{task}, item {request.doc_id}"
     return f"{task}, one of items {min(r.doc_id for r in chunk)}-{max(r.doc_id for r in chunk)}"

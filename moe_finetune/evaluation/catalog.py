@@ -7,10 +7,10 @@ folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parque
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +30,18 @@ class Catalog:
         suite: the suite to be run; lm-eval's own 14,000 tasks are indexed only when it needs them.
         data_dir: folder of local data, or None to let tasks load from the hub.
 
-    Attributes:
-        manager: lm-eval's TaskManager with the registered tasks.
     """
 
     def __init__(self, suite: Suite, data_dir: str | Path | None = None):
-        try:
-            from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            raise DependencyError(
-                f"lm-evaluation-harness cannot be imported ({error}); install moe-finetune[eval]"
-            ) from None
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.suite = suite
         self._found: set[tuple[Any, Any]] = set()
         self.data_dir = Path(data_dir) if data_dir is not None else None
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise DataError(f"data folder {self.data_dir} does not exist")
-        own = str(eval_root() / "tasks")
-        self.manager = TaskManager(include_path=own, include_defaults=False)
-        self._index = self.manager._index
+        folder = str(eval_root() / "tasks")
+        self._manager, self._index = _indexed(folder, include_defaults=False)
         if not all(self._resolves(t.task) for t in suite.tasks if not (t.external or t.template)):
-            self.manager = copy.copy(_every_task(own))
-            self._index = self.manager._index = dict(self.manager._index)  # `register` adds
+            self._manager, self._index = _indexed(folder, include_defaults=True)
 
     def _resolves(self, name: str) -> bool:
         try:
@@ -69,12 +58,12 @@ class Catalog:
         name = entry.template or entry.task
         if name not in self._index:
             # All 14,000 names would drown the hint; those that begin alike are candidates.
-            known = [n for n in self._index if n[:2] == name[:2]] or list(self._index)[:20]
+            candidates = [n for n in self._index if n[:2] == name[:2]] or list(self._index)[:20]
             raise EvaluationError(
-                f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, known)}"
+                f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, candidates)}"
             )
-        found = self._index[name]
-        installed = ((found.cfg or {}).get("metadata") or {}).get("version")
+        indexed = self._index[name]
+        installed = ((indexed.cfg or {}).get("metadata") or {}).get("version")
         if None not in (entry.version, installed) and not _same(entry.version, installed):
             raise EvaluationError(
                 f"suite {self.suite.name}: task '{name}' has version {installed} here and the "
@@ -85,8 +74,6 @@ class Catalog:
 
     def reports(self, entry: SuiteTask, leaves: list[Leaf]) -> set[str]:
         """Return the scores of a suite's line, each ``"metric,filter"``."""
-        from lm_eval.tasks._index import Kind
-
         if entry.code:
             return {"pass@1,sandbox"}
         if entry.aggregate == "mean_acc" and not all(
@@ -95,15 +82,15 @@ class Catalog:
             return set()
         if entry.aggregate:
             return {f"{entry.aggregate},none"}
-        found = self._index[entry.template or entry.task]
-        if found.kind not in (Kind.GROUP, Kind.TAG):
+        indexed = self._index[entry.template or entry.task]
+        if indexed.kind.name not in ("GROUP", "TAG"):
             return leaves[0].reports()
-        below = set().union(*(leaf.reports() for leaf in leaves))
+        leaf_scores = set().union(*(leaf.reports() for leaf in leaves))
         scores = set()
-        for listed in (found.cfg or {}).get("aggregate_metric_list") or []:
+        for listed in (indexed.cfg or {}).get("aggregate_metric_list") or []:
             chosen = listed.get("filter_list")
             chosen = [chosen] if isinstance(chosen, str) else chosen
-            for score in below:
+            for score in leaf_scores:
                 metric, _, name = score.rpartition(",")
                 if metric == listed["metric"] and (chosen is None or name in chosen):
                     scores.add(score)
@@ -137,10 +124,10 @@ class Catalog:
             data = leaf.load()
             shots = _shots(entry, leaf.config)
             if leaf.examples is not None and leaf.examples in data:
-                held = len(data[leaf.examples])
-                if held < shots + (leaf.examples == leaf.tested):
+                rows = len(data[leaf.examples])
+                if rows < shots + (leaf.examples == leaf.tested):
                     raise DataError(
-                        f"{leaf.files[leaf.examples]}: {held} rows, too few for shots: {shots} of "
+                        f"{leaf.files[leaf.examples]}: {rows} rows, too few for shots: {shots} of "
                         f"task '{leaf.name}'"
                     )
 
@@ -168,12 +155,10 @@ class Catalog:
         self._found.add(key)
 
     def _names(self, name: str) -> Iterator[str]:
-        from lm_eval.tasks._index import Kind
-
         entry = self._index[name]
-        if entry.kind is Kind.TAG:
+        if entry.kind.name == "TAG":
             yield from sorted(entry.tags)
-        elif entry.kind is Kind.GROUP:
+        elif entry.kind.name == "GROUP":
             members: Any = (entry.cfg or {}).get("task") or []
             for member in members if isinstance(members, list) else [members]:
                 yield from self._members(member)
@@ -191,20 +176,22 @@ class Catalog:
             yield from self._names(member.get("task") or member["group"])
 
     def _leaf(self, entry: SuiteTask, name: str) -> Leaf:
-        from lm_eval.tasks._yaml_loader import load_yaml
+        from lm_eval.tasks.manager import load_yaml
 
-        found = self._index[name]
-        config = dict(load_yaml(found.yaml_path)) if found.yaml_path else dict(found.cfg or {})
+        indexed = self._index[name]
+        config = (
+            dict(load_yaml(indexed.yaml_path)) if indexed.yaml_path else dict(indexed.cfg or {})
+        )
         if entry.template:
             config["task"] = entry.task
             if "train" in entry.files:
                 config["training_split"] = config["fewshot_split"] = "train"
         tested, examples = _splits(entry, config)
-        known = {config[key] for key in _SPLIT_KEYS if config.get(key)}
-        if unknown := [split for split in entry.files if split not in known]:
+        splits = {config[key] for key in _SPLIT_KEYS if config.get(key)}
+        if unknown := [split for split in entry.files if split not in splits]:
             raise EvaluationError(
                 f"suite {self.suite.name}: task '{entry.task}' has no split '{unknown[0]}' under "
-                f"files{did_you_mean(unknown[0], sorted(known))}"
+                f"files{did_you_mean(unknown[0], sorted(splits))}"
             )
         if entry.template and examples == tested:
             raise EvaluationError(
@@ -252,15 +239,11 @@ class Catalog:
                 return folder / f"{split}{suffix}"
         return folder / f"{split}.jsonl"
 
-    def register(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
-        """Make lm-eval read local files for ``leaves`` that have them, with the suite's shots."""
-        from lm_eval.tasks._index import Entry, Kind
-
+    def load(self, entry: SuiteTask, leaves: list[Leaf], seed: int = 0) -> Any:
+        """Return lm-eval's tasks of a line, which read local files where ``leaves`` have them."""
+        tasks = self._manager.task_index
         for leaf in leaves:
             config = dict(leaf.config)
-            if entry.shots is not None:
-                # lm-eval ignores a number of shots given elsewhere where a task's file says 0.
-                config["num_fewshot"] = entry.shots
             if leaf.files:
                 config["custom_dataset"] = lambda leaf=leaf, **_: leaf.load()
                 config.pop("dataset_kwargs", None)
@@ -269,7 +252,14 @@ class Catalog:
                     if config.get(split_key) not in (None, *leaf.files):
                         config[split_key] = None
             if "class" not in config:
-                self._index[leaf.name] = Entry(leaf.name, Kind.TASK, None, cfg=config)
+                template = self._index[entry.template or leaf.name]
+                tasks[leaf.name] = replace(template, name=leaf.name, yaml_path=None, cfg=config)
+        loaded = self._manager.load([entry.task])
+        for task in loaded["tasks"].values():
+            if entry.shots is not None or task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", entry.shots or 0)
+            task.set_fewshot_seed(seed=seed)
+        return loaded
 
 
 def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[str, list[Leaf]]]:
@@ -282,18 +272,25 @@ def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[st
         EvaluationError, DataError: see :meth:`Catalog.leaves` and :meth:`Catalog.check`.
     """
     catalog = Catalog(suite, data_dir)
-    here = [entry for entry in suite.tasks if not entry.external]
-    leaves = {entry.label: catalog.leaves(entry) for entry in here}
-    for entry in here:
+    entries = [entry for entry in suite.tasks if not entry.external]
+    leaves = {entry.label: catalog.leaves(entry) for entry in entries}
+    for entry in entries:
         catalog.check(entry, leaves[entry.label])
     return catalog, leaves
 
 
-@functools.cache  # lm-eval reads 14,000 files for it
-def _every_task(own: str) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=own)
+@functools.cache  # with its own tasks, lm-eval reads 14,000 files
+def _indexed(folder: str, include_defaults: bool) -> tuple[Any, Mapping[str, Any]]:
+    """lm-eval's TaskManager, and its index as it was before a catalog loaded local files."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise DependencyError(
+            f"lm-evaluation-harness cannot be imported ({error}); install moe-finetune[eval]"
+        ) from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_path=folder, include_defaults=include_defaults)
+    return manager, dict(manager.task_index)
 
 
 def _shots(entry: SuiteTask, config: dict[str, Any]) -> int:
@@ -309,8 +306,8 @@ def _splits(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str |
     return tested, next((config[key] for key in keys if config.get(key)), tested)
 
 
-def _same(wanted: Any, installed: Any) -> bool:
+def _same(required: Any, installed: Any) -> bool:
     try:
-        return float(wanted) == float(installed)
+        return float(required) == float(installed)
     except (TypeError, ValueError):
-        return str(wanted) == str(installed)
+        return str(required) == str(installed)

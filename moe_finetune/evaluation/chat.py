@@ -47,17 +47,17 @@ class Speaker:
     turns: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
-    def reply(self, said: str, most: int) -> str:
+    def reply(self, prompt_text: str, most: int) -> str:
         """The greedy continuation of the conversation by up to ``most`` tokens.
 
         Without a chat template each text is continued by itself.
         """
-        self.turns.append({"role": "user", "content": said})
+        self.turns.append({"role": "user", "content": prompt_text})
         if self.tokenizer.chat_template:
             text, _ = rendered({"messages": self.turns}, self.tokenizer, prompt=True, checked=False)
             prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            prompt = self.tokenizer(said)["input_ids"]
+            prompt = self.tokenizer(prompt_text)["input_ids"]
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit is not None and len(prompt) + most > limit:
             raise DataError(
@@ -81,17 +81,17 @@ class Speaker:
 
     def last_experts(self) -> list[tuple[int, list[tuple[int, float]]]]:
         """MoE layer -> experts of the last token with their weights, heaviest first."""
-        found: list[tuple[int, list[tuple[int, float]]]] = []
+        by_layer: list[tuple[int, list[tuple[int, float]]]] = []
 
         def keep(record: RoutingRecord, _: object) -> None:
             experts_K, weights_K = record.index_TK[-1], record.weights_TK[-1]
             pairs = zip(experts_K.tolist(), weights_K.tolist(), strict=True)
-            found.append((record.layer, sorted(pairs, key=lambda pair: -pair[1])))
+            by_layer.append((record.layer, sorted(pairs, key=lambda pair: -pair[1])))
 
         ids = torch.tensor([self.ids], device=self.model.device)
         with torch.no_grad(), Recorder(self.model, observers=[keep], observe="all"):
             self.model(input_ids=ids, use_cache=False)
-        return found
+        return by_layer
 
 
 def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> list[Speaker]:
@@ -104,8 +104,8 @@ def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> 
     Raises:
         CheckpointError: an adapter or a run that was not merged, or a folder without a checkpoint.
     """
-    after = checkpoint_in(source)
-    recipe = recipe_of_run(source) if Path(source).is_dir() and after != source else None
+    trained = checkpoint_in(source)
+    recipe = recipe_of_run(source) if Path(source).is_dir() and trained != source else None
     if base is None and recipe is not None:
         match read_yaml(recipe, CheckpointError):
             case {"model": {"path": str(base)}}:
@@ -113,7 +113,7 @@ def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> 
             case _:
                 raise CheckpointError(f"{recipe}: has no model.path; give the base with --base")
     named = [("base", base)] if base is not None else []
-    named.append(("merged" if base is not None else "model", str(after)))
+    named.append(("merged" if base is not None else "model", str(trained)))
     return [_speaker(name, path, dtype) for name, path in named]
 
 
@@ -131,7 +131,7 @@ def _speaker(name: str, path: str, dtype: str) -> Speaker:
 
 
 def talk(
-    speakers: Sequence[Speaker], said: Iterable[str], most: int = 128, experts: bool = False
+    speakers: Sequence[Speaker], prompts: Iterable[str], most: int = 128, experts: bool = False
 ) -> None:
     """Answer each text with every model, on standard output.
 
@@ -140,7 +140,7 @@ def talk(
         experts: show the experts of each reply's last token without being asked.
     """
     console = Console(highlight=False)
-    for text in said:
+    for text in prompts:
         if text.strip() == "/exit":
             return
         if text.strip() == "/reset":
@@ -178,15 +178,15 @@ def beside(replies: dict[str, str], columns: bool) -> Any:
 def experts_table(speakers: Sequence[Speaker]) -> Any:
     """Experts of each model's last token, a row a layer: ``expert (weight)``."""
     if not all(speaker.ids for speaker in speakers):
-        return Text("nothing was said yet")
+        return Text("nothing was asked yet")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
-    found = []
+    by_speaker = []
     for speaker in speakers:
         token = speaker.tokenizer.decode([speaker.ids[-1]])
         table.add_column(Text(f"{speaker.name}: {token!r}"))  # a token may look like markup
-        found.append(speaker.last_experts())
-    for rows in zip(*found, strict=True):
+        by_speaker.append(speaker.last_experts())
+    for rows in zip(*by_speaker, strict=True):
         cells = ["  ".join(f"{expert} ({weight:.2f})" for expert, weight in row) for _, row in rows]
         table.add_row(str(rows[0][0]), *cells)
     return table

@@ -12,7 +12,7 @@ from typing import Any
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.results import TaskResult, samples_file
 from moe_finetune.evaluation.sandbox import Program, Sandbox
-from moe_finetune.evaluation.sandbox.names import free_names, wanted
+from moe_finetune.evaluation.sandbox.names import free_names, required_names
 from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.metrics.statistics import mean_and_deviation
 
@@ -50,7 +50,7 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
     code = fenced(reply)
     if code is None:
         code = reply.split("[DONE]")[0].split("```")[0]
-    entry = wanted(tests, imports, doc.get("code") or "")
+    entry = required_names(tests, imports, doc.get("code") or "")
     # Modules that the tests use without an import are Python's, whatever the program calls so.
     modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
     setup = "\n".join([imports, *(f"import {name}" for name in modules)])
@@ -97,14 +97,14 @@ def score_code(
     rows = read_rows(path, ("doc", "replies"))
     programs: list[Program] = []
     owners: list[int] = []
-    for number, row in enumerate(rows):
-        where = f"{path}, row {number + 1}"
+    for index, row in enumerate(rows):
+        where = f"{path}, row {index + 1}"
         try:
             replies = row["replies"][0]
         except (IndexError, KeyError, TypeError):
             replies = None
         if not replies or not all(isinstance(reply, str) for reply in replies):
-            raise DataError(f"{where}: replies hold no text")
+            raise DataError(f"{where}: replies have no text")
         for reply in replies:
             try:
                 programs.append(FORMS[form](row["doc"], reply))
@@ -112,7 +112,7 @@ def score_code(
                 raise DataError(f"{where}: the item has no {error} for form '{form}'") from None
             except (TypeError, AttributeError, DataError) as error:
                 raise DataError(f"{where}: not an item of form '{form}': {error}") from None
-            owners.append(number)
+            owners.append(index)
     active = sandbox or Sandbox(allow_unsafe_local=allow_unsafe_local)
     try:
         verdicts = active.run_all(programs)
@@ -121,8 +121,8 @@ def score_code(
             active.close()
     for row in rows:
         row["verdicts"] = []
-    for number, verdict in zip(owners, verdicts, strict=True):
-        rows[number]["verdicts"].append({"passed": verdict.passed, "reason": verdict.reason})
+    for index, verdict in zip(owners, verdicts, strict=True):
+        rows[index]["verdicts"].append({"passed": verdict.passed, "reason": verdict.reason})
     scores = [sum(v["passed"] for v in row["verdicts"]) / len(row["verdicts"]) for row in rows]
     for row, score in zip(rows, scores, strict=True):
         row["metrics"] = {**row.get("metrics", {}), "pass@1": score}

@@ -32,8 +32,8 @@ def _metrics(row: dict[str, Any]) -> dict[str, Metric]:
         if not extraction or name.endswith("_stderr") or isinstance(value, str):
             continue
         stderr = row.get(f"{name}_stderr,{extraction}")
-        known = float(stderr) if isinstance(stderr, (int, float)) else None
-        metrics[key] = {"value": float(value), "stderr": known}
+        error = float(stderr) if isinstance(stderr, (int, float)) else None
+        metrics[key] = {"value": float(value), "stderr": error}
     return metrics
 
 
@@ -41,8 +41,8 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
     """Return a suite line's result from what ``lm_eval.simple_evaluate`` returned."""
     rows = raw["results"]
     names = [leaf.name for leaf in leaves]
-    whole = raw.get("groups", {}).get(entry.task) or rows.get(entry.task)
-    metrics = _metrics(whole) if whole else {}
+    group_row = raw.get("groups", {}).get(entry.task) or rows.get(entry.task)
+    metrics = _metrics(group_row) if group_row else {}
     headline = f"{entry.metric},{entry.filter}"
     if entry.aggregate == "glue":
         metrics[headline] = glue_mean({name: _metrics(rows[name]) for name in names})
@@ -124,10 +124,10 @@ def mean_accuracy(subtasks: list[dict[str, Metric]]) -> Metric:
     Args:
         subtasks: ``"metric,filter"`` -> value, of every task.
     """
-    found = [task["acc,none"] for task in subtasks]
-    values = [metric["value"] for metric in found]
-    errors = [metric["stderr"] for metric in found]
+    accuracies = [task["acc,none"] for task in subtasks]
+    values = [metric["value"] for metric in accuracies]
+    errors = [metric["stderr"] for metric in accuracies]
     stderr = None
     if None not in errors:
-        stderr = math.hypot(*(error or 0.0 for error in errors)) / len(found)
-    return {"value": sum(v for v in values if v is not None) / len(found), "stderr": stderr}
+        stderr = math.hypot(*(error or 0.0 for error in errors)) / len(accuracies)
+    return {"value": sum(v for v in values if v is not None) / len(accuracies), "stderr": stderr}

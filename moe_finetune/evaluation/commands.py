@@ -67,15 +67,15 @@ def run(request: Request) -> int:
     folders = [Path(source) for source in request.sources if is_results(source)]
     if folders:
         if len(folders) < len(request.sources):
-            raise EvaluationError("give one checkpoint, or folders that all hold results.json")
+            raise EvaluationError("give one checkpoint, or folders that all contain results.json")
         if not _validates(request):
             raise EvaluationError(
-                f"{folders[0]} holds finished results; ask for --judge, --sheets or --annotations, "
-                "or give a checkpoint to evaluate"
+                f"{folders[0]} contains finished results; ask for --judge, --sheets or "
+                "--annotations, or give a checkpoint to evaluate"
             )
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for folder in folders:
-                held.enter_context(output_lock(folder))
+                locks.enter_context(output_lock(folder))
             _validate(request, folders)
         return 0
     if len(request.sources) > 1:
@@ -144,7 +144,7 @@ def _parity(request: Request, output: Path) -> int:
 
     # Near ties fall either way in lower precision, so a type that is not asked for is float32.
     chosen = {k: v for k, v in request.engine.items() if (k, v) != ("dtype", "auto")}
-    found = parity(
+    lines = parity(
         request.sources[0],
         request.parity,
         _chosen(request),
@@ -153,7 +153,7 @@ def _parity(request: Request, output: Path) -> int:
         request.data_dir,
         **chosen,
     )
-    for line in found:
+    for line in lines:
         drift = line.largest_difference
         print(
             f"{line.task}: {line.first} and {line.second} give {line.equal_answers} of {line.n} "
@@ -163,7 +163,7 @@ def _parity(request: Request, output: Path) -> int:
         for item in line.differing:
             print(f"  item {item['doc_id']}: {item[line.first]!r} against {item[line.second]!r}")
     print(f"parity: {output / 'parity.json'}")
-    return 0 if all(line.holds for line in found) else 1
+    return 0 if all(line.holds for line in lines) else 1
 
 
 def _evaluate(request: Request, output: Path) -> None:
@@ -182,9 +182,9 @@ def _evaluate(request: Request, output: Path) -> None:
     )
     for label, task in results["tasks"].items():
         value, stderr = task["value"], task["stderr"]
-        shown = "not scored" if value is None else f"{value:.4f}"
+        text = "not scored" if value is None else f"{value:.4f}"
         error = f" ± {stderr:.4f}" if stderr is not None else ""
-        print(f"{label}: {task['metric']} {shown}{error} (n={task['n']})")
+        print(f"{label}: {task['metric']} {text}{error} (n={task['n']})")
     print(f"results: {output / 'results.json'}")
 
 

@@ -6,13 +6,10 @@ import datetime
 import importlib.metadata
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 from moe_finetune.errors import EvaluationError, MoeFinetuneError, OutputExistsError
 from moe_finetune.evaluation.backends import Backend, open_backend
@@ -105,7 +102,7 @@ def evaluate(
     programs = [t.label for t in loaded.tasks if t.code]
     if programs and not allow_unsafe_local and (trouble := no_sandbox()):
         terminal().say(f"{', '.join(programs)}: generated and not scored; {trouble}", "warning")
-    own = opened is None
+    opened_here = opened is None
     active = opened or open_backend(
         checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
         batch_size=batch_size, dtype=dtype, seed=seed, determinantal=determinantal,
@@ -120,7 +117,7 @@ def evaluate(
     try:
         return run.go(leaves, allow_unsafe_local)
     finally:
-        if own:
+        if opened_here:
             active.close()
 
 
@@ -128,32 +125,13 @@ def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
     path = output / RESULTS_FILE
     if not path.is_file():
         return
-    held = read_object(path, OutputExistsError, "choose another output folder", finite=False)
-    there = held.get("checkpoint")
-    there = there.get("sha256") if isinstance(there, dict) else None
-    if there != backend.identity:
+    results = read_object(path, OutputExistsError, "choose another output folder", finite=False)
+    checkpoint = results.get("checkpoint")
+    checkpoint = checkpoint.get("sha256") if isinstance(checkpoint, dict) else None
+    if checkpoint != backend.identity:
         raise OutputExistsError(
-            f"{path} holds results of another checkpoint; choose another output folder"
+            f"{path} contains results of another checkpoint; choose another output folder"
         )
-
-
-@contextmanager
-def _without_what_nobody_reads() -> Iterator[None]:
-    """Spare lm-eval what it does for a record of its own, at each task, and compiling twice.
-
-    It asks git for the commit of the folder it is started in (outside of a repository git says
-    "fatal") and pip for all packages, which takes as long as some tasks; and it compiles a task's
-    template once more for each row.
-    """
-    import lm_eval.evaluator
-    from lm_eval.utils import env
-
-    with (
-        mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", str),
-        mock.patch.object(lm_eval.evaluator, "add_env_info", lambda results: None),
-        mock.patch.object(env, "from_string", lru_cache(maxsize=64)(env.from_string)),
-    ):
-        yield
 
 
 @dataclass
@@ -179,12 +157,11 @@ class _Run:
         tasks: dict[str, TaskResult] = {}
         notes = list(self.backend.notes)
         try:
-            for number, entry in enumerate(self.suite.tasks, 1):
+            for index, entry in enumerate(self.suite.tasks, 1):
                 if entry.external:
                     notes.append(f"{entry.label}: {entry.external}")
                     continue
-                self.catalog.register(entry, leaves[entry.label])
-                self._say(f"[{number}/{len(self.suite.tasks)}] {entry.label}")
+                self._say(f"[{index}/{len(self.suite.tasks)}] {entry.label}")
                 result = self._task(entry, leaves[entry.label])
                 if entry.code:
                     from moe_finetune.evaluation.code import add_code_score
@@ -222,7 +199,7 @@ class _Run:
         if file.is_file():
             return cast(TaskResult, read_object(file, EvaluationError, "delete it", finite=False))
         started = time.perf_counter()
-        raw, usage = self._ask(entry, limit)
+        raw, usage = self._ask(entry, leaves, limit)
         samples = sample_rows(raw["samples"])
         write_jsonl(file.parent / "samples.jsonl", samples)
         result = task_result(entry, leaves, raw)
@@ -242,8 +219,11 @@ class _Run:
         write_atomic(file, to_json(result, 1, sort=False))
         return result
 
-    def _ask(self, entry: SuiteTask, limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _ask(
+        self, entry: SuiteTask, leaves: list[Leaf], limit: int | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         import lm_eval
+        from transformers import set_seed
 
         from moe_finetune.evaluation.cached_lm import CachedLM, Overflow
 
@@ -251,22 +231,17 @@ class _Run:
         lm = CachedLM(
             self.backend, store, cast(Overflow, self.overflow), entry.max_tokens, self.progress
         )
+        set_seed(self.seed)
         try:
-            with _without_what_nobody_reads():
-                raw = lm_eval.simple_evaluate(
-                    model=lm,
-                    tasks=[entry.task],
-                    num_fewshot=entry.shots,
-                    limit=limit,
-                    task_manager=self.catalog.manager,
-                    apply_chat_template=entry.chat,
-                    fewshot_as_multiturn=entry.chat,
-                    bootstrap_iters=1000,
-                    random_seed=self.seed,
-                    numpy_random_seed=self.seed,
-                    torch_random_seed=self.seed,
-                    fewshot_random_seed=self.seed,
-                )
+            # What `simple_evaluate` adds is a record of git and pip, for which it starts both.
+            raw = lm_eval.evaluate(
+                lm=lm,
+                task_dict=self.catalog.load(entry, leaves, self.seed),
+                limit=limit,
+                bootstrap_iters=1000,
+                apply_chat_template=entry.chat,
+                fewshot_as_multiturn=entry.chat,
+            )
         finally:
             store.close()
         return cast(dict[str, Any], raw), lm.usage.as_dict()

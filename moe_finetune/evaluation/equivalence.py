@@ -54,8 +54,8 @@ def same_answer(answer: str | None, reference: str) -> bool:
     """
     if answer is None or math_equal(answer, reference):
         return answer is not None
-    wanted = normalize_math(reference)
-    if not wanted or not answer.strip() or len(answer) > LONGEST or _WORDS.fullmatch(wanted):
+    target = normalize_math(reference)
+    if not target or not answer.strip() or len(answer) > LONGEST or _WORDS.fullmatch(target):
         return False
     bases = [_BASE.search(normalize_math(text)) for text in (answer, reference)]
     if bases[0] and (not bases[1] or bases[0][1] != bases[1][1]):
@@ -75,15 +75,15 @@ class _Comparer:
         with self._lock:
             if self._process is None:
                 self._start()
-            found = self._ask([answer, reference])
-            if found is None:
+            verdict = self._ask([answer, reference])
+            if verdict is None:
                 self._stop()
                 print(
                     f"comparing {answer!r:.80} with {reference!r:.80} took too much time or "
                     "memory; it counts as wrong",
                     file=sys.stderr,
                 )
-            return bool(found)
+            return bool(verdict)
 
     def _start(self) -> None:
         require()

@@ -40,10 +40,10 @@ def main() -> None:
     for line in sys.stdin:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds + 1, hard))
         try:
-            found = same(*json.loads(line))
+            verdict = same(*json.loads(line))
         except (Exception, RecursionError):
-            found = False
-        print(json.dumps(found), flush=True)
+            verdict = False
+        print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":

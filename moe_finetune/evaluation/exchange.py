@@ -1,71 +1,36 @@
-"""One request to a model server: a deadline for the whole of it, a bounded reply, no redirects.
+"""One request to a model server, and what went wrong with it.
 
 A redirect is an error: the other address was not asked for, and must not get the key.
 """
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import math
-import random
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.json_file import JsonError, parse_json
 
-MAX_REPLY_BYTES = 64 << 20
-_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
+_TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(EvaluationError):
     """A server that cannot be reached, refuses, or answers what it should not.
 
     Attributes:
-        passing: the same request may succeed later.
+        transient: the same request may succeed later.
         wait: seconds that the server asks to wait, or None.
     """
 
-    def __init__(self, message: str, passing: bool = False, wait: float | None = None):
+    def __init__(self, message: str, transient: bool = False, wait: float | None = None):
         super().__init__(message)
-        self.passing, self.wait = passing, wait
-
-
-class Tries:
-    """The tries of one request, and when they and the waits between them must have ended.
-
-    Args:
-        deadline: by ``time.monotonic()``.
-    """
-
-    def __init__(self, most: int, deadline: float):
-        self.left, self.deadline = most, deadline
-        self._backoff = 0.5
-
-    def seconds(self, most: float) -> float:
-        """Return the seconds that the next try may take, at most ``most``."""
-        return min(most, max(self.deadline - time.monotonic(), 0.1))
-
-    def pause(self, error: ServerError) -> float:
-        """Return the seconds to wait after a try that failed with ``error``.
-
-        Raises:
-            ServerError: another try has no use, or there are no tries or no time left.
-        """
-        self.left -= 1
-        if not error.passing or not self.left:
-            raise error
-        seconds = random.uniform(0.5, 1) * self._backoff if error.wait is None else error.wait
-        self._backoff *= 2
-        if seconds >= self.deadline - time.monotonic():
-            raise ServerError(f"{error}; no time is left for another try") from None
-        return seconds
+        self.transient, self.wait = transient, wait
 
 
 def check_address(url: str, name: str) -> str:
@@ -90,85 +55,44 @@ def check_address(url: str, name: str) -> str:
     return url.rstrip("/")
 
 
-def session() -> aiohttp.ClientSession:
-    """Return a session that hands replies over as they came, for use with :func:`exchange`."""
-    return aiohttp.ClientSession(trust_env=True, auto_decompress=False)
-
-
-async def exchange(
-    client: aiohttp.ClientSession,
-    url: str,
-    body: Mapping[str, Any] | None,
-    key: str,
-    seconds: float,
-) -> Any:
+def ask(url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = 60) -> Any:
     """Send one request (GET without ``body``, else POST) and return the JSON of its reply.
 
     Args:
-        client: see :func:`session`.
         url: the address.
         body: JSON to post.
         key: bearer token; none is sent when empty.
-        seconds: for everything, from the connection to the last byte.
+        seconds: for the connection, and for each part of the reply.
 
     Raises:
-        ServerError: no reply in time, another status than 200, a redirect, a reply that is too
-            large, compressed or not strict JSON.
+        ServerError: no reply in time, another status than 200, a redirect, or no strict JSON.
     """
-    headers = {"Accept-Encoding": "identity"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    method = "GET" if body is None else "POST"
     try:
-        async with client.request(
-            "GET" if body is None else "POST",
-            url,
-            json=body,
-            headers=headers,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=seconds),
-        ) as response:
-            received = bytearray()
-            async for piece in response.content.iter_any():
-                received += piece
-                if len(received) > MAX_REPLY_BYTES:
-                    raise ServerError(f"the reply has more than {MAX_REPLY_BYTES >> 20} MiB")
-            status, fields = response.status, response.headers
-    except TimeoutError:
-        raise ServerError(f"no complete reply within {seconds:.0f} s", passing=True) from None
-    except aiohttp.InvalidURL:
-        raise ServerError(f"'{url}' is not an address") from None
-    except ValueError as error:  # a key that no header may have
+        response = httpx.request(method, url, json=body, headers=headers, timeout=seconds)
+    except httpx.TimeoutException:
+        raise ServerError(f"no reply within {seconds:.0f} s", transient=True) from None
+    except (httpx.InvalidURL, httpx.LocalProtocolError, ValueError) as error:
+        # LocalProtocolError: a key that no header may have.
         raise ServerError(f"the request cannot be sent: {error}") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise ServerError(str(error) or type(error).__name__, passing=True) from None
-    if 300 <= status < 400:
+    except httpx.HTTPError as error:
+        raise ServerError(str(error) or type(error).__name__, transient=True) from None
+    if response.is_redirect:
         raise ServerError(
-            f"HTTP {status}: it redirects to {fields.get('Location', 'nowhere')}, which is not "
-            "followed; give the final address"
+            f"HTTP {response.status_code}: it redirects to {response.headers['Location']}, which "
+            "is not followed; give the final address"
         )
-    if status != 200:
-        detail = bytes(received[:500]).decode("utf-8", "replace").strip()
+    if response.status_code != 200:
         raise ServerError(
-            f"HTTP {status}: {detail}", status in _PASSING, retry_after(fields.get("Retry-After"))
+            f"HTTP {response.status_code}: {response.text[:500].strip()}",
+            response.status_code in _TRANSIENT,
+            retry_after(response.headers.get("Retry-After")),
         )
-    if fields.get("Content-Encoding", "identity") != "identity":
-        raise ServerError("the reply is compressed, which was not asked for")
     try:
-        return parse_json(bytes(received))
+        return parse_json(response.content)
     except JsonError as error:
         raise ServerError(f"the reply cannot be used: {error}") from None
-
-
-def ask(url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = 60) -> Any:
-    """Send one request from ordinary code; see :func:`exchange`."""
-
-    async def once() -> Any:
-        async with session() as client:
-            return await exchange(client, url, body, key, seconds)
-
-    # A thread of its own, because the caller's may have a running loop (a notebook).
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, once()).result()
 
 
 def retry_after(value: str | None) -> float | None:

@@ -45,8 +45,8 @@ def numbers(text: str) -> list[Fraction]:
 
 def _number_at(text: str, start: int) -> Fraction | None:
     # The sign rule looks back, so the number is cut out before it is matched.
-    rest = text[start:].split("\n", 1)[0]
-    match = _NUMBER.match(rest.lstrip("*_ (\\"))
+    line = text[start:].split("\n", 1)[0]
+    match = _NUMBER.match(line.lstrip("*_ (\\"))
     return _value(match) if match else None
 
 
@@ -62,15 +62,15 @@ def final_number(text: str) -> Fraction | None:
     In this order: the number after ``####``; in the last ``\boxed{}``; after the last "answer is";
     the last number of the text.
     """
-    if (found := strict_number(text)) is not None:
-        return found
+    if (value := strict_number(text)) is not None:
+        return value
     if (inside := boxed(text)) is not None and (found_inside := numbers(inside)):
         return found_inside[-1]
     for mark in reversed(list(_ANNOUNCED.finditer(text))):
-        if (found := _number_at(text, mark.end())) is not None:
-            return found
-    every = numbers(text)
-    return every[-1] if every else None
+        if (value := _number_at(text, mark.end())) is not None:
+            return value
+    all_numbers = numbers(text)
+    return all_numbers[-1] if all_numbers else None
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[^{}$\n]{1,80})(?=\$))")
@@ -116,10 +116,10 @@ def math_equal(answer: str | None, reference: str) -> bool:
     """Whether two MATH-style answers are the same after normalisation, or as numbers."""
     if answer is None:
         return False
-    left, right = normalize_math(answer), normalize_math(reference)
-    if left == right:
-        return bool(left)
-    a, b = _NUMBER.fullmatch(left), _NUMBER.fullmatch(right)
+    normalized, target = normalize_math(answer), normalize_math(reference)
+    if normalized == target:
+        return bool(normalized)
+    a, b = _NUMBER.fullmatch(normalized), _NUMBER.fullmatch(target)
     return bool(a and b) and _value(a) is not None and _value(a) == _value(b)  # type: ignore[arg-type]
 
 

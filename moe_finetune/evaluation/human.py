@@ -93,14 +93,14 @@ def _no_formula(text: str) -> str:
 
 def _page(rows: list[dict[str, str]]) -> str:
     cards = "".join(
-        f"<article data-id='{row['id']}'><h2>{number} / {len(rows)}</h2>"
+        f"<article data-id='{row['id']}'><h2>{index} / {len(rows)}</h2>"
         f"<h3>Question</h3><pre>{html.escape(row['question'])}</pre>"
         f"<h3>Reference</h3><pre>{html.escape(row['reference'])}</pre>"
         f"<h3>Answer</h3><pre>{html.escape(row['answer'])}</pre>"
         f"<label><input type='radio' name='{row['id']}' value='correct'> correct</label>"
         f"<label><input type='radio' name='{row['id']}' value='incorrect'> incorrect</label>"
         f"<input type='text' placeholder='comment'></article>"
-        for number, row in enumerate(rows, 1)
+        for index, row in enumerate(rows, 1)
     )
     script = (
         "const cards=[...document.querySelectorAll('article')];"
@@ -140,7 +140,7 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
     """
     path = Path(annotated)
     codes = read_object(Path(key), DataError, "give the key.json that eval --sheets wrote")
-    found: dict[tuple[str, str, int], bool] = {}
+    verdicts: dict[tuple[str, str, int], bool] = {}
     for line, row in enumerate(read_rows(path, ("id", "verdict")), 2):
         verdict = (row["verdict"] or "").strip().lower()
         if row["id"] not in codes:
@@ -156,7 +156,7 @@ def import_annotations(annotated: str | Path, key: str | Path) -> dict[tuple[str
         if not isinstance(item, dict) or not {"method", "task", "doc_id"} <= item.keys():
             raise DataError(f"{key}: '{row['id']}' names no method, task and doc_id; export again")
         where = (item["method"], item["task"], item["doc_id"])
-        if where in found:
+        if where in verdicts:
             raise DataError(f"{path}, line {line}: id '{row['id']}' occurs twice")
-        found[where] = verdict in _YES
-    return found
+        verdicts[where] = verdict in _YES
+    return verdicts

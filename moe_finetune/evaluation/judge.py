@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
-from moe_finetune.evaluation.exchange import ServerError, Tries, ask, check_address
+from moe_finetune.evaluation.exchange import ServerError, ask, check_address
 from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import JsonError, parse_json
@@ -31,6 +31,7 @@ DEFAULT_URL = "https://api.openai.com/v1"
 # US dollars per million prompt and completion tokens, OpenAI's list price of GPT-4o.
 DEFAULT_PRICES = (2.5, 10.0)
 CONCURRENCY, MAX_TOKENS = 8, 200  # requests under way at a time; length of a verdict
+LONGEST_WAIT = 60.0  # seconds before the next try, whatever the judge asks for
 
 INSTRUCTION = (
     "You judge whether an answer to a question is correct. Compare its final result with the "
@@ -76,8 +77,7 @@ class Judge:
         cache: file for verdicts; nothing is stored without it.
         requests_per_minute: pace of new requests, over all threads.
         retries: further tries after overload, time-outs and replies without a verdict.
-        timeout: seconds for one request, from the connection to the last byte.
-        patience: seconds for one verdict: all its requests and the waits that the judge asks for.
+        timeout: seconds for the connection, and for each part of a reply.
         prices: dollars per million prompt and completion tokens.
     """
 
@@ -90,14 +90,13 @@ class Judge:
         requests_per_minute: float = 120,
         retries: int = 5,
         timeout: float = 60,
-        patience: float = 300,
         prices: tuple[float, float] = DEFAULT_PRICES,
     ):
         self.model, self.base_url = model, check_address(base_url, "judge: base_url")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._interval = 60 / requests_per_minute
         self._name = f"judge {model} at {self.base_url}"
-        self._retries, self._timeout, self._patience = retries, timeout, patience
+        self._retries, self._timeout = retries, timeout
         self._prices = prices
         self._lock, self._next = threading.Lock(), 0.0
         self.prompt_tokens = self.completion_tokens = self.requests = 0
@@ -149,15 +148,14 @@ class Judge:
 
     def _ask(self, messages: list[dict[str, str]]) -> JudgeVerdict:
         content = ""
-        deadline = time.monotonic() + self._patience
         for attempt in range(self._retries + 1):
-            content, into, out = _reply(self._post(messages, deadline), self._name)
+            content, into, out = _reply(self._post(messages), self._name)
             with self._lock:
                 self.prompt_tokens += into
                 self.completion_tokens += out
-            found = parse_verdict(content)
-            if found is not None:
-                return JudgeVerdict(*found, into, out)
+            verdict = parse_verdict(content)
+            if verdict is not None:
+                return JudgeVerdict(*verdict, into, out)
             if attempt == min(2, self._retries):
                 break  # a judge that was asked three times will not learn to
         raise EvaluationError(
@@ -165,7 +163,7 @@ class Judge:
             "use a stronger judge, or a server that supports response_format json_schema"
         )
 
-    def _post(self, messages: list[dict[str, str]], deadline: float) -> Any:
+    def _post(self, messages: list[dict[str, str]]) -> Any:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -173,27 +171,24 @@ class Judge:
             "max_tokens": MAX_TOKENS,
             "response_format": _SCHEMA,
         }
-        tries = Tries(self._retries + 1, deadline)
-        try:
-            while True:
-                tries.deadline += self._pace()  # our own pace is not the judge's delay
-                seconds = tries.seconds(self._timeout)
-                try:
-                    return ask(f"{self.base_url}/chat/completions", body, self._key, seconds)
-                except ServerError as error:
-                    time.sleep(tries.pause(error))
-        except ServerError as last:
-            raise EvaluationError(f"{self._name} failed: {last}") from None
+        for attempt in range(self._retries + 1):
+            self._pace()
+            try:
+                return ask(f"{self.base_url}/chat/completions", body, self._key, self._timeout)
+            except ServerError as error:
+                if not error.transient or attempt == self._retries:
+                    raise EvaluationError(f"{self._name} failed: {error}") from None
+                wait = 0.5 * 2**attempt if error.wait is None else error.wait
+                time.sleep(min(wait, LONGEST_WAIT))
 
-    def _pace(self) -> float:
-        """Wait for the next request's turn; return the seconds that took."""
+    def _pace(self) -> None:
+        """Wait for the next request's turn."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
             self._next = start + self._interval
             self.requests += 1
         time.sleep(max(0.0, start - now))
-        return start - now
 
 
 def _reply(reply: Any, name: str) -> tuple[str, int, int]:

@@ -37,23 +37,23 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
 
     read = TEMPLATES.get(template or "", lambda row: row)
     places, rows = [], []
-    for place, row in placed_rows(path, finite=False):
+    for origin, row in placed_rows(path, finite=False):
         try:
             rows.append(read(row))
         except ValueError as error:
-            raise DataError(f"{place}: {error}") from None
+            raise DataError(f"{origin}: {error}") from None
         if missing := [field for field in rows[0] if field not in row]:
-            raise DataError(f"{place}: no field '{missing[0]}', which the first row has")
-        places.append(place)
+            raise DataError(f"{origin}: no field '{missing[0]}', which the first row has")
+        places.append(origin)
     if not rows:
-        raise DataError(f"{path} holds no rows")
+        raise DataError(f"{path} has no rows")
     try:
         return Dataset.from_list(rows)
     except (TypeError, ValueError, OverflowError) as error:
         # pyarrow's errors are these; it does not say which row.
-        for name, first, place, value in _odd_types(rows, places):
+        for name, first, origin, value in _odd_types(rows, places):
             raise DataError(
-                f"{place}: field '{name}' holds {value!r:.60} where the first row holds "
+                f"{origin}: field '{name}' is {value!r:.60} where the first row has "
                 f"{first!r:.60}; a field must have one type in all rows"
             ) from None
         raise DataError(f"{path}: the rows do not form a table: {error}") from None
@@ -62,14 +62,14 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
 def _odd_types(rows: list[Row], places: list[str]) -> Iterator[tuple[str, Any, str, Any]]:
     """Fields whose type is not the first row's: (field, first value, place, value)."""
     for name, first in rows[0].items():
-        for row, place in zip(rows, places, strict=True):
+        for row, origin in zip(rows, places, strict=True):
             value = row[name]
             numbers = (int, float)
             alike = isinstance(value, type(first)) or (
                 type(value) in numbers and type(first) in numbers
             )
             if None not in (value, first) and not alike:
-                yield name, first, place, value
+                yield name, first, origin, value
 
 
 def _exact_match(row: Row) -> Row:

@@ -75,10 +75,9 @@ def check_suite(
             if check.runnable:
                 catalog.check(entry, leaves)
             if check.runnable and all(leaf.files for leaf in leaves):
-                catalog.register(entry, leaves)
                 cap = min((n for n in (limit, entry.limit) if n is not None), default=None)
-                for leaf in leaves:
-                    _estimate(check, catalog, leaf.name, cap, tokenizer)
+                for task in catalog.load(entry, leaves)["tasks"].values():
+                    _estimate(check, task, cap, tokenizer)
             if entry.code and not allow_unsafe_local:
                 check.problem = no_sandbox()
                 check.runnable = check.runnable and not check.problem
@@ -87,15 +86,7 @@ def check_suite(
     return checks
 
 
-def _estimate(
-    check: TaskCheck,
-    catalog: Catalog,
-    name: str,
-    limit: int | None,
-    tokenizer: Any,
-) -> None:
-    ((_, task),) = catalog.manager.load([name])["tasks"].items()
-    task.set_fewshot_seed(seed=0)
+def _estimate(check: TaskCheck, task: Any, limit: int | None, tokenizer: Any) -> None:
     items = len(task.eval_docs)
     items = min(items, limit) if limit else items
     sampled = min(items, _SAMPLED)
@@ -132,8 +123,8 @@ def render_checks(checks: list[TaskCheck]) -> str:
             )
         elif check.runnable:
             size = "from the hub"
-        said = size if check.runnable else check.problem
-        lines.append(f"{check.label:{width}}  {state:10}  {said}".rstrip())
+        detail = size if check.runnable else check.problem
+        lines.append(f"{check.label:{width}}  {state:10}  {detail}".rstrip())
         lines += [f"{'':{width}}  missing: {path}" for path in check.missing[:3]]
         if len(check.missing) > 3:
             lines.append(f"{'':{width}}  ... and {len(check.missing) - 3} more files")

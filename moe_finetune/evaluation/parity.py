@@ -73,36 +73,40 @@ def parity(
     output = Path(output)
     samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for kind in backends:
-        held = (opened or {}).get(kind)
+        backend_open = (opened or {}).get(kind)
         named = {k: v for k, v in options.items() if kind == "server" or k not in _SERVER_ONLY}
-        backend = held or open_backend(checkpoint, kind, dtype=dtype, **named)
+        backend = backend_open or open_backend(checkpoint, kind, dtype=dtype, **named)
         try:
             results = evaluate(
                 checkpoint, suite, kind, output / kind, data_dir, limit=n, opened=backend
             )
         finally:
-            if held is None:
+            if backend_open is None:
                 backend.close()
         samples[kind] = {
             name: load_samples(output / kind, task) for name, task in results["tasks"].items()
         }
     first, *others = backends
-    found = [
+    comparisons = [
         _compare(task, first, samples[first][task], other, samples[other][task])
         for other in others
         for task in samples[first]
     ]
-    write_atomic(output / "parity.json", to_json([asdict(p) for p in found], 1) + "\n")
-    return found
+    write_atomic(output / "parity.json", to_json([asdict(p) for p in comparisons], 1) + "\n")
+    return comparisons
 
 
 def _compare(
-    task: str, first: str, left: list[dict[str, Any]], second: str, right: list[dict[str, Any]]
+    task: str,
+    first: str,
+    first_rows: list[dict[str, Any]],
+    second: str,
+    second_rows: list[dict[str, Any]],
 ) -> Parity:
     largest: float | None = None
     prompts = answers = 0
     differing: list[dict[str, Any]] = []
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(first_rows, second_rows, strict=True):
         prompts += a["prompt_sha256"] == b["prompt_sha256"]
         values = _answer(a), _answer(b)
         if isinstance(a["replies"][0][0], list):
@@ -112,7 +116,7 @@ def _compare(
             answers += 1
         elif len(differing) < 5:
             differing.append({"doc_id": a["doc_id"], first: values[0], second: values[1]})
-    return Parity(task, len(left), first, second, prompts, answers, largest, differing)
+    return Parity(task, len(first_rows), first, second, prompts, answers, largest, differing)
 
 
 def _answer(row: dict[str, Any]) -> Any:

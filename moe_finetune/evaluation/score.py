@@ -138,7 +138,7 @@ def compare_scores(
         ValueError: no score, or another number of seeds on the two sides.
     """
     if len(baseline) != len(arm) or not arm:
-        raise ValueError(f"{len(baseline)} and {len(arm)} seeds: wanted as many, at least one")
+        raise ValueError(f"{len(baseline)} and {len(arm)} seeds: expected as many, at least one")
     test = _test(baseline, arm, rng)
     test.decide(arm[0].higher_is_better)
     return test
@@ -214,8 +214,8 @@ def item_values(folder: Path, task: TaskResult) -> Items:
         item = (row["task"], row["item"])
         seen[item] = seen.get(item, -1) + 1
         value = row["metrics"].get(task["metric"])  # True and False count 1 and 0
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-        values[(*item, seen[item])] = (row["prompt_sha256"], number)
+        numeric = float(value) if isinstance(value, (int, float)) else math.nan
+        values[(*item, seen[item])] = (row["prompt_sha256"], numeric)
     return values
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import time
+import logging
 from pathlib import Path
 from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from moe_finetune.errors import EvaluationError, did_you_mean
-from moe_finetune.evaluation import exchange
-from moe_finetune.evaluation.exchange import ServerError
+from moe_finetune.evaluation.exchange import ServerError, ask, check_address
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
 
-REQUEST_SECONDS = 300
-# Of all tries of one request, the waits between them included.
-PATIENCE_SECONDS = 900
-_TRIES = 4
+REQUEST_SECONDS, TRIES = 300, 4
 # float32's rounding of a log-softmax may leave a certain token a little above 0.
 _ROUNDING = 1e-3
 _LOWEST = 1e30
@@ -42,55 +36,29 @@ class BadReply(EvaluationError):
 class CheckedCompletions(LocalCompletionsAPI):
     """Asks a completion server; see :class:`LocalCompletionsAPI` for the arguments."""
 
-    async def get_batched_requests(
-        self,
-        requests: list[Any],
-        cache_keys: list[Any],
-        *,
-        generate: bool = True,
-        ctxlens: list[int] | None = None,
-        gen_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> list[list[Any]]:
-        """Ask for all ``requests``, some at a time; one list of one reply for each of them."""
-        slots = asyncio.Semaphore(self._concurrent)
-        lengths: list[int | None] = [*ctxlens] if ctxlens is not None else [None] * len(requests)
+    async def amodel_call(self, *args: Any, cache_keys: Any = None, **kwargs: Any) -> Any:
+        """Send one request, whose key names its item in an error."""
+        try:
+            return await super().amodel_call(*args, cache_keys=cache_keys, **kwargs)
+        except BadReply as error:
+            error.asked = cache_keys[0] if cache_keys else None
+            raise
 
-        async def one(tokens: list[int], asked: Any, context: int | None) -> list[Any]:
-            payload = self._create_payload(
-                self.create_message([tokens]),
-                generate=generate,
-                gen_kwargs=copy.deepcopy(gen_kwargs),
-                seed=self._seed,
-                eos=self.eos_string,
-                **kwargs,
-            )
-            async with slots:
-                reply = await self._insist(client, payload)
-            try:
-                choice = only_choice(reply)
-                return [text(choice) if context is None else score(choice, len(tokens), context)]
-            except BadReply as error:
-                error.asked = asked
-                raise
+    def _create_payload(self, messages: Any, *, eos: str | None = None, **kwargs: Any) -> Any:
+        # lm-eval leaves the end of text out of the stop sequences of concurrent requests.
+        return super()._create_payload(messages, eos=eos or self.eos_string, **kwargs)
 
-        async with exchange.session() as client, asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(one(*request))
-                for request in zip(requests, cache_keys, lengths, strict=True)
-            ]
-        return [task.result() for task in tasks]
+    @staticmethod
+    def parse_logprobs(
+        outputs: Any, tokens: Any = None, ctxlens: Any = None, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the score of a reply to one prompt."""
+        return [score(only_choice(outputs), len(tokens[0]), ctxlens[0])]
 
-    async def _insist(self, client: Any, payload: dict[str, Any]) -> Any:
-        tries = exchange.Tries(_TRIES, time.monotonic() + PATIENCE_SECONDS)
-        while True:
-            seconds = tries.seconds(REQUEST_SECONDS)
-            try:
-                return await exchange.exchange(
-                    client, self.base_url, payload, self.api_key, seconds
-                )
-            except ServerError as error:
-                await asyncio.sleep(tries.pause(error))
+    @staticmethod
+    def parse_generations(outputs: Any, **_: Any) -> list[str]:
+        """Return the text of a reply to one prompt."""
+        return [text(only_choice(outputs))]
 
 
 def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
@@ -99,9 +67,9 @@ def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
     Raises:
         EvaluationError: it does not answer, or not as such a server does.
     """
-    url = exchange.check_address(base_url, "base_url") + "/models"
+    url = check_address(base_url, "base_url") + "/models"
     try:
-        reply = exchange.ask(url, seconds=timeout)
+        reply = ask(url, seconds=timeout)
     except ServerError as error:
         raise EvaluationError(
             f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"
@@ -147,6 +115,8 @@ def open_server(
     if has_folder:
         config = read_config(folder)
         max_length = int(config.get("max_position_embeddings") or max_length)
+    # It logs every reply that it asks for again; what finally fails is our error's message.
+    logging.getLogger("lm_eval.models.api_models").setLevel(logging.CRITICAL)
     lm = CheckedCompletions(
         base_url=base_url.rstrip("/") + "/completions",
         model=model,
@@ -155,6 +125,8 @@ def open_server(
         tokenized_requests=True,
         max_length=max_length,
         num_concurrent=8,
+        timeout=REQUEST_SECONDS,
+        max_retries=TRIES,
         seed=seed,
         trust_remote_code=False,
     )
@@ -202,10 +174,10 @@ def text(choice: dict[str, Any]) -> str:
     Raises:
         BadReply: it is not a text.
     """
-    found = choice.get("text")
-    if not isinstance(found, str):
-        raise BadReply(f"text is {found!r:.40}")
-    return found
+    content = choice.get("text")
+    if not isinstance(content, str):
+        raise BadReply(f"text is {content!r:.40}")
+    return content
 
 
 def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, bool]:
@@ -230,22 +202,24 @@ def score(choice: dict[str, Any], tokens: int, context: int) -> tuple[float, boo
             count = len(values) if isinstance(values, list) else "no"
             raise BadReply(f"{name} has {count} entries for {tokens} tokens sent and 1 generated")
     total, greedy = 0.0, True
-    for place in range(context, tokens):
-        own = _log_probability(logprobs["token_logprobs"][place], place)
-        best = logprobs["top_logprobs"][place]
+    for position in range(context, tokens):
+        logprob = _log_probability(logprobs["token_logprobs"][position], position)
+        best = logprobs["top_logprobs"][position]
         if not isinstance(best, dict) or not best:
-            raise BadReply(f"top_logprobs[{place}] is {best!r:.40}")
-        highest = max(_log_probability(value, place) for value in best.values())
-        if highest < own - _ROUNDING:
-            raise BadReply(f"top_logprobs[{place}] are below the token's own log-probability {own}")
-        total += own
-        greedy = greedy and own == highest
+            raise BadReply(f"top_logprobs[{position}] is {best!r:.40}")
+        highest = max(_log_probability(value, position) for value in best.values())
+        if highest < logprob - _ROUNDING:
+            raise BadReply(
+                f"top_logprobs[{position}] are below the token's own log-probability {logprob}"
+            )
+        total += logprob
+        greedy = greedy and logprob == highest
     return total, greedy
 
 
-def _log_probability(value: Any, place: int) -> float:
+def _log_probability(value: Any, position: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadReply(f"log-probability {place} is {value!r:.40}")
+        raise BadReply(f"log-probability {position} is {value!r:.40}")
     if not -_LOWEST <= value <= _ROUNDING:  # not so with NaN either
-        raise BadReply(f"log-probability {place} is {value}, not the logarithm of a probability")
+        raise BadReply(f"log-probability {position} is {value}, not the logarithm of a probability")
     return float(value)

@@ -144,11 +144,11 @@ def load_suite(suite: str | Path | Suite) -> Suite:
 
 def select(suite: Suite, labels: Iterable[str]) -> Suite:
     """Return the suite with only the tasks of these labels."""
-    known = {task.label: task for task in suite.tasks}
-    wanted = list(labels)
-    for label in wanted:
-        if label not in known:
+    by_label = {task.label: task for task in suite.tasks}
+    chosen = list(labels)
+    for label in chosen:
+        if label not in by_label:
             raise EvaluationError(
-                f"suite {suite.name} has no task '{label}'{did_you_mean(label, known)}"
+                f"suite {suite.name} has no task '{label}'{did_you_mean(label, by_label)}"
             )
-    return suite.model_copy(update={"tasks": [t for t in suite.tasks if t.label in wanted]})
+    return suite.model_copy(update={"tasks": [t for t in suite.tasks if t.label in chosen]})

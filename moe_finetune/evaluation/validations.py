@@ -104,20 +104,20 @@ def judge_tasks(
         prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
         limit: first items of each task only.
     """
-    known = _prices(prices)
+    price_pair = _prices(prices)
     url = url or DEFAULT_URL
-    if known is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
-        known = DEFAULT_PRICES
+    if price_pair is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
+        price_pair = DEFAULT_PRICES
     name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.sqlite"
     for task in tasks:
         cache = task.folder / "cache" / name
-        with Judge(model, url, cache=cache, prices=known or (0.0, 0.0)) as judge:
-            found = judge_samples(task.samples, judge, limit=limit)
-        cost = f"${found['cost']:.4f}" if known else "price unknown (--judge-prices IN,OUT)"
+        with Judge(model, url, cache=cache, prices=price_pair or (0.0, 0.0)) as judge:
+            judged = judge_samples(task.samples, judge, limit=limit)
+        cost = f"${judged['cost']:.4f}" if price_pair else "price unknown (--judge-prices IN,OUT)"
         yield (
-            f"{task.method} {task.label}: judge {model} accepts {found['accuracy']:.4f} of "
-            f"{found['n']}; {found['requests']} requests, {found['prompt_tokens']:,} tokens in, "
-            f"{found['completion_tokens']:,} out, {cost}"
+            f"{task.method} {task.label}: judge {model} accepts {judged['accuracy']:.4f} of "
+            f"{judged['n']}; {judged['requests']} requests, {judged['prompt_tokens']:,} tokens in, "
+            f"{judged['completion_tokens']:,} out, {cost}"
         )
 
 
@@ -130,7 +130,7 @@ def _prices(text: str | None) -> tuple[float, float] | None:
             raise ValueError
     except ValueError:
         raise EvaluationError(
-            f"--judge-prices {text}: wanted dollars per million tokens in and out, such as 2.5,10"
+            f"--judge-prices {text}: expected dollars per million tokens in and out, such as 2.5,10"
         ) from None
     return into, out
 
@@ -149,7 +149,7 @@ def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[Shee
     for label in labels:
         if (folder / label).exists():
             raise OutputExistsError(
-                f"{folder / label} exists and may hold annotations; remove it or choose another "
+                f"{folder / label} exists and may contain annotations; remove it or choose another "
                 "--output"
             )
     return [

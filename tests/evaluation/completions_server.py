@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from http.server import BaseHTTPRequestHandler
 
 import torch
@@ -13,15 +12,6 @@ class Handler(BaseHTTPRequestHandler):
     """/v1/models and /v1/completions over a transformers model, as vLLM answers."""
 
     def do_GET(self):
-        if self.server.drip:
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(600):
-                try:
-                    self.wfile.write(b" ")
-                except OSError:
-                    return None
-                time.sleep(0.1)
         models = [{"id": "tiny", "root": str(self.server.folder)}]
         self._send(200, {"object": "list", "data": models} if self.path == "/v1/models" else {})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -16,7 +15,6 @@ class Server(ThreadingHTTPServer):
         self.failures: list[int] = []
         self.fixed: object = None
         self.usage: object = {"prompt_tokens": 1000, "completion_tokens": 10}
-        self.raw = b""
         self.retry_after, self.elsewhere = "0", ""
 
     @property
@@ -32,8 +30,6 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(404, {"error": "no such path"})
         if self.server.failures:
             return self._send(self.server.failures.pop(0), {"error": "not now"})
-        if self.server.raw:
-            return self._drip(self.server.raw)
         content = self.server.fixed
         if content is None:
             text = body["messages"][1]["content"]
@@ -47,14 +43,6 @@ class Handler(BaseHTTPRequestHandler):
                 "usage": self.server.usage,
             },
         )
-
-    def _drip(self, raw):
-        try:
-            for byte in raw + b"x" * 600:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.1)
-        except OSError:
-            pass  # the client has gone
 
     def _send(self, status, value):
         data = json.dumps(value).encode()

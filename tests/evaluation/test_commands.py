@@ -249,7 +249,7 @@ def test_people(run, study, tmp_path):
     code, out, _ = run(*both, *two)
     assert code == 0 and "anna ~ bert   1.000  1.000  10" in out
     code, _, err = run(*both, "--sheets", "5", "-o", tmp_path)
-    assert code == 2 and "may hold annotations" in err
+    assert code == 2 and "may contain annotations" in err
     code, _, err = run(*both, "--annotations", folder / "annotate.csv", "--key", key)
     assert code == 2 and "no row has a verdict" in err
     key.write_text("{")
@@ -260,11 +260,11 @@ def test_people(run, study, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "holds finished results; ask for --judge, --sheets or --annotations"),
+        ([], "contains finished results; ask for --judge, --sheets or --annotations"),
         (["--sheets", "5", "--only", "sum"], "no task 'sum'; did you mean 'sums'"),
         (["--sheets", "5", "--only", "colours"], "no task with written answers"),
-        (["--judge", "m", "--judge-prices", "cheap"], "--judge-prices cheap: wanted dollars"),
-        (["nowhere", "--sheets", "5"], "that all hold results.json"),
+        (["--judge", "m", "--judge-prices", "cheap"], "--judge-prices cheap: expected dollars"),
+        (["nowhere", "--sheets", "5"], "that all contain results.json"),
     ],
 )
 def test_wrong_input_over_finished_results(run, results, tmp_path, arguments, said):

@@ -82,7 +82,7 @@ def test_rows_of_other_tasks_have_one_type_a_field(tmp_path):
             "filter": "flexible-extract"}  # fmt: skip
     good = {"question": "3+4?", "answer": "#### 7"}
     files = write(tmp_path, [good, good, good | {"answer": 7}])
-    said = "rows.jsonl:3: field 'answer' holds 7 where the first row holds '#### 7'"
+    said = "rows.jsonl:3: field 'answer' is 7 where the first row has '#### 7'"
     refused(tmp_path, task | {"files": files}, DataError, said)
     files = write(tmp_path, [good, {"question": "3+4?"}])
     refused(tmp_path, task | {"files": files}, DataError, ":2: no field 'answer'")

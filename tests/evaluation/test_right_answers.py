@@ -73,12 +73,10 @@ def load(catalog, entry, leaves):
     for leaf in leaves:
         write_missing(catalog.data_dir, leaf)
     leaves = catalog.leaves(entry)
-    catalog.register(entry, leaves)
+    tasks = catalog.load(entry, leaves)["tasks"]
     for leaf in leaves:
-        ((_, task),) = catalog.manager.load([leaf.name])["tasks"].items()
-        task.set_fewshot_seed(seed=0)
-        task.build_all_requests(limit=ITEMS, rank=0, world_size=1)
-        yield leaf, task
+        tasks[leaf.name].build_all_requests(limit=ITEMS, rank=0, world_size=1)
+        yield leaf, tasks[leaf.name]
 
 
 @pytest.mark.slow

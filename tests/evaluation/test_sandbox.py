@@ -18,7 +18,7 @@ import pytest
 from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program, score_code
 from moe_finetune.evaluation.sandbox import Limits, Program, Sandbox, seccomp
-from moe_finetune.evaluation.sandbox.names import wanted
+from moe_finetune.evaluation.sandbox.names import required_names
 from moe_finetune.io.rows import read_rows
 from tests.evaluation.forgers import FORGERS, WIRE
 from tests.evaluation.hostile import PROGRAMS
@@ -231,10 +231,6 @@ def unix_sockets():
     left, right = socket.socketpair()
     left.send(b'x')
     return right.recv(1)
-def set_user_id():
-    import os
-    return [os.path.join(folder, name) for folder, _, names in os.walk('/') for name in names
-            if os.lstat(os.path.join(folder, name)).st_mode & 0o6000]
 def writable():
     import os
     made = []
@@ -263,7 +259,6 @@ def test_the_kernel_refuses_what_a_program_does_not_need(patient):
     tests = """
 assert refused() == [], refused()
 assert unix_sockets() == b'x'
-assert set_user_id() == [], set_user_id()
 assert writable() == [], writable()
 assert new_rights() == 1
 """
@@ -404,7 +399,7 @@ def test_an_end_of_iteration_does_not_end_the_tests(sandbox):
     ],
 )  # fmt: skip
 def test_wanted_names_are_read_from_the_tests(tests, setup, reference, names):
-    assert wanted(tests, setup, reference) == names
+    assert required_names(tests, setup, reference) == names
 
 
 def test_mbpp_set_up_uses_the_programs_classes(sandbox):
@@ -458,9 +453,9 @@ def test_scoring_is_a_step_of_its_own(sandbox, problems, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"replies": []}, "replies hold no text"),
-        ({"replies": [[]]}, "replies hold no text"),
-        ({"replies": [[None]]}, "replies hold no text"),
+        ({"replies": []}, "replies have no text"),
+        ({"replies": [[]]}, "replies have no text"),
+        ({"replies": [[None]]}, "replies have no text"),
         ({"doc": {}}, "the item has no 'test_list'"),
         ({"doc": {"test_list": [1]}}, "not an item of form 'mbpp'"),
         ({"doc": {"test_list": ["assert ("]}}, "tests that are not Python"),

@@ -5,9 +5,6 @@ A real one is in ``tests/vllm/test_serve.py``.
 
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 
 from moe_finetune.errors import EvaluationError
@@ -59,20 +56,15 @@ def _set(*path_and_value):
 
 BAD_SCORES = {
     "NaN": _set("logprobs", "token_logprobs", 2, float("nan")),
-    "infinite": _set("logprobs", "token_logprobs", 2, -math.inf),
     "positive": _set("logprobs", "token_logprobs", 2, 0.5),
     "a text": _set("logprobs", "token_logprobs", 2, "-1"),
-    "a bool": _set("logprobs", "token_logprobs", 2, False),
     "null": _set("logprobs", "token_logprobs", 2, None),
     "too few": lambda choice: choice["logprobs"]["token_logprobs"].pop(),
     "too many": lambda choice: choice["logprobs"]["token_logprobs"].append(-1.0),
     "too few best": lambda choice: choice["logprobs"]["top_logprobs"].pop(0),
     "no best": _set("logprobs", "top_logprobs", 3, {}),
-    "best null": _set("logprobs", "top_logprobs", 3, None),
-    "best NaN": _set("logprobs", "top_logprobs", 3, {"a": float("nan")}),
     "best below": _set("logprobs", "top_logprobs", 3, {"a": -9.0}),
     "none": _set("logprobs", None),
-    "a list": _set("logprobs", []),
 }
 
 
@@ -86,9 +78,8 @@ def test_log_probabilities_that_cannot_be_are_refused(name):
 
 @pytest.mark.parametrize(
     "reply",
-    [None, [], {}, {"choices": None}, {"choices": []}, {"choices": ["x"]},
-     {"choices": [{"index": 0}, {"index": 0}]}, {"choices": [{"index": 1}]}, {"choices": [{}]},
-     {"choices": [{"index": False}]}],
+    [None, {}, {"choices": []}, {"choices": ["x"]}, {"choices": [{"index": 0}, {"index": 0}]},
+     {"choices": [{"index": 1}]}],
 )  # fmt: skip
 def test_a_reply_has_one_choice(reply):
     with pytest.raises(BadReply):
@@ -114,14 +105,6 @@ def test_a_reply_that_cannot_be_scored_names_task_and_item(
                  progress=False, only=[task])  # fmt: skip
     partial = load_results(tmp_path / "out")
     assert not partial["complete"] and partial["tasks"] == {}
-
-
-def test_a_list_of_models_that_drips_ends_at_the_deadline(server):
-    server.drip = True
-    started = time.monotonic()
-    with pytest.raises(EvaluationError, match="no complete reply within 1 s"):
-        server_models(server.url, timeout=1)
-    assert time.monotonic() - started < 20  # the drip takes a minute
 
 
 def test_wrong_model_and_wrong_checkpoint(server, checkpoint, tmp_path):

@@ -353,8 +353,8 @@ def test_only_the_first_stage_starts_from_an_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ({}, "stages: wanted a list of mappings"),
-        (["sft"], "stages.0: wanted a mapping"),
+        ({}, "stages: must be a list of mappings"),
+        (["sft"], "stages.0: must be a mapping"),
         ([{"export": {"merge": False}}, {"stage": "dpo"}], "leaves the next stage nothing"),
         ([{}, {"model": {"path": "x"}}], "model.path: a later stage starts from the one before"),
         ([{}, {"model": {"init": "random"}}], "stages.1: model.init: a later stage starts from"),

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from moe_finetune.evaluation.sandbox.names import wanted
+from moe_finetune.evaluation.sandbox.names import required_names
 from moe_finetune.evaluation.sandbox.policy import (
     Limits,
     environment,
@@ -97,15 +97,15 @@ def trouble(kind: str) -> str:
     """What docker or podman says is wrong with itself or the image; "" where it is not that."""
     if kind == "bubblewrap":
         return ""
-    for asked in (["info"], ["image", "inspect", image()]):
+    for query in (["info"], ["image", "inspect", image()]):
         try:
-            found = subprocess.run(
-                [kind, *asked], capture_output=True, text=True, env=environment(), timeout=30
+            answer = subprocess.run(
+                [kind, *query], capture_output=True, text=True, env=environment(), timeout=30
             )
         except subprocess.TimeoutExpired:
-            return f"'{kind} {' '.join(asked)}' does not answer"
-        if found.returncode:
-            return (found.stderr.strip() or "no message").splitlines()[-1]
+            return f"'{kind} {' '.join(query)}' does not answer"
+        if answer.returncode:
+            return (answer.stderr.strip() or "no message").splitlines()[-1]
     return ""
 
 
@@ -193,10 +193,10 @@ class Sandbox:
     def _checker(self) -> SandboxProcess:
         with contextlib.suppress(Empty):
             while True:
-                kept = self._checkers.get_nowait()
-                if kept.process.poll() is None:
-                    return kept
-                kept.kill()
+                checker = self._checkers.get_nowait()
+                if checker.process.poll() is None:
+                    return checker
+                checker.kill()
         return self._spawner.submit(SandboxProcess, self.kind, "checker", self.limits).result()
 
     def _relay(
@@ -208,7 +208,7 @@ class Sandbox:
             "code": program.code,
             "setup": program.setup,
             "tests": program.tests,
-            "entry": list(program.entry or wanted(program.tests, program.setup)),
+            "entry": list(program.entry or required_names(program.tests, program.setup)),
             "nonce": nonce,
             "seconds": self.limits.seconds,
         }

@@ -49,7 +49,7 @@ def repair_sandbox() -> list[str]:
     done = install(PACKAGE)
     if done is None:
         return []
-    worked, said = done
+    worked, message = done
     if not worked:
-        return [f"bubblewrap was not installed: {said}"]
-    return [f"bubblewrap installed with {said}, so that generated programs can be scored"]
+        return [f"bubblewrap was not installed: {message}"]
+    return [f"bubblewrap installed with {message}, so that generated programs can be scored"]

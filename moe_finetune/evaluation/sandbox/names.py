@@ -37,21 +37,21 @@ def free_names(source: str) -> set[str]:
     return used - bound
 
 
-def wanted(tests: str, setup: str = "", reference: str = "") -> tuple[str, ...]:
+def required_names(tests: str, setup: str = "", reference: str = "") -> tuple[str, ...]:
     """Return the names that ``tests`` want from the program.
 
     They are those that tests use and that neither the tests nor ``setup`` bind. A name of Python's
     own (``sum``, ``math``) is the program's only where a reference solution defines it.
     """
-    own = set()
+    defined = set()
     if reference:
         try:
             symbols = symtable.symtable(reference, "<reference>", "exec").get_symbols()
         except (SyntaxError, ValueError) as error:
             raise DataError(f"a reference solution that is not Python ({error})") from None
-        own = {s.get_name() for s in symbols if s.is_assigned() and not s.is_imported()}
-    taken = set(dir(builtins)) | sys.stdlib_module_names
-    return tuple(sorted(free_names(f"{setup}\n{tests}") - (taken - own)))
+        defined = {s.get_name() for s in symbols if s.is_assigned() and not s.is_imported()}
+    reserved = set(dir(builtins)) | sys.stdlib_module_names
+    return tuple(sorted(free_names(f"{setup}\n{tests}") - (reserved - defined)))
 
 
 def _bound(table: symtable.SymbolTable) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -11,7 +10,6 @@ import platform
 import re
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -121,31 +119,22 @@ def _options(executable: str) -> frozenset[str]:
 
 
 @functools.cache
-def _disables_user_namespaces(executable: str) -> bool:
-    """Whether ``--disable-userns`` works here: not before 0.8, nor set-user-id, nor in containers.
-
-    Nothing hangs on it; the filter of system calls forbids new user namespaces in any case.
-    """
-    tried = [executable, "--unshare-user", "--disable-userns", "--ro-bind", "/", "/", executable]
-    return subprocess.run([*tried, "--version"], capture_output=True).returncode == 0
-
-
-@functools.cache
 def _root_filesystem() -> list[str]:
-    """Arguments that mount Python and the system's libraries read-only, and nothing else."""
+    """Arguments that mount Python and the system's libraries read-only, and nothing else.
+
+    Set-user-id programs among them gain nothing: bubblewrap forbids new privileges.
+    """
     arguments: list[str] = []
-    mounted: list[Path] = []
 
     def mount(path: Path) -> None:
         # Made here with open modes: bubblewrap's own are closed to the user without rights.
         for parent in reversed(path.parents[:-1]):
-            if parent not in made:
+            if parent not in created:
                 arguments.extend(["--perms", "0755", "--dir", str(parent)])
-                made.add(parent)
+                created.add(parent)
         arguments.extend(["--ro-bind", str(path), str(path)])
-        mounted.append(path)
 
-    made: set[Path] = set()
+    created: set[Path] = set()
     triplet = sysconfig.get_config_var("MULTIARCH") or ""
     libraries = Path("/usr/lib") / triplet
     for path in (libraries if libraries.is_dir() else Path("/usr/lib"), Path("/usr/lib64")):
@@ -165,11 +154,7 @@ def _root_filesystem() -> list[str]:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(prefix)}))
     if packages.is_dir():  # other people's code, not the language
         arguments.extend(["--tmpfs", str(packages), "--remount-ro", str(packages)])
-    for path in mounted:
-        for program in _set_user_id(path, packages):
-            arguments.extend(["--ro-bind", "/dev/null", program])
-    for name in ("/etc/ld.so.cache",):
-        arguments.extend(["--ro-bind-try", name, name])
+    arguments.extend(["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"])
     for name in ("/dev/null", "/dev/zero", "/dev/urandom"):
         arguments.extend(["--dev-bind", name, name])
     return [*arguments, "--dir", "/home", "--ro-bind", str(RUNNER), "/runner"]
@@ -179,18 +164,6 @@ def _interpreter() -> Path:
     """The file of this Python, outside any virtual environment."""
     prefix = Path(sys.base_prefix).resolve()
     return prefix / "bin" / f"python3.{sys.version_info.minor}"
-
-
-def _set_user_id(folder: Path, hidden: Path) -> Iterator[str]:
-    """Programs below ``folder`` that run with other rights than their caller's."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if Path(parent, name) != hidden]
-        for name in names:
-            path = os.path.join(parent, name)
-            with contextlib.suppress(OSError):
-                mode = os.lstat(path).st_mode
-                if stat.S_ISREG(mode) and mode & (stat.S_ISUID | stat.S_ISGID):
-                    yield path
 
 
 def _bubblewrap(role: str, limits: Limits, filter: int) -> list[str]:
@@ -204,8 +177,6 @@ def _bubblewrap(role: str, limits: Limits, filter: int) -> list[str]:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        if _disables_user_namespaces(executable):
-            arguments += ["--disable-userns"]
     arguments += _root_filesystem()
     arguments += ["--setenv", "HOME", "/home", "--remount-ro", "/", "--chdir", "/"]
     python = _python(str(_interpreter()), "/runner")

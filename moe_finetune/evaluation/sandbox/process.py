@@ -67,10 +67,10 @@ class SandboxProcess:
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
         # The clock first: who always has a byte ready must not go on for ever.
-        left = deadline - time.monotonic()
+        remaining = deadline - time.monotonic()
         with selectors.PollSelector() as selector:
             selector.register(fd, event)
-            if left <= 0 or not selector.select(left):
+            if remaining <= 0 or not selector.select(remaining):
                 raise Stopped("out of time")
 
     def kill(self) -> None:

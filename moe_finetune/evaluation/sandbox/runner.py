@@ -8,7 +8,7 @@ Two roles, always in two different sandboxes:
 
 The worker is the program's: it may say anything. So the checker takes nothing from it but answers
 to questions, in one strict format of plain data. Built-in functions, the tests' set-up and all
-names are the checker's own; of the program there are only stand-ins under the wanted names.
+names are the checker's own; of the program there are only stand-ins under the required names.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def _decode(value: Any, resolve: Callable[[int], Any], depth: int) -> Any:
 class Remote:
     """In the checker: a stand-in for an object that lives in the worker."""
 
-    def __init__(self, ask: Callable[..., Any], number: int):
+    def __init__(self, ask: Callable[..., Any], handle: int):
         object.__setattr__(self, "_remote_ask", ask)
-        object.__setattr__(self, "_remote_id", number)
+        object.__setattr__(self, "_remote_id", handle)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the object in the worker."""
@@ -235,7 +235,7 @@ def worker(limits: dict[str, int]) -> None:
             arguments = [decode(a, objects.__getitem__) for a in arguments]
             if operation == "load":
                 exec(compile(arguments[0], "<program>", "exec"), namespace)
-                # Handle k is the k-th wanted name, so that the answer need not tell.
+                # Handle k is the k-th expected name, so that the answer need not tell.
                 objects.extend(namespace.get(name) for name in arguments[1])
                 value: Any = [name for name in arguments[1] if name not in namespace]
             elif operation == "call":
@@ -293,33 +293,33 @@ def _check(job: dict[str, Any], reader: Any, writer: BinaryIO) -> None:
 
     def ask(operation: str, *arguments: Any) -> Any:
         try:
-            found = answer(operation, arguments)
+            answered = answer(operation, arguments)
         except Malformed as error:
             # Not raised: the tests might catch it and go on.
             _send(writer, {"failed": ["the program forged an answer", str(error)]})
             os._exit(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(answered, Exception):
+            raise answered
+        return answered
 
     entry = job["entry"]
     missing = ask("load", job["code"], entry)
     if missing != []:
         first = missing[0] if type(missing) is list and missing[0] in entry else "what it should"
         raise NameError(f"the program does not define {first}")
-    for number, name in enumerate(entry):
-        namespace[name] = Remote(ask, number)
+    for handle, name in enumerate(entry):
+        namespace[name] = Remote(ask, handle)
     exec(tests, namespace)
 
 
 def error_of(name: str, text: str) -> Exception:
     """Return the built-in exception ``name``, or a RuntimeError where the tests must not see it."""
-    known = getattr(builtins, name, None)
-    usable = isinstance(known, type) and issubclass(known, Exception)
-    if not usable or issubclass(cast(type[Exception], known), _NOT_RAISED):
+    kind = getattr(builtins, name, None)
+    usable = isinstance(kind, type) and issubclass(kind, Exception)
+    if not usable or issubclass(cast(type[Exception], kind), _NOT_RAISED):
         return RuntimeError(f"{name}: {text}")
     try:
-        return cast(type[Exception], known)(text)
+        return cast(type[Exception], kind)(text)
     except TypeError:  # UnicodeDecodeError and the like take more than a text
         return RuntimeError(f"{name}: {text}")
 

@@ -94,12 +94,12 @@ def program(forks: bool) -> bytes:
         (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY),
     ]  # fmt: skip
 
-    def answer(number: int | None, value: int) -> None:
-        if number is not None:
-            code.extend([(_EQUAL, 0, 1, number), (_RETURN, 0, 0, value)])
+    def answer(call: int | None, value: int) -> None:
+        if call is not None:
+            code.extend([(_EQUAL, 0, 1, call), (_RETURN, 0, 0, value)])
 
-    for number in _NEW_ALLOWED.values():
-        answer(number, _ALLOW)
+    for call in _NEW_ALLOWED.values():
+        answer(call, _ALLOW)
     code.extend([(_AT_LEAST, 0, 1, _NEW), (_RETURN, 0, 0, _ABSENT)])
     for numbers in (_REFUSED if forks else _REFUSED | _FORKS).values():
         answer(numbers[column], _DENY)
