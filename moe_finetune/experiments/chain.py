@@ -36,20 +36,20 @@ def chain_of(tree: Tree, output: Path) -> list[tuple[Path, Recipe]]:
     if STAGES_KEY not in tree.values:
         return []
     listed = tree.values[STAGES_KEY]
-    place = tree.origin((STAGES_KEY,))
+    origin = tree.origin((STAGES_KEY,))
     if not isinstance(listed, list) or not listed:
-        raise RecipeError(f"{place}: stages: wanted a list of mappings, such as [{{stage: sft}}]")
+        raise RecipeError(f"{origin}: stages: must be a list of mappings, such as [{{stage: sft}}]")
     runs: list[tuple[Path, Recipe]] = []
-    for number, entry in enumerate(listed, 1):
+    for index, entry in enumerate(listed, 1):
         if not isinstance(entry, dict):
-            raise RecipeError(f"{place}: stages.{number - 1}: wanted a mapping, got {entry!r:.60}")
-        recipe = _recipe(tree, number - 1, entry, RunFolder(runs[-1][0]).merged if runs else None)
-        if number < len(listed) and not recipe.export.merge:
+            raise RecipeError(f"{origin}: stages.{index - 1}: must be a mapping, not {entry!r:.60}")
+        recipe = _recipe(tree, index - 1, entry, RunFolder(runs[-1][0]).merged if runs else None)
+        if index < len(listed) and not recipe.export.merge:
             raise RecipeError(
-                f"{place}: stages.{number - 1}: export.merge: false leaves the next stage nothing "
+                f"{origin}: stages.{index - 1}: export.merge: false leaves the next stage nothing "
                 "to start from"
             )
-        runs.append((output / f"{number}-{recipe.stage}", recipe))
+        runs.append((output / f"{index}-{recipe.stage}", recipe))
     return runs
 
 

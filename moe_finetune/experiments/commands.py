@@ -55,7 +55,7 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     """``"2/4"`` -> ``(2, 4)``."""
     if text is None:
         return None
-    number, slash, of = text.partition("/")
-    if not (slash and number.isdigit() and of.isdigit()):
-        raise StudyError(f"--shard {text}: wanted I/N such as 2/4")
-    return int(number), int(of)
+    index, slash, of = text.partition("/")
+    if not (slash and index.isdigit() and of.isdigit()):
+        raise StudyError(f"--shard {text}: expected I/N such as 2/4")
+    return int(index), int(of)

@@ -85,30 +85,31 @@ def reference_of(
         key: what other arms are compared with.
         names: the values' names of each axis.
     """
-    given, place = getattr(study, key), study.tree.origin((key,)) or study.name
-    if given is None:
+    reference, origin = getattr(study, key), study.tree.origin((key,)) or study.name
+    if reference is None:
         return {}
-    if not isinstance(given, dict):
-        holders = [axis for axis, known in names.items() if _named(given, axis, known)]
+    if not isinstance(reference, dict):
+        holders = [axis for axis, all_names in names.items() if _named(reference, axis, all_names)]
         if len(holders) > 1:
             raise StudyError(
-                f"{place}: {key}: {', '.join(holders)} all have a value '{given}'; write "
-                f"{key}: {{{holders[0]}: {given}}}"
+                f"{origin}: {key}: {', '.join(holders)} all have a value '{reference}'; write "
+                f"{key}: {{{holders[0]}: {reference}}}"
             )
         if not holders:
-            known = [name for values in names.values() for name in values]
+            all_names = [name for values in names.values() for name in values]
             raise StudyError(
-                f"{place}: {key}: no axis has a value '{given}'{did_you_mean(str(given), known)}"
+                f"{origin}: {key}: no axis has a value '{reference}'"
+                f"{did_you_mean(str(reference), all_names)}"
             )
-        given = {holders[0]: given}
+        reference = {holders[0]: reference}
     found = {}
-    for axis, value in given.items():
+    for axis, value in reference.items():
         if axis not in names:
-            raise StudyError(f"{place}: {key}.{axis}: unknown axis{did_you_mean(axis, names)}")
+            raise StudyError(f"{origin}: {key}.{axis}: unknown axis{did_you_mean(axis, names)}")
         name = _named(value, axis, names[axis])
         if name is None:
             raise StudyError(
-                f"{place}: {key}.{axis}: unknown value '{value}'"
+                f"{origin}: {key}.{axis}: unknown value '{value}'"
                 f"{did_you_mean(str(value), names[axis])}"
             )
         found[axis] = name
@@ -117,26 +118,26 @@ def reference_of(
 
 def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
     """The choices that ``only`` leaves, in the order it lists them."""
-    for axis, wanted in study.only.items():
-        place = study.tree.origin(("only", axis)) or study.name
+    for axis, chosen in study.only.items():
+        origin = study.tree.origin(("only", axis)) or study.name
         if axis not in axes:
-            raise StudyError(f"{place}: only.{axis}: unknown axis{did_you_mean(axis, axes)}")
-        known = {choice.name: choice for choice in axes[axis]}
-        for name in wanted:
-            if name not in known:
+            raise StudyError(f"{origin}: only.{axis}: unknown axis{did_you_mean(axis, axes)}")
+        by_name = {choice.name: choice for choice in axes[axis]}
+        for name in chosen:
+            if name not in by_name:
                 raise StudyError(
-                    f"{place}: only.{axis}: unknown value '{name}'{did_you_mean(name, known)}"
+                    f"{origin}: only.{axis}: unknown value '{name}'{did_you_mean(name, by_name)}"
                 )
-        if not wanted or len(set(wanted)) < len(wanted):
-            raise StudyError(f"{place}: only.{axis}: wanted at least one value, each once")
-        axes = {**axes, axis: [known[name] for name in wanted]}
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise StudyError(f"{origin}: only.{axis}: expected at least one value, each once")
+        axes = {**axes, axis: [by_name[name] for name in chosen]}
     return axes
 
 
-def _named(value: Any, axis: str, known: list[str]) -> str | None:
+def _named(value: Any, axis: str, names: list[str]) -> str | None:
     """The name that ``value`` goes by on an axis: itself, or what a plain value is called."""
     for name in (str(value), value_name(axis, value)):
-        if name in known:
+        if name in names:
             return name
     return None
 
@@ -152,22 +153,22 @@ def value_name(axis: str, value: Any) -> str:
 
 def _choices(study: StudyRecipe, axis: str) -> list[Choice]:
     key: Key = ("axes", axis)
-    place, values = study.tree.origin(key) or study.name, study.axes[axis]
+    origin, values = study.tree.origin(key) or study.name, study.axes[axis]
     if not values:
-        raise StudyError(f"{place}: axes.{axis}: is empty; wanted at least one value")
+        raise StudyError(f"{origin}: axes.{axis}: is empty; expected at least one value")
     if isinstance(values, dict):
         choices = [Choice(str(name), tuple(_layers(study.tree, (*key, name)))) for name in values]
     else:
-        choices = list(_values(study, axis, values, place))
+        choices = list(_values(study, axis, values, origin))
     names = [choice.name for choice in choices]
     for name in names:
         if names.count(name) > 1:
             raise StudyError(
-                f"{place}: axes.{axis}: two values are called '{name}'; name them by a mapping"
+                f"{origin}: axes.{axis}: two values are called '{name}'; name them by a mapping"
             )
         if not _NAME.fullmatch(name):
             raise StudyError(
-                f"{place}: axes.{axis}: '{name}' cannot name a folder; use letters, digits, _ . +"
+                f"{origin}: axes.{axis}: '{name}' cannot name a folder; use letters, digits, _ . +"
             )
     return choices
 
@@ -183,11 +184,11 @@ def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Ite
         )
     if axis == NOT_VARIED:
         raise StudyError(f"{place}: axes.{axis}: list the seeds in `seeds`")
-    for number, value in enumerate(values):
+    for index, value in enumerate(values):
         nested: Any = value
         for part in reversed(parts):
             nested = {part: nested}
-        origin = study.tree.origin(("axes", axis, number)) or place
+        origin = study.tree.origin(("axes", axis, index)) or place
         yield Choice(value_name(axis, value), (Tree(nested, {tuple(parts): origin}),))
 
 
@@ -196,28 +197,28 @@ def _layers(tree: Tree, key: Key) -> list[Tree]:
     value: Any = tree.values
     for part in key:
         value = value.get(part) if isinstance(value, dict) else None
-    place = tree.origin(key)
+    origin = tree.origin(key)
     if value is None:
         return []
     if isinstance(value, str | list):
         value = {"extends": value}
     if not isinstance(value, dict):
-        raise StudyError(f"{place}: {'.'.join(map(str, key))}: wanted a file or recipe keys")
-    own = {name: item for name, item in value.items() if name != "extends"}
+        raise StudyError(f"{origin}: {'.'.join(map(str, key))}: expected a file or recipe keys")
+    keys = {name: item for name, item in value.items() if name != "extends"}
     files = value.get("extends", [])
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise StudyError(f"{place}: extends: wanted a file or a list of files")
-    folder = _folder(tree.origin((*key, "extends")) or place)
+        raise StudyError(f"{origin}: extends: expected a file or a list of files")
+    folder = _folder(tree.origin((*key, "extends")) or origin)
     for file in files:
         if not (folder / file).is_file():
             raise StudyError(
-                f"{place}: extends: there is no file {folder / file} (paths are relative to "
+                f"{origin}: extends: there is no file {folder / file} (paths are relative to "
                 f"{folder})"
             )
     start = len(key)
     origins = {k[start:]: where for k, where in tree.origins.items() if k[:start] == key}
-    return [*(load_tree([folder / file]) for file in files), Tree(own, origins)]
+    return [*(load_tree([folder / file]) for file in files), Tree(keys, origins)]
 
 
 def _folder(origin: str) -> Path:
@@ -227,14 +228,14 @@ def _folder(origin: str) -> Path:
 
 
 def _check_together(study: StudyRecipe) -> None:
-    place = study.tree.origin(("together",)) or study.name
+    origin = study.tree.origin(("together",)) or study.name
     for axis in study.together:
         if axis not in study.axes:
             raise StudyError(
-                f"{place}: together: unknown axis '{axis}'{did_you_mean(axis, study.axes)}"
+                f"{origin}: together: unknown axis '{axis}'{did_you_mean(axis, study.axes)}"
             )
         if isinstance(study.baseline, dict) and axis in study.baseline:
-            raise StudyError(f"{place}: together: '{axis}' is an axis of the baseline as well")
+            raise StudyError(f"{origin}: together: '{axis}' is an axis of the baseline as well")
 
 
 def _check_overrides(study: StudyRecipe) -> None:
@@ -249,8 +250,8 @@ def _recipe(layers: list[Tree], seed: int, overrides: list[str], arm: str) -> Re
     tree = Tree()
     for layer in [*layers, Tree({"trainer": {"seed": seed}}, {("trainer", "seed"): "seeds"})]:
         tree.merge(layer)
-    above = load_tree([], overrides)
-    tree.merge(above)
+    override_tree = load_tree([], overrides)
+    tree.merge(override_tree)
     try:
         return recipe_from_tree(tree)
     except RecipeError as error:

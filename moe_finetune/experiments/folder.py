@@ -49,12 +49,12 @@ def _check_same(runs: Sequence[Run], output: Path) -> None:
     Others are the same study with more or fewer seeds, models or methods.
     """
     remedy = "restore the file, or choose another --output"
-    held = read_object(output / MANIFEST, StudyError, remedy).get("runs")
-    rows = held if isinstance(held, list) else []
-    known = {row.get("recipe_sha256") for row in rows if isinstance(row, dict)}
-    if known and known.isdisjoint(run.recipe.hash for run in runs):
+    listed = read_object(output / MANIFEST, StudyError, remedy).get("runs")
+    rows = listed if isinstance(listed, list) else []
+    hashes = {row.get("recipe_sha256") for row in rows if isinstance(row, dict)}
+    if hashes and hashes.isdisjoint(run.recipe.hash for run in runs):
         raise OutputExistsError(
-            f"{output} holds another study, which shares no run with this one; choose another "
+            f"{output} contains another study, which shares no run with this one; choose another "
             "--output"
         )
 
@@ -66,10 +66,10 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
         OutputExistsError: it holds something else, or this study without ``resume``.
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
-    held = enter_folder(output, output / MANIFEST, "a study", resume)
+    exists = enter_folder(output, output / MANIFEST, "a study", resume)
     for run in runs:
         check_run(run, output)
-    if held:
+    if exists:
         _check_same(runs, output)
     names = {axis: list(dict.fromkeys(run.values[axis] for run in runs)) for axis in study.axes}
     manifest: dict[str, Any] = {

@@ -15,7 +15,7 @@ from moe_finetune.experiments import folder as disk
 from moe_finetune.experiments.expand import Run
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.io.children import run_child
-from moe_finetune.io.ledger import Attempt, StepFailedError
+from moe_finetune.io.ledger import Attempt, step_error
 from moe_finetune.io.run_folder import RunFolder
 
 Start = Callable[[Run, Path, Attempt], None]
@@ -61,13 +61,13 @@ def child(command: list[str], run: Run, output: Path, attempt: Attempt) -> None:
     """Carry ``run`` out with ``command train ...``; what it prints goes to its log.
 
     Raises:
-        StepFailedError: why it failed.
+        StepFailedError: why it failed; MachineError where memory, disk or a signal ended it.
         KeyboardInterrupt: SIGINT or SIGTERM, after the process has saved its checkpoint.
     """
     folder = disk.run_folder(output, run.name)
     arguments = ["train", str(disk.recipe_file(output, run.name)), "--output", str(folder)]
     if RunFolder(folder).recipe.exists():
         arguments.append("--resume")
-    why = run_child([*command, *arguments], attempt.log, attempt.lock)
-    if why is not None:
-        raise StepFailedError(why)
+    failure = run_child([*command, *arguments], attempt.log, attempt.lock)
+    if failure is not None:
+        raise step_error(failure)

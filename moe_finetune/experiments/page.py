@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_finetune.experiments import render
 from moe_finetune.experiments.results import AVERAGE, StudyResults
-from moe_finetune.experiments.table import Cell, Column, Group, Table, place_of
+from moe_finetune.experiments.table import Cell, Column, Group, Table, group_and_row
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color
@@ -23,50 +23,61 @@ from moe_finetune.report.context import Report, Section, figure, group, swatch, 
 from moe_finetune.report.markup import Markup, join, number, signed, tag
 from moe_finetune.report.page import render_page
 
+POINTS = 3  # fewer are no curve
+BASELINE = "var(--run-0)"
 
-def write_page(results: StudyResults, found: Table, path: Path) -> Path:
+
+def write_page(results: StudyResults, study_table: Table, path: Path) -> Path:
     """Write the page into the file ``path`` and return it."""
     sections = [
-        Section("table", "Results", lambda _: _table(found)),
-        Section("figures", "Pictures", lambda _: figures(results, found)),
-        Section("tests", "Against the baseline", lambda _: _tests(found)),
+        *study_sections(results, study_table),
         Section("runs", "Runs", lambda _: _runs(results)),
     ]
-    write_atomic(path, render_page(Report([], found.title), sections))
+    write_atomic(path, render_page(Report([], study_table.title), sections))
     return path
 
 
-def _table(found: Table) -> Markup:
-    columns: list[object] = ["Arm", *map(render.heading, found.columns)]
-    columns += ["Mean rank", "Won", "Relative gain"]
+def study_sections(results: StudyResults, study_table: Table) -> list[Section]:
+    """The table, its pictures and its tests."""
+    return [
+        Section("table", "Results", lambda _: table_markup(study_table)),
+        Section("figures", "Pictures", lambda _: figures(results, study_table)),
+        Section("tests", "Against the baseline", lambda _: _tests(study_table)),
+    ]
+
+
+def table_markup(study_table: Table) -> Markup:
+    """A grid for each group of arms, under what the numbers are and what is missing."""
+    columns: list[object] = ["Arm", *map(render.heading, study_table.columns)]
+    columns += [head.title() for head in render.summary_heads(study_table)]
     parts = []
-    for g in found.groups:
+    for arms in study_table.groups:
         rows = []
-        for row in g.rows:
+        for row in arms.rows:
             cells: list[object] = [row.label]
-            cells += [_cell(c, row.cells.get(c.name)) for c in found.columns]
-            cells += render.summary_cells(found, row, g is not found.groups[0])
+            cells += [_cell(column, row.cells.get(column.name)) for column in study_table.columns]
+            cells += render.summary_cells(study_table, row, arms)
             rows.append(cells)
-        shown = table(g.name or found.title, columns, rows)
-        parts.append(group(g.name, shown) if g.name else shown)
-    notes = [tag("li", note) for note in found.notes]
-    source = [found.source] if found.source else []
+        grid = table(arms.name or study_table.title, columns, rows)
+        parts.append(group(arms.name, grid) if arms.name else grid)
+    notes = [tag("li", note) for note in study_table.notes]
+    source = [study_table.source] if study_table.source else []
     return join([
-        tag("p", " ".join([*source, *render.explanation(found)]), class_="intro"),
+        tag("p", " ".join([*source, *render.explanation(study_table)]), class_="intro"),
         *parts,
         tag("ul", notes, class_="missing") if notes else None,
     ])  # fmt: skip
 
 
 def _cell(column: Column, cell: Cell | None) -> object:
-    text = render.shown(column, cell)
+    text = render.cell_text(column, cell)
     return tag("strong", text) if cell is not None and cell.best else text
 
 
-def _tests(found: Table) -> Markup | None:
+def _tests(study_table: Table) -> Markup | None:
     rows: list[list[object]] = []
-    for g, row in found.rows:
-        for column in found.columns:
+    for arms, row in study_table.rows:
+        for column in study_table.columns:
             cell = row.cells.get(column.name)
             if cell is None or cell.test is None:
                 continue
@@ -75,15 +86,15 @@ def _tests(found: Table) -> Markup | None:
             if test.low is not None and test.high is not None:
                 interval = f"[{signed(factor * test.low)}, {signed(factor * test.high)}]"
             rows.append([
-                ", ".join(filter(None, [g.name, row.label])), column.name,
+                ", ".join(filter(None, [arms.name, row.label])), column.name,
                 signed(factor * test.difference), interval, test.name,
                 number(test.p, 2), number(test.p_holm, 2), verdict_mark(test.verdict),
             ])  # fmt: skip
     if not rows:
         return None
     columns: list[object] = [
-        "Arm", "Benchmark or metric", f"Difference from {found.baseline}", "95 % interval", "Test",
-        "p", "p (Holm)", "Verdict",
+        "Arm", "Benchmark or metric", f"Difference from {study_table.baseline}", "95 % interval",
+        "Test", "p", "p (Holm)", "Verdict",
     ]  # fmt: skip
     note = (
         "Shares in percentage points. Items and seeds are paired; with several seeds both are "
@@ -100,24 +111,20 @@ def _runs(results: StudyResults) -> Markup:
     return table("Every run", ["Arm", "Seed", "State", "Reason", "Folder"], rows)
 
 
-POINTS = 3  # fewer are no curve
-BASELINE = "var(--run-0)"
-
-
-def figures(results: StudyResults, found: Table) -> Markup | None:
+def figures(results: StudyResults, study_table: Table) -> Markup | None:
     """The pictures of every group of arms, in the arms' colours; None without a finished run."""
-    colors = _colors(found)
+    colors = _colors(study_table)
     parts = []
-    for g in found.groups:
-        shown = [
-            *(_benchmarks(g, found, colors) or []),
-            *(_metric(g, column, colors) for column in found.columns if not column.benchmark),
-            *(_curve(g, column, results, colors) for column in found.columns),
+    for arms in study_table.groups:
+        candidates = [
+            _benchmarks(arms, study_table, colors),
+            *(_metric(arms, column, colors) for column in study_table.columns),
+            *(_curve(arms, column, results, colors) for column in study_table.columns),
         ]
-        drawn = [picture for picture in shown if picture is not None]
-        if drawn:
-            grid = tag("div", drawn, class_="grid")
-            parts.append(group(g.name, grid) if g.name else grid)
+        pictures = [picture for picture in candidates if picture is not None]
+        if pictures:
+            grid = tag("div", pictures, class_="grid")
+            parts.append(group(arms.name, grid) if arms.name else grid)
     if not parts:
         return None
     key = tag("ul", [tag("li", swatch(label, c)) for label, c in colors.items()], class_="key")
@@ -125,21 +132,30 @@ def figures(results: StudyResults, found: Table) -> Markup | None:
     return join([tag("p", note, class_="intro"), key, *parts])
 
 
-def _colors(found: Table) -> dict[str, str]:
-    others = [label for label in found.labels if label != found.baseline]
-    known = {label: nth_color(place) for place, label in enumerate(others)}
-    return {label: known.get(label, BASELINE) for label in found.labels}
+def _colors(study_table: Table) -> dict[str, str]:
+    labels = list(dict.fromkeys(row.label for _, row in study_table.rows))
+    others = [label for label in labels if label != study_table.baseline]
+    colors = {label: nth_color(index) for index, label in enumerate(others)}
+    return {label: colors.get(label, BASELINE) for label in labels}
 
 
-def _benchmarks(g: Group, found: Table, colors: dict[str, str]) -> list[Markup] | None:
-    columns = [c for c in found.columns if c.benchmark and any(c.name in r.cells for r in g.rows)]
+def _benchmarks(arms: Group, study_table: Table, colors: dict[str, str]) -> Markup | None:
+    columns = [
+        column
+        for column in study_table.columns
+        if column.benchmark and any(column.name in row.cells for row in arms.rows)
+    ]
     if not columns:
         return None
     percent = all(column.percent for column in columns)
     rows = [
         (
             column.name,
-            [_dot(r.label, r.cells[column.name], colors) for r in g.rows if column.name in r.cells],
+            [
+                _dot(row.label, row.cells[column.name], colors)
+                for row in arms.rows
+                if column.name in row.cells
+            ],
             math.nan,
         )
         for column in columns
@@ -151,15 +167,15 @@ def _benchmarks(g: Group, found: Table, colors: dict[str, str]) -> list[Markup] 
         x_label="score, %" if percent else "score",
         scale=100.0 if percent else 1.0,
     )
-    return [figure("Benchmarks", chart, wide=True)]
+    return figure("Benchmarks", chart, wide=True)
 
 
-def _metric(g: Group, column: Column, colors: dict[str, str]) -> Markup | None:
-    held = [(row.label, row.cells[column.name]) for row in g.rows if column.name in row.cells]
-    if not held:
+def _metric(arms: Group, column: Column, colors: dict[str, str]) -> Markup | None:
+    cells = {row.label: row.cells[column.name] for row in arms.rows if column.name in row.cells}
+    if column.benchmark or not cells:
         return None
     about = word(column.name)
-    rows = [(label, [_dot(label, cell, colors)], math.nan) for label, cell in held]
+    rows = [(label, [_dot(label, cell, colors)], math.nan) for label, cell in cells.items()]
     chart = dot_plot(f"{about.name} by arm", f"{column.better} is better", rows, x_label=about.name)
     return figure(f"{about.name} ({column.better} is better)", chart, note=about.meaning or None)
 
@@ -172,15 +188,21 @@ def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
 
 
 def _curve(
-    g: Group, column: Column, results: StudyResults, colors: dict[str, str]
+    arms: Group, column: Column, results: StudyResults, colors: dict[str, str]
 ) -> Markup | None:
     """A column over training, an arm a line: the mean of its runs where all of them have it."""
     if column.name == AVERAGE and (results.together or results.benchmarks is not None):
         return None  # a run's own benchmarks are not those of the column
     series = []
-    for row in g.rows:
-        runs = [r for r in results.finished if place_of(results, r.values) == (g.name, row.label)]
-        curves = [r.scores(column.name) if column.benchmark else r.curve(column.name) for r in runs]
+    for row in arms.rows:
+        runs = [
+            run
+            for run in results.finished
+            if group_and_row(results, run.values) == (arms.name, row.label)
+        ]
+        curves = [
+            run.scores(column.name) if column.benchmark else run.curve(column.name) for run in runs
+        ]
         if column.benchmark:  # of the runs that share a row, one has it
             curves = [curve for curve in curves if curve]
         curve = mean_curve(curves)
@@ -191,10 +213,9 @@ def _curve(
             series.append(Series(row.label, colors[row.label], steps, values, kind))
     if not series:
         return None
-    shown = column.name if column.benchmark else word(column.name).name
-    name = f"{shown}{', %,' if column.percent else ''} over training steps"
-    chart = line_chart(name, "The mean of each arm's runs.", series)
-    return figure(name, chart)
+    column_name = column.name if column.benchmark else word(column.name).name
+    title = f"{column_name}{', %,' if column.percent else ''} over training steps"
+    return figure(title, line_chart(title, "The mean of each arm's runs.", series))
 
 
 def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:

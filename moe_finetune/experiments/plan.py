@@ -83,10 +83,10 @@ class Estimator:
         size = self._size(recipe)
         if isinstance(size, MoeFinetuneError):
             return Cost(None, tokens, source, None, None, None, None, str(size).splitlines()[0])
-        held = size.memory.fixed
+        fixed = size.memory.fixed
         room = self.assumed.memory_gib * GIB - size.memory.activations
-        least = math.ceil(held / room) if room > 0 else None
-        memory = held / self.assumed.devices + size.memory.activations
+        least = math.ceil(fixed / room) if room > 0 else None
+        memory = fixed / self.assumed.devices + size.memory.activations
         if tokens is None:
             return Cost(size, None, source, None, None, memory, least, source)
         flops = tokens * flops_per_token(size, recipe)
@@ -172,9 +172,9 @@ def flops_per_token(size: Size, recipe: Recipe) -> float:
     gradient, and once more with the trained ones for their own; causal attention sees half of
     ``max_length`` on average and has no weights, so its backward costs twice its forward.
     """
-    again = 1 if recipe.trainer.get("gradient_checkpointing", True) else 0
-    weights = 2 * (size.active * (2 + again) + size.trained_active)
-    return weights + size.attention * recipe.data.max_length * (3 + again)
+    recomputed = 1 if recipe.trainer.get("gradient_checkpointing", True) else 0
+    weights = 2 * (size.active * (2 + recomputed) + size.trained_active)
+    return weights + size.attention * recipe.data.max_length * (3 + recomputed)
 
 
 def training_tokens(recipe: Recipe, assumed: PlanSection) -> tuple[float | None, str]:
@@ -215,23 +215,23 @@ def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = Non
     if output is not None:
         header.append("finished")
     lines, reasons = [header], []
-    known = total = 0.0
+    estimated = total = 0.0
     for arm in dict.fromkeys(run.arm for run in runs):
-        own = [run for run in runs if run.arm == arm]
-        cost = estimate(own[0].recipe)
-        line = [arm, str(len(own)), *_cells(cost)]
+        arm_runs = [run for run in runs if run.arm == arm]
+        cost = estimate(arm_runs[0].recipe)
+        line = [arm, str(len(arm_runs)), *_cells(cost)]
         if output is not None:
-            line.append(str(sum(disk.state_of(output, run.name) == "finished" for run in own)))
+            line.append(str(sum(disk.state_of(output, run.name) == "finished" for run in arm_runs)))
         lines.append(line)
         if cost.unknown and cost.unknown not in reasons:
             reasons.append(cost.unknown)
         if cost.hours is not None:
-            total += cost.hours * len(own)
-            known += len(own)
+            total += cost.hours * len(arm_runs)
+            estimated += len(arm_runs)
     out = [f"{study.title or study.name}: {len(runs)} runs", aligned(lines, "left")]
     out += ["", f"{total:,.1f} h one after another, {total * assumed.devices:,.1f} device hours"]
-    if known < len(runs):
-        out[-1] += f", for the {known:.0f} runs whose time can be estimated"
+    if estimated < len(runs):
+        out[-1] += f", for the {estimated:.0f} runs whose time can be estimated"
     out += [f"{UNKNOWN}: {reason}" for reason in reasons]
     out.append(
         f"Assumed: {assumed.devices} x {assumed.hardware} ({assumed.memory_gib:g} GiB, "

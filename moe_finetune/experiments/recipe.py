@@ -54,9 +54,6 @@ class LaunchSection(Section):
     )
     hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job")
     jobs: int | None = Field(default=None, ge=1, description="Slurm jobs; default: one a run")
-    cluster: Literal["slurm", "local"] = Field(
-        default="slurm", description="submitit's executor; local tries a study without Slurm"
-    )
 
 
 class PlanSection(Section):
@@ -147,8 +144,8 @@ def find_study(path: str | Path) -> Path:
         return path
     shipped = recipes_folder() / "studies" / f"{path}.yaml"
     if not shipped.is_file():
-        known = [file.stem for file in shipped.parent.glob("*.yaml")]
-        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), known)}")
+        shipped_names = [file.stem for file in shipped.parent.glob("*.yaml")]
+        raise StudyError(f"there is no study '{path}'{did_you_mean(str(path), shipped_names)}")
     return shipped
 
 
@@ -165,8 +162,8 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
         RecipeError: a file that cannot be read.
     """
     path = find_study(path)
-    own = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
-    tree = load_tree([path], own)
+    study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
+    tree = load_tree([path], study_overrides)
     study = study_from_tree(tree, path.stem)
     study._given, study._source = list(overrides), path
     return study

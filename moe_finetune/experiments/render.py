@@ -1,10 +1,12 @@
-"""A study's table as CSV (long), LaTeX (as in the papers), JSON, and text for a terminal."""
+"""A study's table as CSV (long), LaTeX (as in the papers), JSON, Markdown, and aligned text."""
 
 from __future__ import annotations
 
-from moe_finetune.experiments.table import Cell, Column, Row, Table
+from collections.abc import Callable
+
+from moe_finetune.experiments.table import Cell, Column, Group, Row, Table
 from moe_finetune.io.hashes import to_json
-from moe_finetune.io.tables import aligned, csv_text
+from moe_finetune.io.tables import aligned, csv_text, markdown
 
 MISSING = "–"
 _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
@@ -36,8 +38,8 @@ def heading(column: Column) -> str:
     return column.name if column.better == "higher" else f"{column.name} ↓"
 
 
-def shown(column: Column, cell: Cell | None) -> str:
-    """``34.16 ± 0.42``, shares in percent; ``*`` marks a difference that the test holds up."""
+def cell_text(column: Column, cell: Cell | None) -> str:
+    """``34.16 ± 0.42``, shares in percent; ``*`` marks a difference that the test confirms."""
     if cell is None:
         return MISSING
     factor, digits = (100, 2) if column.percent else (1, 4)
@@ -49,10 +51,15 @@ def shown(column: Column, cell: Cell | None) -> str:
     return text
 
 
-def summary_cells(table: Table, row: Row, grouped: bool) -> list[str]:
-    """Rank, share won and gain, which are of the label and stand where it first appears."""
-    if grouped:
-        return ["", "", ""]
+def summary_heads(table: Table) -> list[str]:
+    """Columns of the labels' summaries, which only benchmarks have."""
+    return ["rank", "won", "gain"] if table.ranks else []
+
+
+def summary_cells(table: Table, row: Row, group: Group) -> list[str]:
+    """Rank, share won and gain of the row's label, in the first group; empty in the others."""
+    if not table.ranks or group is not table.groups[0]:
+        return [""] * len(summary_heads(table))
     rank, won, gain = (of.get(row.label) for of in (table.ranks, table.won, table.gains))
     return [
         f"{rank:.2f}" if rank is not None else MISSING,
@@ -61,28 +68,44 @@ def summary_cells(table: Table, row: Row, grouped: bool) -> list[str]:
     ]
 
 
-def to_text(table: Table) -> str:
-    """Aligned columns, and the notes."""
-    header = ["arm", *map(heading, table.columns), "rank", "won", "gain"]
-    lines = [header]
+def text_rows(table: Table, best: Callable[[str], str]) -> list[list[str]]:
+    """The table as rows of text, headings first; a group's name is a row of one cell.
+
+    Args:
+        best: marks the text of a column's best cell.
+    """
+    rows = [["arm", *map(heading, table.columns), *summary_heads(table)]]
     for group in table.groups:
         if group.name:
-            lines.append([f"{group.name}:"])
+            rows.append([f"{group.name}:"])
         for row in group.rows:
-            cells = [
-                shown(c, row.cells.get(c.name)) + (" (best)" if _best(row, c) else "")
-                for c in table.columns
+            texts = [
+                best(text) if _best(row, column) else text
+                for column in table.columns
+                for text in [cell_text(column, row.cells.get(column.name))]
             ]
-            later = group is not table.groups[0]
-            lines.append([row.label, *cells, *summary_cells(table, row, later)])
-    text = aligned(lines, "left")
+            rows.append([row.label, *texts, *summary_cells(table, row, group)])
+    return rows
+
+
+def to_text(table: Table) -> str:
+    """Aligned columns, and the notes."""
+    text = aligned(text_rows(table, lambda text: f"{text} (best)"), "left")
     return "\n".join([table.title, text, "", *explanation(table), *table.notes]) + "\n"
+
+
+def to_markdown(table: Table) -> str:
+    """A pipe table under its title, best in bold, and the notes."""
+    head, *rows = text_rows(table, lambda text: f"**{text}**")
+    full = [row + [""] * (len(head) - len(row)) for row in rows]
+    notes = " ".join([*explanation(table), *table.notes])
+    return f"## {table.title}\n{notes}\n\n{markdown([head, *full])}"
 
 
 def to_latex(table: Table) -> str:
     """A ``tabular`` with booktabs rules, best in bold, and its caption."""
     columns = [_escape(heading(c)).replace("↓", r"$\downarrow$") for c in table.columns]
-    header = ["", *columns, "Rank", "Won", "Gain"]
+    header = ["", *columns, *(head.title() for head in summary_heads(table))]
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table}",
@@ -99,14 +122,14 @@ def to_latex(table: Table) -> str:
             )
         for row in group.rows:
             cells = [_latex_cell(row, column) for column in table.columns]
-            summary = summary_cells(table, row, group is not table.groups[0])
+            summary = summary_cells(table, row, group)
             cells += [_escape(text).replace("–", "--") for text in summary]
             lines.append(" & ".join([_escape(row.label), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
 def _latex_cell(row: Row, column: Column) -> str:
-    text = shown(column, row.cells.get(column.name)).replace("–", "--")
+    text = cell_text(column, row.cells.get(column.name)).replace("–", "--")
     mean, _, spread = text.partition(" ± ")
     star = text.endswith("*")
     mean, spread = mean.rstrip("*"), spread.rstrip("*")
@@ -123,22 +146,25 @@ def _best(row: Row, column: Column) -> bool:
 def explanation(table: Table) -> list[str]:
     """What the numbers are, in sentences."""
     count = len(table.seeds)
-    said = [
-        f"Mean ± standard deviation over {count} seeds."
-        if count > 1
-        else "One seed, so no spread.",
-        "Rank: mean over the benchmarks that all arms have, 1 is best. Won: share of these that "
-        "the arm is best in; arms that tie share one.",
-    ]
-    if table.baseline is not None:
-        over = "seeds and items" if count > 1 else "items"
-        said += [
+    spread = f"Mean ± standard deviation over {count} seeds."
+    sentences = [spread if count > 1 else "One seed, so no spread."]
+    if table.ranks:
+        sentences.append(
+            "Rank: mean over the benchmarks that all arms have, 1 is best. Won: share of these "
+            "that the arm is best in; arms that tie share one."
+        )
+    if table.ranks and table.baseline is not None:
+        sentences.append(
             f"Gain: mean of value / {table.baseline} - 1 over these cells; inverted where lower is "
-            "better.",
+            "better."
+        )
+    if table.baseline is not None:
+        over = "seeds" if not table.ranks else "seeds and items" if count > 1 else "items"
+        sentences.append(
             f"*: differs from {table.baseline}, paired over {over}, p < 0.05 after Holm's "
-            "correction over the table.",
-        ]
-    return said
+            "correction over the table."
+        )
+    return sentences
 
 
 def _escape(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ def reproduction_of(file: Path) -> Any:
     name = REPRODUCTIONS.get(values.get("kind", "")) if isinstance(values, dict) else None
     if name is None:
         return None
-    beside = str(eval_root().parent)
-    if beside not in sys.path:
-        sys.path.append(beside)
+    if "eval" not in sys.modules:  # a folder without __init__.py, wherever the package put it
+        spec = ModuleSpec("eval", None, is_package=True)
+        spec.submodule_search_locations = [str(eval_root())]
+        sys.modules["eval"] = module_from_spec(spec)
     return importlib.import_module(name)

@@ -103,26 +103,26 @@ class RunResult:
             shared = set.intersection(*map(set, by_task)) if by_task else set()
             return {s: float(np.mean([task[s] for task in by_task])) for s in sorted(shared)}
         for name in (metric, f"routing/{metric}", f"eval_routing/{metric}"):
-            found = {int(row["step"]): float(row[name]) for row in self.rows if name in row}
-            if found:
-                return found
+            points = {int(row["step"]): float(row[name]) for row in self.rows if name in row}
+            if points:
+                return points
         return {}
 
     def scores(self, benchmark: str) -> dict[int, float]:
         """The run's score after every step that was scored, and after its last one."""
-        found = {step: held["tasks"].get(benchmark) for step, held in self._scored.items()}
+        tasks = {step: results["tasks"].get(benchmark) for step, results in self._scored.items()}
         return {
             step: float(task["value"])
-            for step, task in found.items()
+            for step, task in tasks.items()
             if task is not None and task["value"] is not None
         }
 
     @cached_property
     def _scored(self) -> dict[int, Results]:
-        found = step_results(self.folder)
+        by_step = step_results(self.folder)
         if self.evaluation is not None and self.rows:
-            found[max(int(row["step"]) for row in self.rows)] = self.evaluation
-        return found
+            by_step[max(int(row["step"]) for row in self.rows)] = self.evaluation
+        return by_step
 
     def has(self, metric: str) -> bool:
         """Whether the run measured ``metric``, be its reference finished or not."""
@@ -144,18 +144,20 @@ class RunResult:
         for row in reversed(self.rows):
             if metric in row:
                 return float(row[metric])
-        after = RunFolder(self.folder).routing_after
-        if not after.is_file():
+        snapshot = RunFolder(self.folder).routing_after
+        if not snapshot.is_file():
             return None
-        found = read_object(after, StudyError, "the run is damaged").get("metrics", {}).get(metric)
-        return float(found["mean"]) if found else None
+        measured = (
+            read_object(snapshot, StudyError, "the run is damaged").get("metrics", {}).get(metric)
+        )
+        return float(measured["mean"]) if measured else None
 
     def _distance(self, metric: str) -> float | None:
         if self.reference is None or not self.reference.finished:
             return None
-        own, other = self.curve(metric), self.reference.curve(metric)
-        steps = sorted(own.keys() & other.keys())
-        return rmse([own[s] for s in steps], [other[s] for s in steps]) if steps else None
+        curve, other = self.curve(metric), self.reference.curve(metric)
+        steps = sorted(curve.keys() & other.keys())
+        return rmse([curve[s] for s in steps], [other[s] for s in steps]) if steps else None
 
 
 @dataclass(frozen=True)
@@ -206,19 +208,21 @@ def load_results(output: str | Path) -> StudyResults:
     """
     output = Path(output)
     if not (output / disk.MANIFEST).is_file():
-        raise StudyError(f"{output}: holds no {disk.MANIFEST}; give the --output of a study")
+        raise StudyError(f"{output}: has no {disk.MANIFEST}; give the --output of a study")
     content = read_object(output / disk.MANIFEST, StudyError, "start the study again with --resume")
     if content.get("schema") != disk.SCHEMA:
         raise StudyError(f"{output / disk.MANIFEST}: is of another schema than {disk.SCHEMA}")
     curves = content.get("curves", {})
-    found = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
-    for key, entered in entered_scores(output / SCORES, found).items():
-        found[key] = replace(found[key], entered=entered)
+    runs_by_key = {(row["arm"], row["seed"]): _run(output, row) for row in content["runs"]}
+    for key, entered in entered_scores(output / SCORES, runs_by_key).items():
+        runs_by_key[key] = replace(runs_by_key[key], entered=entered)
     runs = [
-        replace(run, reference=found.get(("-".join((run.values | curves).values()), run.seed)))
+        replace(
+            run, reference=runs_by_key.get(("-".join((run.values | curves).values()), run.seed))
+        )
         if curves
         else run
-        for run in found.values()
+        for run in runs_by_key.values()
     ]
     plain = (
         *("name", "title", "source", "axes", "seeds", "baseline", "together"),
@@ -241,13 +245,13 @@ def entered_scores(
     with file.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         if reader.fieldnames != columns:
-            raise StudyError(f"{file}:1: wanted the heading {','.join(columns)}")
+            raise StudyError(f"{file}:1: expected the heading {','.join(columns)}")
         scores: dict[tuple[str, int], dict[str, float]] = {}
         for line, row in enumerate(reader, 2):
             try:
                 key, score = (row["arm"], int(row["seed"])), float(row["score"])
             except (TypeError, ValueError):
-                raise StudyError(f"{file}:{line}: wanted a whole seed and a number") from None
+                raise StudyError(f"{file}:{line}: expected a whole seed and a number") from None
             if key not in runs:
                 arms = [arm for arm, _ in runs]
                 raise StudyError(
@@ -255,7 +259,7 @@ def entered_scores(
                     f"{did_you_mean(key[0], arms)}"
                 )
             if not math.isfinite(score) or not row["benchmark"]:
-                raise StudyError(f"{file}:{line}: wanted a benchmark and a finite score")
+                raise StudyError(f"{file}:{line}: expected a benchmark and a finite score")
             if row["benchmark"] in scores.setdefault(key, {}):
                 raise StudyError(f"{file}:{line}: this score is there twice")
             scores[key][row["benchmark"]] = score

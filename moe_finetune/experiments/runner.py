@@ -69,10 +69,10 @@ def shard_of(runs: Sequence[Run], shard: tuple[int, int] | None) -> list[Run]:
     """The runs of one shard; all without one."""
     if shard is None:
         return list(runs)
-    number, of = shard
-    if not 1 <= number <= of:
-        raise StudyError(f"shard {number}/{of}: wanted i/n with i from 1 to n")
-    return list(runs[number - 1 :: of])
+    index, of = shard
+    if not 1 <= index <= of:
+        raise StudyError(f"shard {index}/{of}: expected i/n with i from 1 to n")
+    return list(runs[index - 1 :: of])
 
 
 def config_folder(study: StudyRecipe) -> Path:
@@ -86,11 +86,11 @@ def carry_out(runs: Sequence[Run], output: Path, start: Start, discard: Sequence
     ``discard`` names folders of a run that are deleted once it is finished.
     """
     ledger = Ledger(output, [_step(run, output, start) for run in runs])
-    for number, run in enumerate(runs, 1):
+    for index, run in enumerate(runs, 1):
         why = ledger.attempt(run.name)
         if why is not None:
-            place = f"[{number}/{len(runs)}] {run.arm} seed {run.seed}"
-            log.error("%s: failed: %s", place, why)
+            label = f"[{index}/{len(runs)}] {run.arm} seed {run.seed}"
+            log.error("%s: failed: %s", label, why)
             continue
         for name in discard:
             shutil.rmtree(disk.run_folder(output, run.name) / name, ignore_errors=True)

@@ -1,12 +1,11 @@
-"""A study as Slurm jobs: through submitit where it is installed, else as a script for sbatch.
+"""A study as an array of Slurm jobs: a script for sbatch, submitted where there is one.
 
-Either way one job runs one shard of the study with the command line of this package, so a job that
-is sent away goes on where it stopped when the study is started again with ``--resume``.
+One job runs one shard of the study with the command line of this package, so a preempted job goes
+on where it stopped when the study is started again.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import re
@@ -26,31 +25,26 @@ log = logging.getLogger(__name__)
 _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
-def submit(study: StudyRecipe, runs: Sequence[Run], output: Path) -> list[str]:
-    """Submit the study's jobs and return their ids; none when only the script could be written.
+def submit(study: StudyRecipe, runs: Sequence[Run], output: Path) -> None:
+    """Write ``slurm/study.sbatch`` and submit it.
 
     Raises:
-        StudyError: a study that was not read from a file, or an option that sbatch cannot have.
+        StudyError: a study that was not read from a file, an option that sbatch cannot have, or
+            sbatch's own error.
     """
     jobs = min(study.launch.jobs or len(runs), len(runs))
-    command = shard_command(study, output)
     check_options(study.launch.options)
-    if importlib.util.find_spec("submitit") is not None:
-        return _through_submitit(study, command, jobs, output)
-    if study.launch.cluster == "local":
-        raise StudyError("launch.cluster: local needs submitit; pip install submitit")
     script = output / "slurm" / "study.sbatch"
-    write_atomic(script, batch_script(study, command, jobs, output))
+    write_atomic(script, batch_script(study, shard_command(study, output), jobs, output))
     if shutil.which("sbatch") is None:
-        log.warning("no sbatch here: submit the study where there is one: sbatch %s", script)
-        return []
-    done = subprocess.run(
+        log.warning("sbatch is not installed here; on a login node, run: sbatch %s", script)
+        return
+    submitted = subprocess.run(
         ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise StudyError(f"sbatch {script}: {done.stderr.strip()}")
-    log.info("submitted %s: %d jobs", done.stdout.strip(), jobs)
-    return [done.stdout.strip()]
+    if submitted.returncode:
+        raise StudyError(f"sbatch {script}: {submitted.stderr.strip()}")
+    log.info("submitted %s: %d jobs", submitted.stdout.strip(), jobs)
 
 
 def shard_command(study: StudyRecipe, output: Path) -> list[str]:
@@ -78,49 +72,16 @@ def check_options(options: dict[str, str | int]) -> None:
 
 
 def batch_script(study: StudyRecipe, command: list[str], jobs: int, output: Path) -> str:
-    """A job array with one line of work."""
+    """A job array whose job N runs shard N."""
     options = {
         "job-name": study.name,
         "array": f"1-{jobs}",
         "output": str(output.resolve() / "slurm" / "%A_%a.log"),
         "chdir": str(Path.cwd()),
-        "time": str(minutes(study)),
+        "time": str(math.ceil(60 * study.launch.hours)),
         "signal": "B:TERM@120",
         **study.launch.options,
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items()]
-    work = f'exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{jobs}"'
-    return "\n".join(["#!/bin/bash", *lines, work]) + "\n"
-
-
-def minutes(study: StudyRecipe) -> int:
-    """The time limit of a job, as sbatch and submitit count it."""
-    return math.ceil(60 * study.launch.hours)
-
-
-def run_shard(command: list[str]) -> int:
-    """The work of one of submitit's jobs: the command, its exit code; 1 is a failed run, noted."""
-    code = subprocess.run(command, check=False).returncode
-    if code not in (0, 1):
-        raise RuntimeError(f"exit code {code}: {shlex.join(command)}")
-    return code
-
-
-def _through_submitit(study: StudyRecipe, command: list[str], jobs: int, output: Path) -> list[str]:
-    import submitit
-
-    local = study.launch.cluster == "local"
-    executor = submitit.AutoExecutor(folder=output / "slurm", cluster="local" if local else "slurm")
-    executor.update_parameters(name=study.name, timeout_min=minutes(study))
-    if not local:
-        executor.update_parameters(slurm_additional_parameters=dict(study.launch.options))
-    with executor.batch():
-        started = [
-            executor.submit(run_shard, [*command, "--shard", f"{number}/{jobs}"])
-            for number in range(1, jobs + 1)
-        ]
-    log.info("submitted %d jobs; their logs are in %s", jobs, output / "slurm")
-    if local:
-        for job in started:
-            job.result()
-    return [job.job_id for job in started]
+    shard = f'exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{jobs}"'
+    return "\n".join(["#!/bin/bash", *lines, shard]) + "\n"

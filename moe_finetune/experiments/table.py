@@ -100,11 +100,6 @@ class Table:
     def rows(self) -> Iterator[tuple[Group, Row]]:
         return ((group, row) for group in self.groups for row in group.rows)
 
-    @property
-    def labels(self) -> list[str]:
-        """What varies within groups, in order."""
-        return list(dict.fromkeys(row.label for _, row in self.rows))
-
     def to_mapping(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -121,10 +116,10 @@ def make_table(results: StudyResults) -> Table:
     groups: dict[str, Group] = {}
     runs_of: dict[tuple[str, str], list[RunResult]] = {}
     for arm, values in results.arms.items():
-        own = {a: v for a, v in values.items() if a not in compared and a not in shared}
-        name, within = place_of(results, values)
+        group_values = {a: v for a, v in values.items() if a not in compared and a not in shared}
+        name, within = group_and_row(results, values)
         if runs := results.of(arm):
-            groups.setdefault(name, Group(name, own, []))
+            groups.setdefault(name, Group(name, group_values, []))
             runs_of.setdefault((name, within), []).extend(runs)
     columns = _columns(results)
     for (name, within), runs in runs_of.items():
@@ -147,24 +142,24 @@ def _compared(results: StudyResults) -> list[str]:
     return list(results.baseline) or [a for a in results.axes if a not in results.together]
 
 
-def place_of(results: StudyResults, values: dict[str, str]) -> tuple[str, str]:
+def group_and_row(results: StudyResults, values: dict[str, str]) -> tuple[str, str]:
     """Names of the group and of the row that an arm of these values belongs to."""
     compared = _compared(results)
-    own = [v for a, v in values.items() if a not in compared and a not in results.together]
-    return ", ".join(own), "-".join(values[axis] for axis in compared) or results.name
+    names = [v for a, v in values.items() if a not in compared and a not in results.together]
+    return ", ".join(names), "-".join(values[axis] for axis in compared) or results.name
 
 
 def _columns(results: StudyResults) -> list[Column]:
-    found: dict[str, Column] = {}
+    by_label: dict[str, Column] = {}
     for run in results.finished:
         for label, task in run.tasks.items():
             better = "higher" if higher_is_better(task) else "lower"
-            found.setdefault(label, Column(label, task["metric"], better, benchmark=True))
-    wanted = results.benchmarks if results.benchmarks is not None else list(found)
-    for label in wanted:
-        if label not in found:
-            raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, found)}")
-    columns = [_percent(found[label], results) for label in wanted]
+            by_label.setdefault(label, Column(label, task["metric"], better, benchmark=True))
+    labels = results.benchmarks if results.benchmarks is not None else list(by_label)
+    for label in labels:
+        if label not in by_label:
+            raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, by_label)}")
+    columns = [_percent(by_label[label], results) for label in labels]
     metrics = dict(results.metrics)
     if not metrics and any(run.has("eval_loss") for run in results.finished):
         metrics = {"eval_loss": "lower"}
@@ -221,18 +216,18 @@ def _cell(column: Column, runs: list[RunResult], benchmarks: list[str]) -> Cell 
     """
     if column.name == AVERAGE:
         return _averages(runs, benchmarks)
-    found: dict[int, list[float]] = {}
+    by_run: dict[int, list[float]] = {}
     for run in runs:
         if (value := _value(column, run)) is not None:
-            found.setdefault(run.seed, []).append(value)
-    if not found:
+            by_run.setdefault(run.seed, []).append(value)
+    if not by_run:
         return None
-    if column.benchmark and any(len(values) > 1 for values in found.values()):
+    if column.benchmark and any(len(values) > 1 for values in by_run.values()):
         raise StudyError(
             f"together: several runs of a row have the benchmark '{column.name}'; let each "
             "evaluate its own with evaluation.only"
         )
-    by_seed = {seed: float(np.mean(values)) for seed, values in found.items()}
+    by_seed = {seed: float(np.mean(values)) for seed, values in by_run.items()}
     return Cell(by_seed, *mean_and_deviation([*by_seed.values()]))
 
 

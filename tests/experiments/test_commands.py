@@ -27,8 +27,8 @@ STUDY = {"base": BASE, "axes": {"method": ["none", "erc"]}, "seeds": [1], "basel
         ({}, ["method=erc"], "the study varies method"),
         ({}, ["trainer.max_stps=3"], "trainer.max_stps: unknown key"),
         ({}, ["launch.kind=accelerate"], "launch.config: is missing"),
-        ({}, ["--shard", "3/2"], "shard 3/2: wanted i/n"),
-        ({}, ["--shard", "half"], "--shard half: wanted I/N"),
+        ({}, ["--shard", "3/2"], "shard 3/2: expected i/n"),
+        ({}, ["--shard", "half"], "--shard half: expected I/N"),
     ],
 )
 def test_wrong_input_is_one_message_and_starts_nothing(
@@ -71,7 +71,7 @@ def test_another_study_does_not_take_the_folder(write_study, tmp_path):
     prepare(study, expand(study), output, resume=False)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     other = load_study(file, ["trainer.max_steps=77"])
-    with pytest.raises(OutputExistsError, match="holds another study"):
+    with pytest.raises(OutputExistsError, match="contains another study"):
         prepare(other, expand(other), output, resume=True)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
     fewer = load_study(file, ["only.method=[none]"])

@@ -120,7 +120,7 @@ AXES = {"method": ["none", "erc"], "arm": {"a": {}, "b": {"lora": {"rank": 4}}}}
         ({"axes": {"method": []}}, r"axes.method: is empty"),
         ({"axes": {"arm": {"no/folder": {}}}}, r"'no/folder' cannot name a folder"),
         ({"axes": {"arm": {"a": "gone.yaml"}}}, r"study.yaml:\d+: extends: there is no file"),
-        ({"axes": {"arm": {"a": 3}}}, r"axes.arm.a: wanted a file or recipe keys"),
+        ({"axes": {"arm": {"a": 3}}}, r"axes.arm.a: expected a file or recipe keys"),
         ({"axes": {"x": {"a-b": {}, "a": {}}, "y": {"c": {}, "b-c": {}}}}, r"both called 'a-b-c'"),
         ({"axes": AXES, "baseline": "ecr"}, r"baseline: no axis has a value 'ecr'.*'erc'"),
         ({"axes": AXES, "baseline": {"metod": "erc"}}, r"baseline.metod: unknown axis.*'method'"),
@@ -130,7 +130,7 @@ AXES = {"method": ["none", "erc"], "arm": {"a": {}, "b": {"lora": {"rank": 4}}}}
         ({"axes": AXES, "baseline": {"arm": "a"}, "together": ["arm"]}, r"axis of the baseline"),
         ({"axes": AXES, "only": {"arm": ["c"]}}, r"only.arm: unknown value 'c'"),
         ({"axes": AXES, "only": {"rm": ["a"]}}, r"only.rm: unknown axis"),
-        ({"axes": AXES, "only": {"arm": []}}, r"only.arm: wanted at least one value"),
+        ({"axes": AXES, "only": {"arm": []}}, r"only.arm: expected at least one value"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_its_place(write_study, values, message):

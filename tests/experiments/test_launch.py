@@ -1,4 +1,4 @@
-"""Runs in processes of their own: killed, interrupted, failed, and as jobs."""
+"""Runs in processes of their own: killed, interrupted, failed, and as Slurm jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_finetune.experiments import expand, load_results, load_study
 from moe_finetune.experiments.launch import starter
 from moe_finetune.experiments.recipe import LaunchSection
 from moe_finetune.experiments.slurm import batch_script, shard_command, submit
-from moe_finetune.io.children import failure
+from moe_finetune.io.children import Failure, failure
 
 STUDY = [sys.executable, "-m", "moe_finetune.cli", "study"]
 
@@ -109,11 +109,12 @@ def test_reason_is_the_error_or_the_last_line(tmp_path):
     start = log.stat().st_size
     with log.open("a") as file:
         file.write("step 1\nerror: model.path: gone\nsecond line\n")
-    assert failure(log, start, 2) == "model.path: gone\nsecond line"
+    assert failure(log, start, 2) == Failure("model.path: gone\nsecond line")
     log.write_text("loading\nsegmentation\n\n")
-    assert failure(log, 0, -11) == f"killed by SIGSEGV: segmentation (log: {log})"
+    assert failure(log, 0, -11) == Failure(f"killed by SIGSEGV: segmentation (log: {log})", True)
+    assert "killed by SIGKILL (usually because memory ran out)" in failure(log, 0, -9).reason
     log.write_text("")
-    assert failure(log, 0, 3) == f"exit code 3: it printed nothing (log: {log})"
+    assert failure(log, 0, 3) == Failure(f"exit code 3: it printed nothing (log: {log})")
 
 
 def test_accelerate_needs_its_configuration(tmp_path):
@@ -186,18 +187,3 @@ def test_options_that_would_break_the_script_are_refused(options, write_study, t
     )
     with pytest.raises(StudyError, match="is not an option of sbatch"):
         submit(study, expand(study), tmp_path)
-
-
-@pytest.mark.slow
-def test_jobs_of_submitit(warm, study_file, tmp_path):
-    """Its local executor: the same pickled jobs as under Slurm, side by side on this machine."""
-    pytest.importorskip("submitit")
-    options = [
-        "launch.kind=slurm", "launch.cluster=local", "launch.jobs=2",
-        "evaluation=null", "export.merge=false",
-    ]  # fmt: skip
-    output = tmp_path / "out"
-    subprocess.run([*STUDY, study_file, *options, "--output", output], check=True)
-    results = load_results(output)
-    assert [run.state for run in results.runs] == ["finished", "finished"]
-    assert (output / "tables" / "study.csv").is_file()

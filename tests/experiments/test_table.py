@@ -169,11 +169,14 @@ def test_scores_entered_by_hand(made, tmp_path):
     assert erc.test.name == "paired t" and erc.test.difference == pytest.approx(1.8)
     assert erc.rank == 1 and aux.rank == 2
     for lines, message in (
-        ("arm,seed,score\n", "scores.csv:1: wanted the heading arm,seed,benchmark,score"),
+        ("arm,seed,score\n", "scores.csv:1: expected the heading arm,seed,benchmark,score"),
         (heading + "ecr,1,livebench,3\n", "scores.csv:2: .* no arm 'ecr' .*did you mean 'erc'"),
         (heading + "erc,3,livebench,3\n", "scores.csv:2: .* seed 3"),
-        (heading + "erc,1,livebench,\n", "scores.csv:2: wanted a whole seed and a number"),
-        (heading + "erc,1,livebench,nan\n", "scores.csv:2: wanted a benchmark and a finite score"),
+        (heading + "erc,1,livebench,\n", "scores.csv:2: expected a whole seed and a number"),
+        (
+            heading + "erc,1,livebench,nan\n",
+            "scores.csv:2: expected a benchmark and a",
+        ),
         (heading + "erc,1,lb,3\nerc,1,lb,4\n", "scores.csv:3: this score is there twice"),
         (heading + "erc,1,acc,3\n", "erc/seed_1 was evaluated on 'acc' already"),
     ):
