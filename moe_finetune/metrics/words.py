@@ -118,6 +118,9 @@ WORDS: dict[str, Word] = {
         "share of tokens whose experts can certainly be told apart",
         1,
     ),
+    "cmr_1": Word("CMR_1", "frequency rank of the router's first expert; 1 is the best", -1),
+    "cmr_2": Word("CMR_2", "frequency rank of the router's second expert; 2 is the best", -1),
+    "s_rl": Word("S_RL", "entropy of the router over all experts, nats; low when it is sure", -1),
     "conditional_mean_rank": Word("Conditional mean rank", "1 is the best", -1),
 }
 

@@ -37,11 +37,11 @@ def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
         tokenizer = load_tokenizer(upcycle.dense)
     else:
         tokenizer = train_tokenizer(training_texts(categories, seed), section.vocab_size)
-    with _appearing(attempt) as made:
-        texts = Texts.tokenize(categories, tokenizer, seed, made)
+    with _appearing(attempt) as product:
+        texts = Texts.tokenize(categories, tokenizer, seed, product)
         if recipe.evaluation.judgement is not None:
             questions(tokenizer, texts, recipe.evaluation.judgement)
-        tokenizer.save_pretrained(made)
+        tokenizer.save_pretrained(product)
 
 
 def pretrain(upcycle: Upcycle, attempt: Attempt) -> None:
@@ -80,8 +80,8 @@ def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
         )
     if upcycle.recipe.experts.checkpoints is None:
         for n in range(section.count):
-            own = np.flatnonzero(clusters_C == n).tolist()
-            upcycle.texts.check_rows(own, upcycle.recipe.texts.max_length)
+            members = np.flatnonzero(clusters_C == n).tolist()
+            upcycle.texts.check_rows(members, upcycle.recipe.texts.max_length)
     cluster = {name: int(n) for name, n in zip(names, clusters_C, strict=True)}
     counted_with = tokenizer_hash(tokenizer)
     table = count_table(counts_CV, clusters_C, section.count, counted_with, cluster)
@@ -92,17 +92,26 @@ def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
         for c, name in enumerate(names)
     }
     text = json.dumps({"cluster": cluster, "tokens": tokens}, indent=2, ensure_ascii=False) + "\n"
-    with _appearing(attempt) as made:
-        table.save(made / TABLE_FILE)
-        write_atomic(made / CLUSTERS_FILE, text)
+    with _appearing(attempt) as product:
+        table.save(product / TABLE_FILE)
+        write_atomic(product / CLUSTERS_FILE, text)
 
 
 def train_expert(upcycle: Upcycle, seed: int, expert: int, attempt: Attempt) -> None:
     """The dense model trained on one cluster's texts."""
     section = upcycle.recipe.experts
-    own = np.flatnonzero(upcycle.clusters_C == expert).tolist()
-    place, name = 1000 * seed + 1 + expert, f"seed-{seed}.expert-{expert}"
-    _train(upcycle, attempt, upcycle.dense, section.trainer, place, name, own, lora=section.lora)
+    categories = np.flatnonzero(upcycle.clusters_C == expert).tolist()
+    training_seed, name = 1000 * seed + 1 + expert, f"seed-{seed}.expert-{expert}"
+    _train(
+        upcycle,
+        attempt,
+        upcycle.dense,
+        section.trainer,
+        training_seed,
+        name,
+        categories,
+        lora=section.lora,
+    )
 
 
 def train_router(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
@@ -154,24 +163,27 @@ def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
 
 
 def measure_arm(upcycle: Upcycle, checkpoint: str, moe: bool, attempt: Attempt) -> None:
-    """What the comparison says of one arm, in one file."""
+    """The measurements of one arm, and its routing on test as the report reads a run's."""
     from moe_finetune.upcycle.measure import measure
 
     folder = upcycle.output / checkpoint
-    found = measure(folder, upcycle.texts, upcycle.table, upcycle.recipe, moe=moe)
-    with _appearing(attempt) as made:
-        write_atomic(made / MEASURED_FILE, json.dumps(found, ensure_ascii=False) + "\n")
+    measured, snapshot = measure(folder, upcycle.texts, upcycle.table, upcycle.recipe, moe=moe)
+    with _appearing(attempt) as product:
+        write_atomic(product / MEASURED_FILE, json.dumps(measured, ensure_ascii=False) + "\n")
+        if snapshot is not None:
+            text = json.dumps(snapshot, ensure_ascii=False) + "\n"
+            write_atomic(product / "routing" / "after.json", text)
 
 
 @contextmanager
 def _appearing(attempt: Attempt) -> Iterator[Path]:
     """A folder at work that becomes the step's product."""
-    made = attempt.work / "made"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
-    yield made
+    product = attempt.work / "made"
+    shutil.rmtree(product, ignore_errors=True)
+    product.mkdir()
+    yield product
     attempt.target.parent.mkdir(parents=True, exist_ok=True)
-    made.rename(attempt.target)
+    product.rename(attempt.target)
 
 
 def _train(
@@ -184,7 +196,8 @@ def _train(
     categories: Sequence[int] | None = None,
     **options: Any,
 ) -> None:
-    """Train ``start`` on some categories (default: all) and keep the log as ``curves/NAME``."""
+    """Train ``start`` on some categories (default: all); the log is kept in ``curves/NAME/``."""
+    from moe_finetune.training.run_log import METRICS_FILE
     from moe_finetune.upcycle.training import Job, run_job
 
     chosen = range(len(upcycle.texts.categories)) if categories is None else categories
@@ -192,4 +205,4 @@ def _train(
     length, file = upcycle.recipe.texts.max_length, attempt.work / "rows.bin"
     rows_RS = upcycle.texts.blocks(chosen, length, seed, file)
     job = Job(start, rows_RS, trainer, seed, upcycle.recipe.dense.dtype, **options)
-    run_job(job, attempt.work, attempt.target, upcycle.output / CURVES / f"{curve}.jsonl")
+    run_job(job, attempt.work, attempt.target, upcycle.output / CURVES / curve / METRICS_FILE)

@@ -82,7 +82,7 @@ def read_categories(section: TextSection) -> dict[str, Category]:
             raise DataError(
                 f"texts.categories.{name}: {different} different texts"
                 + (f" ({', '.join(dropped)})" if dropped else "")
-                + f", wanted at least {LEAST_TEXTS} (train, validation and test); add texts or "
+                + f", expected at least {LEAST_TEXTS} (train, validation and test); add texts or "
                 "leave the category out"
             )
         if section.limit is not None:
@@ -105,9 +105,9 @@ def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
 
 def _counts(categories: Mapping[str, Category], kind: str) -> str:
     return ", ".join(
-        f"{name} {count} of {len(each.used_R)}"
-        for name, each in categories.items()
-        if (count := getattr(each, kind))
+        f"{name} {count} of {len(category.used_R)}"
+        for name, category in categories.items()
+        if (count := getattr(category, kind))
     )
 
 

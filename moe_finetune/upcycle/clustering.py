@@ -55,8 +55,8 @@ def sizes_of(
         )
     pins_N = np.bincount(list(pinned.values()), minlength=clusters)
     fixed_N = (pins_N > 0) & (exclusive or len(pinned) == categories)
-    left, free = categories - int(pins_N[fixed_N].sum()), int((~fixed_N).sum())
-    least, most = bounds or (left // max(free, 1), -(-left // max(free, 1)))
+    unfixed, free = categories - int(pins_N[fixed_N].sum()), int((~fixed_N).sum())
+    least, most = bounds or (unfixed // max(free, 1), -(-unfixed // max(free, 1)))
     sizes = Sizes(np.where(fixed_N, pins_N, least), np.where(fixed_N, pins_N, most))
     full = int((pins_N - sizes.most_N).argmax())
     if pins_N[full] > sizes.most_N[full]:
@@ -66,8 +66,9 @@ def sizes_of(
         )
     if not np.maximum(sizes.least_N, pins_N).sum() <= categories <= sizes.most_N.sum():
         raise RecipeError(
-            f"clusters: {left} categories cannot be put into {free} clusters of {least} to {most} "
-            "around what is pinned; change clusters.sizes, clusters.count or clusters.pinned"
+            f"clusters: {unfixed} categories cannot be put into {free} clusters of {least} to "
+            f"{most} around what is pinned; change clusters.sizes, clusters.count or "
+            "clusters.pinned"
         )
     if not sizes.least_N.all():
         raise RecipeError("clusters: a cluster would stay empty; pin fewer, or lower their count")
@@ -100,7 +101,7 @@ def cluster_categories(
     """
     counts_CV = np.asarray(counts_CV)
     if counts_CV.ndim != 2 or (counts_CV < 0).any():
-        raise ValueError(f"counts_CV: got shape {counts_CV.shape}, wanted (C, V) counts >= 0")
+        raise ValueError(f"counts_CV: got shape {counts_CV.shape}, expected (C, V) counts >= 0")
     pinned = dict(pinned or {})
     sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)
     points_CD = embed(tf_idf(counts_CV), clusters, seed)
@@ -191,14 +192,14 @@ def _start(
     """Means of the pinned points; for the other clusters points far from those (k-means++)."""
     means: dict[int, np.ndarray] = {}
     for cluster in sorted(set(pinned.values())):
-        own: Sequence[int] = [point for point, place in pinned.items() if place == cluster]
-        means[cluster] = points_CD[list(own)].mean(0)
+        points: Sequence[int] = [point for point, pin in pinned.items() if pin == cluster]
+        means[cluster] = points_CD[list(points)].mean(0)
     for cluster in range(clusters):
         if cluster in means:
             continue
         if means:
-            held = np.stack(list(means.values()))
-            nearest_C = ((points_CD[:, None] - held) ** 2).sum(-1).min(1)
+            means_MD = np.stack(list(means.values()))
+            nearest_C = ((points_CD[:, None] - means_MD) ** 2).sum(-1).min(1)
         else:
             nearest_C = np.ones(len(points_CD))
         total = nearest_C.sum()

@@ -16,7 +16,7 @@ from moe_finetune.io.children import run_children
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import KnownDigests
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.ledger import Ledger, StepFailedError
+from moe_finetune.io.ledger import Ledger, step_error
 from moe_finetune.io.lock import helpers_only
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
@@ -67,7 +67,7 @@ def run_upcycle(
         raise RecipeError(f"--stage: unknown stage '{stage}'{did_you_mean(stage, STAGES)}")
     if expert is not None and (stage != "experts" or not 0 <= expert < recipe.clusters.count):
         raise RecipeError(
-            f"--expert {expert}: wanted 0 to {recipe.clusters.count - 1}, with --stage experts"
+            f"--expert {expert}: expected 0 to {recipe.clusters.count - 1}, with --stage experts"
         )
     # Experts that a killed command left at work save their own results: wait for them.
     wait = resume and expert is None and helpers_only(output)
@@ -75,7 +75,7 @@ def run_upcycle(
         log.warning("%s: experts of an earlier command are at work; waiting for them", output)
     with output_lock(output, shared=expert is not None, wait=wait) as lock:
         if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
-            raise RecipeError(f"--resume: {output} holds no upcycle; start it without --resume")
+            raise RecipeError(f"--resume: {output} has no upcycle; start it without --resume")
         if expert is None:
             clear_leftovers(output)
         upcycle = Upcycle(recipe, output)
@@ -83,18 +83,20 @@ def run_upcycle(
         digest = KnownDigests(output / "steps" / "digests.json")
         ledger = Ledger(output, Plan(upcycle, digest).steps(), replace=replace)
         chosen = STAGES if stage is None else (stage,)
-        ledger.check_nothing_lost([name for each in chosen for name in ledger.of_stage(each)])
+        ledger.check_nothing_lost(
+            [name for one_stage in chosen for name in ledger.of_stage(one_stage)]
+        )
         if expert is None:  # else another process may be writing the same
             if remark := remark_on_repetitions(upcycle.categories):
                 log.warning("%s", remark)
             digest.save()
             write_atomic(output / RECIPE_FILE, recipe.to_yaml())
         started = time.perf_counter()
-        for wanted in chosen:
-            names = ledger.of_stage(wanted)
+        for current in chosen:
+            names = ledger.of_stage(current)
             if expert is not None:
                 names = [name for name in names if name.endswith(f"/experts/{expert}")]
-            if wanted == "experts" and expert is None and recipe.experts.processes > 1:
+            if current == "experts" and expert is None and recipe.experts.processes > 1:
                 with lock.open_to_helpers():
                     run_apart(ledger, names, output, recipe.experts.processes)
             if stage is not None and stage != "dense" and not ledger.done("texts"):
@@ -111,7 +113,8 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
     """Train the experts that are not done in processes of their own, some at once.
 
     Raises:
-        StepFailedError: one failed; the others have saved what they had.
+        StepFailedError: one failed; the others have saved their checkpoints.
+        MachineError: the same, where memory, disk or a signal ended it.
         KeyboardInterrupt: a signal came; all have saved and ended.
     """
     numbers = sorted({int(name.rpartition("/")[2]) for name in names if not ledger.done(name)})
@@ -119,9 +122,9 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
     command += ["--output", str(output), "--resume", "--stage", "experts", "--expert"]
     if ledger.replace:
         command.insert(-1, "--replace")
-    commands = {f"expert-{number}": [*command, str(number)] for number in numbers}
+    commands = {f"expert-{expert}": [*command, str(expert)] for expert in numbers}
     try:
-        why = run_children(commands, output / "logs", processes)
+        failure = run_children(commands, output / "logs", processes)
     except KeyboardInterrupt:
         log.warning(
             "%s: the experts at work have saved and ended. To go on: repeat the command with "
@@ -129,34 +132,48 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
             output,
         )
         raise
-    if why is not None:
-        raise StepFailedError(f"{why}; mend it and repeat the command with --resume")
+    if failure is not None:
+        fix = "free memory or disk" if failure.machine else "correct it"
+        raise step_error(failure, f"; {fix} and repeat the command with --resume")
 
 
 def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
     """Write ``results.json``, ``tables.md`` and ``report/index.html``; return the page."""
+    from moe_finetune.experiments.render import to_markdown
+    from moe_finetune.experiments.table import make_table
     from moe_finetune.io.environment import describe_environment
-    from moe_finetune.upcycle.page import read_curves, render, shown_curves
-    from moe_finetune.upcycle.results import read_arms, summarize
-    from moe_finetune.upcycle.tables import tables
+    from moe_finetune.io.tables import markdown
+    from moe_finetune.upcycle import page, results
 
     output = upcycle.output
-    arms = read_arms(recipe, output)
+    measured = results.read_measured(recipe, output)
     clusters = read_object(output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
-    categories = list(clusters["cluster"])
-    held = tables(arms, clusters["cluster"], clusters["tokens"])
-    found = {
-        **summarize(arms, categories),
+    of_splits = results.split_results(measured, recipe.seeds, output)
+    of_categories = results.category_results(
+        measured, recipe.seeds, output, list(clusters["cluster"])
+    )
+    splits, categories = make_table(of_splits), make_table(of_categories)
+    cluster_rows = results.cluster_rows(clusters["cluster"], clusters["tokens"])
+    summary = {
+        **results.summarize(measured, splits),
+        "categories": categories.to_mapping(),
         "seeds": recipe.seeds,
         "seconds": ledger.seconds(),
         "environment": describe_environment(),
     }
-    write_atomic(output / RESULTS_FILE, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    write_atomic(output / TABLES_FILE, "\n".join(each.to_markdown() for each in held))
-    page = RunFolder(output).page
-    shown = shown_curves(recipe, read_curves(output))
-    write_atomic(page, render(arms, held, clusters["cluster"], shown))
-    return page
+    write_atomic(output / RESULTS_FILE, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    tables = [
+        to_markdown(splits),
+        f"## Clusters (Tables 3 and 5)\n{markdown(cluster_rows)}",
+        to_markdown(categories),
+        "\n".join(results.NOTES) + "\n",
+    ]
+    write_atomic(output / TABLES_FILE, "\n".join(tables))
+    arms, others = page.read_arms(recipe, output), page.read_other_trainings(recipe, output)
+    html = page.render(arms, others, of_splits, splits, categories, cluster_rows)
+    file = RunFolder(output).page
+    write_atomic(file, html)
+    return file
 
 
 def check(upcycle: Upcycle) -> None:
@@ -176,9 +193,9 @@ def check(upcycle: Upcycle) -> None:
     elif (section := upcycle.recipe.dense.pretrain) is not None:
         _check_layer(upcycle.recipe.evaluation.passage_layer, section.layers)
     _check_pins(upcycle)
-    given = upcycle.recipe.experts.checkpoints
-    if given is not None:
-        _check_experts([local_folder(path) for path in given], dense)
+    checkpoints = upcycle.recipe.experts.checkpoints
+    if checkpoints is not None:
+        _check_experts([local_folder(path) for path in checkpoints], dense)
     table = upcycle.recipe.clusters.table
     if table is not None and dense is not None:
         ready = upcycle.load_table(Path(table), dense)

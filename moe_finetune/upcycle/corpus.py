@@ -70,17 +70,17 @@ def read_corpus() -> dict[str, list[str]]:
     corpus = {}
     for category, sources in SOURCES.items():
         pieces: list[str] = []
-        left = FROM_CATEGORY
+        remaining = FROM_CATEGORY
         for text in (t for root, pattern in sources for t in _texts(root, pattern)):
-            for piece in _pieces(text[: min(FROM_FILE, left)]):
+            for piece in _pieces(text[: min(FROM_FILE, remaining)]):
                 pieces.append(piece)
-                left -= len(piece)
-            if left < PIECE:
+                remaining -= len(piece)
+            if remaining < PIECE:
                 break
         if not pieces:
-            wanted = " and ".join(f"{root}/{pattern}" for root, pattern in sources)
+            patterns = " and ".join(f"{root}/{pattern}" for root, pattern in sources)
             raise DataError(
-                f"texts.corpus: no text for '{category}', looked for {wanted}; name your own "
+                f"texts.corpus: no text for '{category}', looked for {patterns}; name your own "
                 "texts with texts.categories"
             )
         corpus[category] = pieces
@@ -108,8 +108,8 @@ def _docstrings(source: str) -> str:
     except SyntaxError:  # kept for another version of Python
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return "\n\n".join(text for text in found if text)
+    docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n\n".join(text for text in docstrings if text)
 
 
 def _pieces(text: str) -> Iterator[str]:

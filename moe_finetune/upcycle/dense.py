@@ -52,8 +52,8 @@ def dense_facts(folder: Path) -> DenseFacts:
         UnsupportedModelError: another model type, or an option that no MoE here has.
     """
     config = load_dense_config(folder)
-    place = folder / "config.json"
-    _refuse(place, config)
+    config_file = folder / "config.json"
+    _refuse(config_file, config)
     values = {name: getattr(config, name, None) for name in _SHARED}
     values["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
     values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
@@ -70,20 +70,23 @@ def dense_facts(folder: Path) -> DenseFacts:
     )
 
 
-def _refuse(place: Path, config: Any) -> None:
+def _refuse(config_file: Path, config: Any) -> None:
     """Options that change the function and have no place in the MoE."""
     if config.model_type != "qwen3":
         for key in ("attention_bias", "mlp_bias"):
             if getattr(config, key, False):
                 raise UnsupportedModelError(
-                    f"{place}: {key} is true, and a Mixtral has no biases; use a model without"
+                    f"{config_file}: {key} is true, and a Mixtral has no biases; use a model "
+                    "without"
                 )
     if config.model_type == "qwen3" and getattr(config, "use_sliding_window", False):
         raise UnsupportedModelError(
-            f"{place}: use_sliding_window is true, which differs by layer; set it to false"
+            f"{config_file}: use_sliding_window is true, which differs by layer; set it to false"
         )
     if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"{place}: hidden_act '{config.hidden_act}'; wanted 'silu'")
+        raise UnsupportedModelError(
+            f"{config_file}: hidden_act '{config.hidden_act}'; expected 'silu'"
+        )
 
 
 def load_dense_config(folder: Path) -> Any:

@@ -37,10 +37,10 @@ def open_expert(path: str | Path) -> Expert:
     }
     if facts.tied and "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    wanted = {name for names in tensor_names(facts).values() for name in names}
-    for name in sorted(wanted - set(tensors)):
+    expected = {name for names in tensor_names(facts).values() for name in names}
+    for name in sorted(expected - set(tensors)):
         raise CheckpointError(f"{folder}: tensor '{name}' is missing; copy the checkpoint again")
-    for name in sorted(set(tensors) - wanted):
+    for name in sorted(set(tensors) - expected):
         raise CheckpointError(
             f"{folder}: tensor '{name}' is none of a {facts.model_type}'s; the MoE has no place "
             "for it"
@@ -77,10 +77,10 @@ def check_alike(experts: Sequence[Expert]) -> None:
                 "checkpoints trained with one tokenizer"
             )
         for name, info in first.tensors.items():
-            held = other.tensors[name]
-            if (held.shape, held.dtype) != (info.shape, info.dtype):
+            tensor = other.tensors[name]
+            if (tensor.shape, tensor.dtype) != (info.shape, info.dtype):
                 raise CheckpointError(
-                    f"{both}: '{name}' is {held.dtype} {held.shape} and {info.dtype} "
+                    f"{both}: '{name}' is {tensor.dtype} {tensor.shape} and {info.dtype} "
                     f"{info.shape}; give checkpoints of one shape and dtype"
                 )
 

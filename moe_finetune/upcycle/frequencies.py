@@ -67,9 +67,9 @@ class FrequencyTable:
             raise DataError(
                 f"clusters.table: {path} is not a table of token frequencies ({error}){REMEDY}"
             ) from None
-        wanted = (vocabulary, experts)
+        shape = (vocabulary, experts)
         for name, array in ((FREQUENCIES, table.frequencies_VN), (COUNTS, table.counts_VN)):
-            if array.shape != wanted:
+            if array.shape != shape:
                 raise DataError(
                     f"clusters.table: {path}: '{name}' has shape {array.shape}, and this model has "
                     f"{vocabulary} tokens and {experts} experts; make the table with this model's "
@@ -146,7 +146,7 @@ def count_table(
         ValueError: wrong shapes.
     """
     if clusters_C.shape != (len(counts_CV),):
-        raise ValueError(f"clusters_C: got shape {clusters_C.shape}, wanted ({len(counts_CV)},)")
+        raise ValueError(f"clusters_C: got shape {clusters_C.shape}, expected ({len(counts_CV)},)")
     counts_VN = np.stack([counts_CV[clusters_C == n].sum(0) for n in range(experts)], axis=1)
     empty = [n for n in range(experts) if not counts_VN[:, n].any()]
     if empty:

@@ -89,15 +89,15 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
     """
     import torch
 
-    solved, asked = questions(tokenizer, texts, section)
+    solved, test_questions = questions(tokenizer, texts, section)
     answers = PROMPTS[section.language].answers
-    prompt = "".join(f"{each.text}{answers[each.answer]}\n\n" for each in solved)
+    prompt = "".join(f"{solution.text}{answers[solution.answer]}\n\n" for solution in solved)
     answer_tokens: list[int] = []
     right = said_yes = right_by_sum = 0
     categories: dict[str, list[int]] = {}
     device = next(model.parameters()).device
     with torch.no_grad():
-        for question in asked:
+        for question in test_questions:
             start, continued = _continuations(tokenizer, prompt + question.text, answers)
             lengths = [len(ids) - start for ids in continued]
             answer_tokens = answer_tokens or lengths
@@ -117,10 +117,10 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
             right += yes == question.answer
             right_by_sum += (scores[1] > scores[0]) == question.answer
             if question.category is not None:
-                held = categories.setdefault(question.category, [0, 0])
-                held[0] += yes == question.answer
-                held[1] += 1
-    count = len(asked)
+                counts = categories.setdefault(question.category, [0, 0])
+                counts[0] += yes == question.answer
+                counts[1] += 1
+    count = len(test_questions)
     accuracy = right / count
     return {
         "accuracy": accuracy,
@@ -145,8 +145,8 @@ def _continuations(
     continued = [
         opening + tokenizer.encode(context + answer, add_special_tokens=False) for answer in answers
     ]
-    asked = opening + tokenizer.encode(context, add_special_tokens=False)
-    common = takewhile(lambda ids: len(set(ids)) == 1, zip(asked, *continued, strict=False))
+    context_ids = opening + tokenizer.encode(context, add_special_tokens=False)
+    common = takewhile(lambda ids: len(set(ids)) == 1, zip(context_ids, *continued, strict=False))
     return len(list(common)), continued
 
 
@@ -158,13 +158,13 @@ def questions(
         return _of_file(section)
     generator = np.random.default_rng(SEED)
     solved = _made(tokenizer, texts, "train", section.shots, section, generator)
-    asked = _made(tokenizer, texts, "test", section.items, section, generator)
-    if len(solved) < section.shots or not asked:
+    test_questions = _made(tokenizer, texts, "test", section.items, section, generator)
+    if len(solved) < section.shots or not test_questions:
         raise DataError(
             f"evaluation.judgement: the texts are too short for pieces of {section.piece} tokens; "
             "lower evaluation.judgement.piece, or set evaluation.judgement: null"
         )
-    return solved, asked
+    return solved, test_questions
 
 
 def check_file(section: JudgementSection) -> list[dict[str, Any]]:
@@ -176,38 +176,39 @@ def check_file(section: JudgementSection) -> list[dict[str, Any]]:
     from moe_finetune.io.rows import read_rows
 
     rows = read_rows(str(section.file), required=("question", "answer"))
-    for number, row in enumerate(rows, 1):
+    for row_number, row in enumerate(rows, 1):
         if not isinstance(row["answer"], bool):
             raise DataError(
-                f"{section.file}: row {number}: 'answer' is {row['answer']!r}, wanted true or false"
+                f"{section.file}: row {row_number}: 'answer' is {row['answer']!r}; it must be true "
+                "or false"
             )
         if not isinstance(row.get("category", ""), str):
             raise DataError(
-                f"{section.file}: row {number}: 'category' is {row['category']!r}, wanted text"
+                f"{section.file}: row {row_number}: 'category' is {row['category']!r}, not text"
             )
     if len(rows) <= section.shots:
         raise DataError(
-            f"{section.file}: {len(rows)} rows, wanted more than the {section.shots} shots"
+            f"{section.file}: {len(rows)} rows, expected more than the {section.shots} shots"
         )
     return rows
 
 
 def _of_file(section: JudgementSection) -> tuple[list[Question], list[Question]]:
     pattern = PROMPTS[section.language].question
-    found = [
+    from_file = [
         Question(pattern.format(question=row["question"]), row["answer"], row.get("category"))
         for row in check_file(section)
     ]
-    solved, asked = found[: section.shots], found[section.shots :]
-    if len(asked) > section.items:
+    solved, test_questions = from_file[: section.shots], from_file[section.shots :]
+    if len(test_questions) > section.items:
         log.warning(
             "%s: the first %d of %d questions are asked; raise evaluation.judgement.items to ask "
             "them all",
             section.file,
             section.items,
-            len(asked),
+            len(test_questions),
         )
-    return solved, asked[: section.items]
+    return solved, test_questions[: section.items]
 
 
 def _made(
@@ -226,24 +227,24 @@ def _made(
         long.append((name, numbers[texts.lengths_T[numbers] >= 2 * piece + 2]))
     # A no needs a second text of the category.
     usable = [(name, numbers) for name, numbers in long if len(numbers) > 1]
-    found: list[Question] = []
+    made_questions: list[Question] = []
     for _ in range(DRAWS * count if usable else 0):
-        if len(found) == count:
+        if len(made_questions) == count:
             break
         name, numbers = usable[generator.integers(len(usable))]
         pair = texts.ids(generator.choice(numbers, 2, replace=False))
         one, other = (ids[~np.isin(ids, tokenizer.all_special_ids)] for ids in pair)
         if len(one) < 2 * piece or len(other) < piece:
             continue
-        answer = len(found) % 2 == 0
+        answer = len(made_questions) % 2 == 0
         start = int(generator.integers(len(one) - 2 * piece + 1))
         pieces = [one[start : start + piece], one[start + piece : start + 2 * piece]]
         if not answer:
-            there = int(generator.integers(len(other) - piece + 1))
-            pieces[1] = other[there : there + piece]
+            other_start = int(generator.integers(len(other) - piece + 1))
+            pieces[1] = other[other_start : other_start + piece]
         head, tail = (tokenizer.decode(ids) for ids in pieces)
         if REPLACED in head + tail:  # a piece begins or ends inside a character
             continue
         text = prompts.first + head + prompts.second + tail + prompts.follows
-        found.append(Question(text, answer, name))
-    return found
+        made_questions.append(Question(text, answer, name))
+    return made_questions

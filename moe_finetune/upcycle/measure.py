@@ -71,8 +71,8 @@ class RoutingPool:
         counted = int((counts_TN.sum(-1) > 0).sum())
         if counted:
             for k, pool in enumerate(self.ranks, start=1):
-                found = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
-                pool.add(counted, float(found), found.std)
+                rank = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
+                pool.add(counted, float(rank), rank.std)
         for pool, of in (
             (self.entropy, record.distribution_TE),
             (self.score_entropy, record.scores_TK),
@@ -97,35 +97,43 @@ class RoutingPool:
 
 def measure(
     folder: Path, texts: Texts, table: FrequencyTable, recipe: UpcycleRecipe, *, moe: bool
-) -> dict[str, Any]:
-    """Everything that the comparison says of the model in ``folder``.
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Measurements of the model in ``folder``, and a MoE's routing snapshot on test.
 
     Perplexity of a text is ``exp`` of its mean loss per token, over its first
     ``texts.max_length`` tokens.
     """
     from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.models.loading import load_tokenizer
+    from moe_finetune.moe.layers import model_facts
     from moe_finetune.upcycle.dense import load_dense
     from moe_finetune.upcycle.judgement import judge
 
     section = recipe.evaluation
     model: Any = (load_model if moe else load_dense)(folder, dtype=recipe.dense.dtype)
     model.eval().to(accelerator())
-    found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    found["splits"] = {
+    tokenizer = load_tokenizer(folder)
+    measured: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    measured["splits"] = {
         split: _of_split(model, texts, table, recipe, split, moe) for split in SPLITS
     }
-    if moe:
-        config = model.config
-        found["top_k"] = int(config.num_experts_per_tok)
-        tokenizer = load_tokenizer(folder)
-        found["passages"] = passages(
-            model, tokenizer, texts, table.counts_VN, section.passages, section.passage_layer
-        )
     if section.judgement is not None:
-        tokenizer = load_tokenizer(folder)
-        found["judgement"] = judge(model, tokenizer, texts, section.judgement)
-    return found
+        measured["judgement"] = judge(model, tokenizer, texts, section.judgement)
+    if not moe:
+        return measured, None
+    selected_CLN = np.array(measured["splits"]["test"]["routing"]["selected"])
+    facts = model_facts(model)
+    snapshot = {
+        "layers": list(facts.moe_layers),
+        "num_experts": facts.num_experts,
+        "top_k": int(model.config.num_experts_per_tok),
+        "load": selected_CLN.sum(0).tolist(),
+        "domains": dict(zip(texts.categories, selected_CLN.tolist(), strict=True)),
+        "colored_text": passages(
+            model, tokenizer, texts, table.counts_VN, section.passages, section.passage_layer
+        ),
+    }
+    return measured, snapshot
 
 
 def accelerator() -> str:
@@ -182,7 +190,7 @@ def _of_split(
     loss_T = [loss for _, loss, _ in losses]
     perplexities = np.exp(loss_T)
     weights = [tokens - 1 for _, _, tokens in losses]
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "perplexity": {
             "mean": float(perplexities.mean()),
             "std": float(perplexities.std()),
@@ -194,7 +202,7 @@ def _of_split(
         "losses": [round(loss, 6) for loss in loss_T],
         "categories": [category for category, _, _ in losses],
     }
-    return found | ({"routing": pool.summary()} if pool is not None else {})
+    return measured | ({"routing": pool.summary()} if pool is not None else {})
 
 
 def text_losses(model: Any, texts: Sequence[np.ndarray]) -> list[float]:
@@ -241,10 +249,10 @@ def passages(
         raise RecipeError(
             f"evaluation.passage_layer: {layer}; the MoE layers are {layers[0]} to {layers[-1]}"
         )
-    shown = len(layers) // 2 if layer is None else layers.index(layer)
+    chosen_layer = len(layers) // 2 if layer is None else layers.index(layer)
     records: list[Any] = []
     chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
-    found = []
+    shown_passages = []
     with (
         torch.no_grad(),
         Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"),
@@ -257,16 +265,16 @@ def passages(
             model(input_ids=ids_1T, use_cache=False)
             counts_TN = counts_VN[ids_T]
             frequent_T = np.where(counts_TN.any(1), counts_TN.argmax(1), -1)
-            found.append(
+            shown_passages.append(
                 {
                     "category": texts.categories[category],
-                    "layer": layers[shown],
+                    "layer": layers[chosen_layer],
                     "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
                     "experts": top_choice(
-                        records[shown].index_TK.cpu().numpy(),
-                        records[shown].scores_TK.cpu().numpy(),
+                        records[chosen_layer].index_TK.cpu().numpy(),
+                        records[chosen_layer].scores_TK.cpu().numpy(),
                     ).tolist(),
                     "frequent": frequent_T.tolist(),
                 }
             )
-    return found
+    return shown_passages

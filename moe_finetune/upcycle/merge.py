@@ -129,7 +129,7 @@ def merge_experts(
     opened = [open_expert(path) for path in experts]
     if not 1 <= top_k <= len(opened) or len(opened) < 2:
         raise CheckpointError(
-            f"merge: {len(opened)} experts with top_k {top_k}; wanted two experts or more and "
+            f"merge: {len(opened)} experts with top_k {top_k}; expected two experts or more and "
             "top_k between 1 and their number"
         )
     check_alike(opened)
@@ -143,8 +143,8 @@ def merge_experts(
     small["config.json"] = moe_config(opened[0].facts, len(opened), top_k)
     small[CARD_FILE] = _card(opened, top_k).encode()
     if len(files) > 1:
-        held = [info for header in files.values() for info in header.tensors.values()]
-        small[INDEX] = index_text(held).encode()
+        tensors = [info for header in files.values() for info in header.tensors.values()]
+        small[INDEX] = index_text(tensors).encode()
     size = write_checkpoint(output, files, contents, small, workers=workers)
     averaged = sum(isinstance(content, Average) for content in contents.values())
     seconds = time.perf_counter() - started
@@ -188,10 +188,10 @@ def plan(
         gate = experts[0].tensors[f"model.layers.{layer}.mlp.gate_proj.weight"]
         rows = RandomRows(router_std, seed * 1_000_003 + layer)
         yield disk.name("router", layer), gate.dtype, (len(experts), gate.shape[1]), rows
-        for number, expert in enumerate(experts):
+        for index, expert in enumerate(experts):
             for part, projection in FEED_FORWARD.items():
                 info = expert.tensors[f"model.layers.{layer}.mlp.{projection}.weight"]
-                yield disk.name(part, layer, number), info.dtype, info.shape, Copy(info)
+                yield disk.name(part, layer, index), info.dtype, info.shape, Copy(info)
     yield average("model.norm.weight")
     yield average("lm_head.weight")
 

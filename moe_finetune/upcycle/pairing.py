@@ -65,8 +65,10 @@ def cluster_losses(
     samples = []
     for cluster in range(len(folders)):
         categories = np.flatnonzero(clusters_C == cluster).tolist()
-        each = -(-TEXTS // len(categories))
-        samples.append([w for c in categories for w in texts.windows("train", c, LENGTH, each)])
+        per_category = -(-TEXTS // len(categories))
+        samples.append(
+            [w for c in categories for w in texts.windows("train", c, LENGTH, per_category)]
+        )
     losses_NN = np.empty((len(folders), len(folders)))
     with torch.no_grad():
         for expert, folder in enumerate(folders):

@@ -189,8 +189,8 @@ def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
     """
     balance = {"preset": "supervised_routing_baseline"}
     rates = [
-        recipe[place].trainer.get("learning_rate") if place in recipe else None
-        for place in ("experts", "finetune")
+        recipe[stage].trainer.get("learning_rate") if stage in recipe else None
+        for stage in ("experts", "finetune")
     ]
     fast = {}
     if rates[0] not in (None, rates[1]):
@@ -243,20 +243,20 @@ class UpcycleRecipe(WholeRecipe):
 
     def adds_expert_steps(self, arm: ArmSection) -> bool:
         """Whether an expert's steps are known and the arm does not set its own."""
-        own = {"max_steps", EPOCHS} & set(arm.trainer)
-        return arm.expert_steps and self.experts.checkpoints is None and not own
+        durations = {"max_steps", EPOCHS} & set(arm.trainer)
+        return arm.expert_steps and self.experts.checkpoints is None and not durations
 
     def trainer_of(self, arm: ArmSection) -> dict[str, Any]:
         """TRL's arguments of an arm's fine-tuning, with an expert's steps where it has them too."""
-        own = {**self.finetune.trainer, **arm.trainer}
+        trainer = {**self.finetune.trainer, **arm.trainer}
         if not self.adds_expert_steps(arm):
-            return own
+            return trainer
         expert = self.experts.trainer
-        if "max_steps" in own:
-            return {**own, "max_steps": own["max_steps"] + expert["max_steps"]}
+        if "max_steps" in trainer:
+            return {**trainer, "max_steps": trainer["max_steps"] + expert["max_steps"]}
         # An expert's epoch is over its own share of the texts.
         share = expert.get(EPOCHS, 3) / self.clusters.count
-        return {**own, EPOCHS: own.get(EPOCHS, 3) + share}
+        return {**trainer, EPOCHS: trainer.get(EPOCHS, 3) + share}
 
 
 def load_upcycle_recipe(
@@ -274,25 +274,28 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     """Combinations that cannot run, one line each, starting with the key to change."""
     dense, texts, clusters = recipe.dense, recipe.texts, recipe.clusters
     if (dense.path is None) == (dense.pretrain is None):
-        yield "dense: wanted either `path` (a checkpoint) or `pretrain` (a small Llama made here)"
+        yield "dense: expected either `path` (a checkpoint) or `pretrain` (a small Llama made here)"
     if (texts.categories is None) == (texts.corpus is None):
-        yield "texts: wanted either `categories` (name: file) or `corpus: python`"
+        yield "texts: expected either `categories` (name: file) or `corpus: python`"
     names = list(texts.categories or (SOURCES if texts.corpus is not None else ()))
     yield from _cluster_problems(clusters, names)
     if recipe.merge.top_k > clusters.count:
         yield f"merge.top_k: {recipe.merge.top_k} is more than the {clusters.count} experts"
-    given = recipe.experts.checkpoints
-    if given is not None and len(given) != clusters.count:
-        yield f"experts.checkpoints: got {len(given)}, wanted one for each of {clusters.count}"
+    checkpoints = recipe.experts.checkpoints
+    if checkpoints is not None and len(checkpoints) != clusters.count:
+        yield (
+            f"experts.checkpoints: got {len(checkpoints)}, expected one for each of "
+            f"{clusters.count}"
+        )
     free = sorted(set(names) - set(clusters.pinned))
-    if given is not None and clusters.table is None and free:
+    if checkpoints is not None and clusters.table is None and free:
         yield (
             f"experts.checkpoints: '{free[0]}' is not pinned, and clusters that are computed anew "
             "need not be the ones that the experts were trained on; give their clusters.table, or "
             "pin every category"
         )
     for name, arm in recipe.arms.items():
-        steps = ["max_steps" in each.trainer for each in (recipe.experts, recipe.finetune)]
+        steps = ["max_steps" in section.trainer for section in (recipe.experts, recipe.finetune)]
         if recipe.adds_expert_steps(arm) and steps[0] != steps[1]:
             yield (
                 f"arms.{name}.expert_steps: steps and epochs cannot be added; set max_steps in "
@@ -301,10 +304,10 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     if not recipe.arms:
         yield "arms: is empty; name at least one model to compare"
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds):
-        yield "seeds: wanted at least one number, each once"
+        yield "seeds: expected at least one number, each once"
     for name in recipe.arms:
         if not re.fullmatch("[a-z0-9_]+", name):
-            yield f"arms.{name}: an arm is a folder; wanted a name of a-z, 0-9 and _ (see `label`)"
+            yield f"arms.{name}: an arm is a folder, named by a-z, 0-9 and _ only (see `label`)"
     labels = [arm.label or name for name, arm in recipe.arms.items()]
     if len(set(labels)) < len(labels):
         yield f"arms: {', '.join(labels)}: a label is used twice"
@@ -334,11 +337,11 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
         "finetune": recipe.finetune.trainer,
         **{f"arms.{name}": arm.trainer for name, arm in recipe.arms.items()},
     }
-    for place, trainer in sections.items():
+    for key, trainer in sections.items():
         if trainer:
-            yield from (f"{place}.{line}" for line in check_trainer(trainer, STAGES["sft"]))
+            yield from (f"{key}.{line}" for line in check_trainer(trainer, STAGES["sft"]))
         if "seed" in trainer:
-            yield f"{place}.trainer.seed: cannot be set here: set `seeds`"
+            yield f"{key}.trainer.seed: cannot be set here: set `seeds`"
     yield from _lora_problems("experts", recipe.experts.lora, dense=True)
     dense_arms = any(arm.start == "dense" for arm in recipe.arms.values())
     yield from _lora_problems("finetune", recipe.finetune.lora, dense=dense_arms)
@@ -355,7 +358,7 @@ def _lora_problems(place: str, lora: LoraSection | None, dense: bool) -> Iterato
     if lora is None:
         return
     if lora.rank is None:
-        yield f"{place}.lora.rank: required, but missing; wanted a whole number such as 32"
+        yield f"{place}.lora.rank: required, but missing; expected a whole number such as 32"
     for key in sorted(_NOT_HERE & lora.model_fields_set):
         if getattr(lora, key) != LoraSection.model_fields[key].default:
             yield f"{place}.lora.{key}: cannot be set in an upcycling; leave it out"
@@ -363,8 +366,8 @@ def _lora_problems(place: str, lora: LoraSection | None, dense: bool) -> Iterato
         yield f"{place}.lora.targets: these models have no shared_experts; leave them out"
     if dense and not set(DENSE_TARGETS) & set(lora.targets):
         yield (
-            f"{place}.lora.targets: {lora.targets} adapts nothing of a dense model; wanted some of "
-            f"{', '.join(DENSE_TARGETS)}"
+            f"{place}.lora.targets: {lora.targets} adapts nothing of a dense model; choose "
+            f"from {', '.join(DENSE_TARGETS)}"
         )
     if dense and lora.experts != "all":
         yield (

@@ -1,140 +1,184 @@
-"""What the arms' measurements say together: means over seeds, intervals, paired differences."""
+"""The measurements of all arms as the results of a study, whose table, tests and page serve them.
+
+A run is one arm of one seed on some texts: a split, or the test texts of a category. Arms are
+compared within the same texts, each with the last arm.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_finetune.errors import RecipeError
+from moe_finetune.experiments.results import RunResult, StudyResults
+from moe_finetune.experiments.table import Table
 from moe_finetune.io.json_file import read_object
-from moe_finetune.metrics.statistics import t_interval
 from moe_finetune.upcycle.files import MEASURED_FILE, REMEDY
 from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.texts import SPLITS, Split
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds with its 95 % interval (Student's t; NaN ends for one seed)."""
-
-    values: tuple[float, ...]
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """Estimate from one value a seed."""
-        found = t_interval(values)
-        ends = (found.low, found.high) if found.seeds > 1 else (math.nan, math.nan)
-        return cls(tuple(map(float, values)), found.mean, *ends)
-
-    def to_mapping(self) -> dict[str, Any]:
-        ends = [None if math.isnan(end) else end for end in (self.low, self.high)]
-        return {"mean": self.mean, "interval": ends, "seeds": list(self.values)}
-
-
-METRICS: dict[str, Callable[[dict[str, Any], str], float]] = {
-    "perplexity": lambda m, split: m["splits"][split]["perplexity"]["mean"],
-    "perplexity_of_all_tokens": lambda m, split: m["splits"][split]["perplexity"]["of_all_tokens"],
-    "cmr_1": lambda m, split: m["splits"][split]["routing"]["cmr_1"]["mean"],
-    "cmr_2": lambda m, split: m["splits"][split]["routing"]["cmr_2"]["mean"],
-    "s_rl": lambda m, split: m["splits"][split]["routing"]["s_rl"]["mean"],
-    "score_entropy": lambda m, split: m["splits"][split]["routing"]["score_entropy"]["mean"],
+ROUTING = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
+JUDGEMENT = {"judgement": "accuracy", "judgement_by_sums": "accuracy_of_sums"}
+METRICS = {
+    "perplexity": "lower",
+    **dict.fromkeys(ROUTING, "lower"),
+    **dict.fromkeys(JUDGEMENT, "higher"),
 }
-OF_ROUTERS = ("cmr_1", "cmr_2", "s_rl", "score_entropy")
+NOTES = (
+    "perplexity: per text, over texts. In the paper's Table 1 it rises (Dense 1.156, BTX 1.169, "
+    "SvMoE 1.199; with balance 1.187 and 1.245): supervised routing does not improve it there.",
+    "cmr_1: rank by token frequency of the expert that the router ranks first, over tokens and "
+    "layers; 1 is best. cmr_2: the rank of its second expert; 2 is best.",
+    "s_rl: entropy of the router's probabilities over all experts; score_entropy: of the top-k "
+    "scores. Both in nats; a lower one is a surer router.",
+    "judgement: accuracy on yes-or-no questions, whose answers are compared by their mean "
+    "log-probability per token; judgement_by_sums: by the sum.",
+)
+
+Values = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One arm's measurements, a mapping for each seed."""
+class MeasuredRun(RunResult):
+    """An arm of a seed on some texts: values by metric, and no logs of its own."""
 
-    name: str
-    measured: tuple[dict[str, Any], ...]
+    measured: Values = field(default_factory=dict)
 
-    @property
-    def routed(self) -> bool:
-        return "routing" in self.measured[0]["splits"]["test"]
+    def value(self, metric: str) -> float | None:
+        return self.measured.get(metric)
 
-    def estimate(self, metric: str, split: str = "test") -> Estimate:
-        return Estimate.of([METRICS[metric](each, split) for each in self.measured])
+    def curve(self, metric: str) -> dict[int, float]:
+        return {}
 
 
-def read_arms(recipe: UpcycleRecipe, output: Path) -> list[Arm]:
-    """The measurements of every arm and seed; all steps ``measured`` are done."""
-    arms = []
-    for name, arm in recipe.arms.items():
-        files = [
-            output / f"seed-{seed}" / "measured" / name / MEASURED_FILE for seed in recipe.seeds
+def measured_folder(output: Path, seed: int, arm: str) -> Path:
+    """Folder of the step that measures an arm."""
+    return output / f"seed-{seed}" / "measured" / arm
+
+
+def read_measured(recipe: UpcycleRecipe, output: Path) -> dict[str, list[dict[str, Any]]]:
+    """The measurements of each arm by its label, one for each seed; all of them are done."""
+    return {
+        arm.label or name: [
+            read_object(measured_folder(output, seed, name) / MEASURED_FILE, RecipeError, REMEDY)
+            for seed in recipe.seeds
         ]
-        measured = [read_object(file, RecipeError, REMEDY) for file in files]
-        arms.append(Arm(arm.label or name, tuple(measured)))
-    return arms
+        for name, arm in recipe.arms.items()
+    }
 
 
-def by_category(arm: Arm, categories: Sequence[str]) -> dict[str, dict[str, Estimate]]:
-    """Scores of one arm on each category's test texts; a category without any is left out.
+def split_results(
+    measured: Mapping[str, Sequence[Mapping[str, Any]]], seeds: list[int], output: Path
+) -> StudyResults:
+    """Every metric on test, validation and training texts."""
+    texts = {
+        f"{split} texts": lambda one, split=split: _split_values(one, split)
+        for split in reversed(SPLITS)
+    }
+    title = "Arms on test, training and validation texts (Tables 1, 2, 4 and 6)"
+    return _results(title, measured, seeds, output, texts)
 
-    ``perplexity`` (mean over texts) and, where questions of the category were asked, ``judgement``
-    (accuracy).
+
+def category_results(
+    measured: Mapping[str, Sequence[Mapping[str, Any]]],
+    seeds: list[int],
+    output: Path,
+    categories: Sequence[str],
+) -> StudyResults:
+    """Perplexity and judgement on each category's test texts; the paper has no such table."""
+    texts = {
+        name: lambda one, number=index, name=name: _category_values(one, number, name)
+        for index, name in enumerate(categories)
+    }
+    return _results("Arms on each category's test texts", measured, seeds, output, texts)
+
+
+def _results(
+    title: str,
+    measured: Mapping[str, Sequence[Mapping[str, Any]]],
+    seeds: list[int],
+    output: Path,
+    texts: Mapping[str, Callable[[Mapping[str, Any]], Values]],
+) -> StudyResults:
+    labels = list(measured)
+    runs = [
+        MeasuredRun(
+            f"{name}: {label}", seed, {"texts": name, "arm": label}, output, "finished", "", "",
+            measured=values,
+        )
+        for name, values_of in texts.items()
+        for label in labels
+        for seed, one in zip(seeds, measured[label], strict=True)
+        if (values := values_of(one))
+    ]  # fmt: skip
+    present = {metric for run in runs for metric in run.measured}
+    return StudyResults(
+        folder=output,
+        name="upcycle",
+        title=title,
+        source="",
+        axes={"texts": list(texts), "arm": labels},
+        seeds=seeds,
+        baseline={"arm": labels[-1]},
+        curves={},
+        together=[],
+        benchmarks=[],
+        metrics={metric: better for metric, better in METRICS.items() if metric in present},
+        runs=list(runs),
+    )
+
+
+def _split_values(one: Mapping[str, Any], split: Split) -> Values:
+    measured = one["splits"][split]
+    values = {"perplexity": measured["perplexity"]["mean"]}
+    if "routing" in measured:
+        values |= {metric: measured["routing"][metric]["mean"] for metric in ROUTING}
+    if split == "test" and "judgement" in one:
+        values |= {metric: one["judgement"][key] for metric, key in JUDGEMENT.items()}
+    return values
+
+
+def _category_values(one: Mapping[str, Any], number: int, name: str) -> Values:
+    test = one["splits"]["test"]
+    losses = [
+        loss
+        for loss, category in zip(test["losses"], test["categories"], strict=True)
+        if category == number
+    ]
+    values = {"perplexity": float(np.exp(losses).mean())} if losses else {}
+    right, questions = one.get("judgement", {}).get("categories", {}).get(name, (0, 0))
+    return values | ({"judgement": right / questions} if questions else {})
+
+
+def cluster_rows(
+    clusters: Mapping[str, int], tokens: Mapping[str, Mapping[str, int]]
+) -> list[list[str]]:
+    """Categories and tokens of each cluster (Tables 3 and 5), headings first.
+
+    IDs begin at 1, as in the paper. Tokens count those that begin and end a text.
     """
-    found: dict[str, dict[str, Estimate]] = {}
-    for number, name in enumerate(categories):
-        tests = [each["splits"]["test"] for each in arm.measured]
-        if number not in tests[0]["categories"]:
-            continue
-        values = [
-            float(np.exp([x for x, c in pairs if c == number]).mean())
-            for test in tests
-            if (pairs := list(zip(test["losses"], test["categories"], strict=True)))
-        ]
-        found[name] = {"perplexity": Estimate.of(values)}
-        answered = [m.get("judgement", {}).get("categories", {}).get(name) for m in arm.measured]
-        if all(answered):
-            found[name]["judgement"] = Estimate.of([right / asked for right, asked in answered])
-    return found
+    rows = [["ID", "categories", *SPLITS, "total"]]
+    for cluster_id in sorted(set(clusters.values())):
+        names = [name for name, cluster in clusters.items() if cluster == cluster_id]
+        counts = [sum(tokens[name][split] for name in names) for split in SPLITS]
+        texts = [f"{count:,}" for count in (*counts, sum(counts))]
+        rows.append([str(cluster_id + 1), ", ".join(names), *texts])
+    return rows
 
 
-def summarize(arms: Sequence[Arm], categories: Sequence[str]) -> dict[str, Any]:
-    """``results.json``: every metric of every arm and split, and paired differences on test.
-
-    A difference is the last arm's value minus another's of the same seed; an interval that does
-    not hold 0 says that they differ.
-    """
-    from moe_finetune.upcycle.texts import SPLITS
-
-    found: dict[str, Any] = {"arms": {}, "differences_on_test": {}}
-    for arm in arms:
-        splits: dict[str, Any] = {}
-        for split in SPLITS:
-            splits[split] = {
-                name: arm.estimate(name, split).to_mapping()
-                for name in METRICS
-                if arm.routed or name not in OF_ROUTERS
-            }
-        found["arms"][arm.name] = {"parameters": arm.measured[0]["parameters"], "splits": splits}
-        if "judgement" in arm.measured[0]:
-            accuracy = Estimate.of([each["judgement"]["accuracy"] for each in arm.measured])
-            found["arms"][arm.name]["judgement_accuracy"] = accuracy.to_mapping()
-        found["arms"][arm.name]["categories_on_test"] = {
-            name: {key: value.to_mapping() for key, value in scores.items()}
-            for name, scores in by_category(arm, categories).items()
+def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], table: Table) -> dict[str, Any]:
+    """Mean and seeds' values by arm, split and metric, and the whole table with its tests."""
+    arms: dict[str, Any] = {
+        label: {"parameters": by_seed[0]["parameters"], "splits": {}}
+        for label, by_seed in measured.items()
+    }
+    for group, row in table.rows:
+        arms[row.label]["splits"][group.name.removesuffix(" texts")] = {
+            metric: {"mean": cell.mean, "seeds": list(cell.values.values())}
+            for metric, cell in row.cells.items()
         }
-    last = arms[-1]
-    for other in arms[:-1]:
-        names = METRICS if last.routed and other.routed else METRICS.keys() - set(OF_ROUTERS)
-        found["differences_on_test"][f"{last.name} - {other.name}"] = {
-            name: difference(last, other, name).to_mapping() for name in METRICS if name in names
-        }
-    return found
-
-
-def difference(arm: Arm, other: Arm, metric: str, split: str = "test") -> Estimate:
-    """Paired difference of a metric, ``arm`` minus ``other``, seed by seed."""
-    read = METRICS[metric]
-    pairs = zip(arm.measured, other.measured, strict=True)
-    return Estimate.of([read(a, split) - read(b, split) for a, b in pairs])
+    return {"arms": arms, "table": table.to_mapping()}

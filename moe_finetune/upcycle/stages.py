@@ -20,7 +20,7 @@ from moe_finetune.upcycle.frequencies import tokenizer_hash
 from moe_finetune.upcycle.texts import opening_ids
 from moe_finetune.upcycle.workspace import Upcycle
 
-MEASURED_FORMAT = 4
+MEASURED_FORMAT = 5
 STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluate")
 
 
@@ -44,10 +44,10 @@ class Plan:
     def _dense(self) -> dict[str, Any]:
         """What a training follows from, beside its own section."""
         recipe = self.recipe
-        found: dict[str, Any] = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length}
+        inputs: dict[str, Any] = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length}
         if self.upcycle.given_dense is not None:
-            found["dense"] = checkpoint_hash(self.upcycle.given_dense, self.digest)
-        return found
+            inputs["dense"] = checkpoint_hash(self.upcycle.given_dense, self.digest)
+        return inputs
 
     @property
     def _root(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Plan:
         recipe, upcycle = self.recipe, self.upcycle
         pretrain = recipe.dense.pretrain
         of_texts: dict[str, Any] = {
-            "texts": {name: each.digest for name, each in upcycle.categories.items()},
+            "texts": {name: category.digest for name, category in upcycle.categories.items()},
             "seed": recipe.texts.seed,
             "tokenizer": pretrain.vocab_size
             if pretrain
@@ -107,14 +107,14 @@ class Plan:
             name = f"seed-{seed}/experts/{n}"
             yield Step(name, make, inputs, self._root, stage="experts", costly=True)
 
-    def _merge(self, seed: int, after: tuple[str, ...]) -> Step:
+    def _merge(self, seed: int, predecessors: tuple[str, ...]) -> Step:
         merge: dict[str, Any] = {**self.recipe.merge.model_dump(), "seed": seed}
-        given = self.recipe.experts.checkpoints
-        if given is not None:
-            folders = map(local_folder, given)
+        checkpoints = self.recipe.experts.checkpoints
+        if checkpoints is not None:
+            folders = map(local_folder, checkpoints)
             merge["experts"] = [checkpoint_hash(folder, self.digest) for folder in folders]
         make = partial(actions.merge, self.upcycle, seed)
-        return Step(f"seed-{seed}/merged", make, merge, after, stage="merge")
+        return Step(f"seed-{seed}/merged", make, merge, predecessors, stage="merge")
 
     def _arm(self, seed: int, name: str) -> Iterator[Step]:
         recipe, at, arm = self.recipe, f"seed-{seed}", self.recipe.arms[name]
@@ -126,9 +126,9 @@ class Plan:
             "arm": arm.model_dump(mode="json", exclude={"label", "trainer"}),
             "seed": seed,
         }
-        place = f"{at}/arms/{name}"
+        trained = f"{at}/arms/{name}"
         make = partial(actions.train_arm, self.upcycle, seed, name)
-        yield Step(place, make, inputs, starts[arm.start], stage="finetune", costly=True)
+        yield Step(trained, make, inputs, starts[arm.start], stage="finetune", costly=True)
         measured = recipe.evaluation.model_dump()
         judged = recipe.evaluation.judgement
         if judged is not None and judged.file is not None:
@@ -138,9 +138,9 @@ class Plan:
             "length": recipe.texts.max_length,
             "dense": arm.start == "dense",
         }
-        make_measured = partial(actions.measure_arm, self.upcycle, place, arm.start != "dense")
-        after = (place, "clusters")
-        yield Step(f"{at}/measured/{name}", make_measured, measured, after, stage="evaluate")
+        make_measured = partial(actions.measure_arm, self.upcycle, trained, arm.start != "dense")
+        predecessors = (trained, "clusters")
+        yield Step(f"{at}/measured/{name}", make_measured, measured, predecessors, stage="evaluate")
 
     def _file(self, path: str) -> str:
         return self.digest(Path(path))

@@ -60,13 +60,13 @@ def training_texts(categories: Mapping[str, SizedTexts], seed: int) -> Iterator[
 def opening_ids(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a sequence: ``[bos]``, or nothing."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole: list[int] = tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
+    complete: list[int] = tokenizer("a")["input_ids"]
+    for start in range(len(complete) - len(plain) + 1):
+        if complete[start : start + len(plain)] == plain:
+            return complete[:start]
     raise DataError(
-        f"dense: its tokenizer turns 'a' into {plain} and, with special tokens, into {whole}; "
-        "wanted the same ids between them"
+        f"dense: its tokenizer turns 'a' into {plain} and, with special tokens, into {complete}; "
+        "expected the same ids between them"
     )
 
 
@@ -116,7 +116,7 @@ class Texts:
             starts_T1 = np.concatenate([[0], np.cumsum(lengths_T)])
             size = (folder / TOKENS_FILE).stat().st_size
             if sum(counts) != len(lengths_T) or size != 4 * starts_T1[-1]:
-                raise ValueError(f"{size} bytes of tokens, wanted {4 * starts_T1[-1]}")
+                raise ValueError(f"{size} bytes of tokens, expected {4 * starts_T1[-1]}")
             return cls(
                 tuple(index["categories"]),
                 folder,
@@ -142,8 +142,8 @@ class Texts:
     def ids(self, numbers: Iterable[int], length: int | None = None) -> Iterator[np.ndarray]:
         """Ids of some texts, or their first ``length``, read one text at a time."""
         with (self.folder / TOKENS_FILE).open("rb", buffering=0) as stream:
-            for number in numbers:
-                start, end = (int(place) for place in self.starts_T1[number : number + 2])
+            for index in numbers:
+                start, end = (int(offset) for offset in self.starts_T1[index : index + 2])
                 end = end if length is None else min(end, start + length)
                 yield np.frombuffer(os.pread(stream.fileno(), 4 * (end - start), 4 * start), "<i4")
 

@@ -67,7 +67,7 @@ class Job:
         )
 
 
-def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> None:
+def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None) -> None:
     """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``.
 
     Args:
@@ -91,21 +91,21 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
     set_seed(job.seed)
     # Updates at usual learning rates are below the resolution of bfloat16: what trains as a whole
     # is float32 here, computes in the recipe's type, and is stored in it.
-    whole = job.lora is None and not job.routers_only
-    dtype = "float32" if whole else job.dtype
+    full_training = job.lora is None and not job.routers_only
+    dtype = "float32" if full_training else job.dtype
     model: Any
     if job.method is None:
         model = dense_lora(load_dense(job.start, dtype), job.lora)
     else:
         model = add_lora(load_model(job.start, dtype), recipe.lora, "full")
-    work.mkdir(parents=True, exist_ok=True)
-    run = RunFolder(work)
+    work_folder.mkdir(parents=True, exist_ok=True)
+    run = RunFolder(work_folder)
     for weights in (run.adapter, run.merged):
         shutil.rmtree(weights, ignore_errors=True)
     begun = run.checkpoints.is_dir()
-    trainer, close = build(job, recipe, model, tokenizer, work)
+    trainer, close = build(job, recipe, model, tokenizer, work_folder)
     checkpoint = find_checkpoint(run.checkpoints) if begun else None
-    with StopOnSignal(work, "repeat the command with --resume") as stop:
+    with StopOnSignal(work_folder, "repeat the command with --resume") as stop:
         trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -113,7 +113,7 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
             close()
     if job.method is None and job.lora is not None:
         model = model.merge_and_unload()
-    saved = save_trained(model, tokenizer, recipe, work)
+    saved = save_trained(model, tokenizer, recipe, work_folder)
     if curve is not None and run.metrics.is_file():
         write_atomic(curve, run.metrics.read_bytes())
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def run_job(job: Job, work: Path, output: Path, curve: Path | None = None) -> No
 
 
 def build(
-    job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work: Path
+    job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work_folder: Path
 ) -> tuple[Any, Any]:
     """TRL's trainer of this job, and a function that takes its method off the model."""
     import torch
@@ -168,7 +168,7 @@ def build(
             # The trainer divides by the window itself where it counts no items.
             return loss if num_items_in_batch is None else loss * recorder.plan.scale()
 
-    arguments = training_arguments(recipe, work)
+    arguments = training_arguments(recipe, work_folder)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # the rows are cut to length
     trainer = (RouterTrainer if job.routers_only else plain)(
         model=model,  # type: ignore[arg-type]
@@ -183,11 +183,11 @@ def build(
     )
     if job.method is not None:
         callback.attach(trainer)
-    trainer.guard = NumericsGuard(work, "stop", callback)
-    place = 1 if job.method is not None else 0
-    for own in (RunLog(work), trainer.guard, _released_rows(job.rows_RS)):
-        trainer.callback_handler.callbacks.insert(place, own)
-        place += 1
+    trainer.guard = NumericsGuard(work_folder, "stop", callback)
+    index = 1 if job.method is not None else 0
+    for own_callback in (RunLog(work_folder), trainer.guard, _released_rows(job.rows_RS)):
+        trainer.callback_handler.callbacks.insert(index, own_callback)
+        index += 1
     return trainer, callback.close
 
 

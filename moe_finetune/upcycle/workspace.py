@@ -52,8 +52,8 @@ class Upcycle:
 
     @cached_property
     def clusters_C(self) -> np.ndarray:
-        held = read_object(self.output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
-        return np.array([held["cluster"][name] for name in self.texts.categories], np.int64)
+        assignment = read_object(self.output / "clusters" / CLUSTERS_FILE, RecipeError, REMEDY)
+        return np.array([assignment["cluster"][name] for name in self.texts.categories], np.int64)
 
     @cached_property
     def table(self) -> FrequencyTable:

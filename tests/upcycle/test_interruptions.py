@@ -33,7 +33,9 @@ def test_what_is_done_is_kept_and_what_changed_is_done_again(copied, capsys):
     moved = f"dense.path={copy}"
     assert run(capsys, "upcycle", recipe, moved, "--output", output, "--resume")[0] == 0
     assert made_at(output) == before
-    assert (output / "curves/seed-0.expert-2.jsonl").read_text().count('"kind": "train"') == 3
+    assert (output / "curves/seed-0.expert-2/metrics.jsonl").read_text().count(
+        '"kind": "train"'
+    ) == 3
     other = ["upcycle", recipe, "router.trainer.max_steps=1", "--output", output, "--resume"]
     code, said = run(capsys, *other)
     assert code == 2 and "seed-0/router: made with other values of trainer" in said

@@ -103,7 +103,7 @@ def routing_by_hand(model, rows, table):
 
 
 def test_measurements_are_those_of_slow_loops(moe_folder, texts, table, recipe):
-    found = measure(moe_folder, texts, table, recipe, moe=True)
+    found, snapshot = measure(moe_folder, texts, table, recipe, moe=True)
     model = load_model(moe_folder)
     for split in SPLITS:
         rows = [(c, ids) for c in range(4) for ids in texts.windows(split, c, LENGTH)]
@@ -134,14 +134,19 @@ def test_measurements_are_those_of_slow_loops(moe_folder, texts, table, recipe):
             assert routing[name]["std"] == pytest.approx(np.std(all_T), rel=1e-3)
         assert np.array_equal(routing["selected"], selected)
         assert np.array_equal(routing["first"], first)
-    assert found["top_k"] == TOP_K
+        if split == "test":
+            assert np.array_equal(snapshot["load"], selected.sum(0))
+            assert np.array_equal(list(snapshot["domains"].values()), selected)
+    assert list(snapshot["domains"]) == list(texts.categories)
+    assert (snapshot["top_k"], snapshot["num_experts"]) == (TOP_K, EXPERTS)
+    assert len(snapshot["colored_text"]) == 4 and snapshot["layers"] == [0, 1, 2]
     assert found["judgement"]["count"] == 6
 
 
 def test_a_dense_model_has_perplexity_and_no_routing(texts, table, recipe, tmp_path):
     folder = dense.save("llama", tmp_path / "dense", 2)
-    found = measure(folder, texts, table, recipe, moe=False)
-    assert "routing" not in found["splits"]["test"] and "passages" not in found
+    found, snapshot = measure(folder, texts, table, recipe, moe=False)
+    assert "routing" not in found["splits"]["test"] and snapshot is None
     assert found["splits"]["test"]["perplexity"]["mean"] > 1
 
 

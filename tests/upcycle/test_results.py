@@ -1,11 +1,23 @@
+"""The arms' measurements as a study's table, by hand."""
+
 from __future__ import annotations
 
 import math
 
 import pytest
+from scipy import stats
 
-from moe_finetune.upcycle.results import Arm, Estimate, difference, summarize
-from moe_finetune.upcycle.tables import tables
+from moe_finetune.experiments.render import to_markdown
+from moe_finetune.experiments.table import make_table
+from moe_finetune.upcycle.results import (
+    category_results,
+    cluster_rows,
+    split_results,
+    summarize,
+)
+
+SEEDS = [3, 5, 8]
+CATEGORIES = ("law", "code", "none")
 
 
 def measured(perplexity, cmr=None, entropy=0.5):
@@ -14,108 +26,84 @@ def measured(perplexity, cmr=None, entropy=0.5):
         "cmr_2": {"mean": 3.0, "std": 1.5},
         "s_rl": {"mean": entropy, "std": 0.5},
         "score_entropy": {"mean": 0.25, "std": 0.125},
-        "selected": [[[3, 1, 2], [2, 2, 2]]],
     }
     split = {"perplexity": {"mean": perplexity, "std": 2.0, "of_all_tokens": perplexity - 1}}
     split |= {"losses": [math.log(perplexity), 0.0, math.log(5.0)], "categories": [0, 0, 1]}
     split |= {"routing": routing} if cmr is not None else {}
-    return {
-        "parameters": 10,
-        "splits": dict.fromkeys(("train", "validation", "test"), split),
-        "judgement": {
-            "accuracy": 0.6,
-            "stderr": 0.05,
-            "yes": 0.4,
-            "count": 50,
-            "shots": 5,
-            "accuracy_of_sums": 0.55,
-            "answer_tokens": [1, 2],
-            "categories": {"law": [3, 4]},
-        },
-    }
+    judgement = {"accuracy": 0.6, "accuracy_of_sums": 0.55, "categories": {"law": [3, 4]}}
+    splits = dict.fromkeys(("train", "validation", "test"), split)
+    return {"parameters": 10, "splits": splits, "judgement": judgement}
 
 
-CATEGORIES = ("law", "code", "none")
-ARMS = [
-    Arm("Dense", (measured(9.0), measured(9.5), measured(9.25))),
-    Arm("BTX", (measured(8.0, 2.75), measured(8.5, 3.0), measured(8.0, 3.25))),
-    Arm("SvMoE", (measured(8.1, 2.25), measured(8.3, 2.5), measured(8.2, 2.5))),
-]
-
-
-def test_an_interval_is_students():
-    found = Estimate.of([1.0, 2.0, 4.0])
-    half = 4.302652730 * math.sqrt(7 / 3) / math.sqrt(3)  # t of 2 degrees at 97.5 %
-    assert found.mean == pytest.approx(7 / 3)
-    assert (found.low, found.high) == pytest.approx((7 / 3 - half, 7 / 3 + half))
-    assert math.isnan(Estimate.of([3.0]).low)
-    assert Estimate.of([3.0]).to_mapping()["interval"] == [None, None]
-
-
-def test_differences_are_paired_by_seed():
-    found = difference(ARMS[2], ARMS[1], "cmr_1")
-    assert found.values == (-0.5, -0.5, -0.75)
-    summary = summarize(ARMS, CATEGORIES)
-    said = summary["differences_on_test"]["SvMoE - BTX"]
-    assert said["cmr_1"]["mean"] == pytest.approx(-7 / 12)
-    assert said["perplexity"]["seeds"] == pytest.approx([0.1, -0.2, 0.2])
-    assert set(summary["differences_on_test"]["SvMoE - Dense"]) == {
-        "perplexity", "perplexity_of_all_tokens",
-    }  # fmt: skip
-    assert "cmr_1" not in summary["arms"]["Dense"]["splits"]["test"]
-
-
-CLUSTERS = {"law": 1, "code": 0, "none": 1}
-TOKENS = {
-    "law": {"train": 1200, "validation": 130, "test": 170},
-    "code": {"train": 2000, "validation": 300, "test": 400},
-    "none": {"train": 5, "validation": 6, "test": 7},
+ARMS = {
+    "Dense": [measured(9.0), measured(9.5), measured(9.25)],
+    "BTX": [measured(8.0, 2.75), measured(8.5, 3.0), measured(8.0, 3.25)],
+    "SvMoE": [measured(8.1, 2.25), measured(8.3, 2.5), measured(8.2, 2.5)],
 }
 
 
-def test_tables_are_the_papers_and_then_ours():
-    found = {table.title: table for table in tables(ARMS, CLUSTERS, TOKENS)}
-    assert [title.rpartition(" (")[2] for title in found][:6] == [
-        f"Table {number})" for number in range(1, 7)
-    ]
-    test = found["Evaluation on the test set (Table 1)"]
-    assert test.columns == ["model", "PPL", "CMR_1", "S_RL"]
-    assert [row[0] for row in test.rows] == ["Dense", "BTX", "SvMoE"]
-    assert test.rows[0][1].startswith("9.250 ± 2.00 [") and test.rows[0][2:] == ["–", "–"]
-    assert test.rows[1][2].startswith("3.000 ± 1.00") and test.rows[2][3].startswith("0.500 ± 0.50")
-    judged = found["Binary judgement, 5 solved examples (Table 2)"]
-    assert judged.rows[0][1].startswith("60.0 ± 5.0") and judged.rows[0][2:] == ["40", "50", "55.0"]
-    assert "no of 1 tokens and yes of 2" in judged.note
-    counted = found["Tokens of each cluster (Table 3)"]
-    assert counted.rows == [
-        ["1", "2,000", "300", "400", "2,700"],
-        ["2", "1,205", "136", "177", "1,518"],
-    ]
-    second = found["CMR_2 on the test set (Table 4)"]
-    assert second.columns == ["model", "CMR_2"] and [r[0] for r in second.rows] == ["BTX", "SvMoE"]
-    assert second.rows[1][1].startswith("3.000 ± 1.50")
-    assert found["Categories of each cluster (Table 5)"].rows == [["1", "code"], ["2", "law, none"]]
-    both = found["Evaluation on training and validation (Table 6)"]
-    assert both.columns == ["split", "model", "PPL", "CMR_1", "CMR_2", "S_RL"]
-    assert [row[:2] for row in both.rows][2:4] == [["train", "SvMoE"], ["validation", "Dense"]]
-    assert both.rows[1][4].startswith("3.000 ± 1.50") and both.rows[0][3] == "–"
-    by_category = found["Perplexity by category, test"]
-    assert by_category.columns == ["", "Dense", "BTX", "SvMoE"]
-    assert [row[0] for row in by_category.rows] == ["law", "code"]  # "none" has no test text
-    assert by_category.rows[0][1].startswith("5.125 [")  # means of 9, 9.5, 9.25 with 1
-    assert by_category.rows[1][3].startswith("5.000 [")
-    (row,) = found["Judgement by category"].rows
-    assert row[0] == "law (4)" and row[1].startswith("75.0 [")
-    entropy = found["Entropy of the top-k scores"]
-    assert entropy.rows[0][0] == "BTX" and entropy.rows[0][1].startswith("0.250 ± 0.12")
-    differences = found["Differences on test: SvMoE"]
-    assert differences.rows[1][2].startswith("-0.583 [") and differences.rows[0][2] == "–"
-    assert "| SvMoE | 8.200 ± 2.00 [" in test.to_markdown()
+def cells(table):
+    return {(group.name, row.label): row.cells for group, row in table.rows}
 
 
-def test_wherever_perplexity_is_shown_the_papers_order_is_too():
-    shown = [table for table in tables(ARMS, CLUSTERS, TOKENS) if "PPL" in " ".join(table.columns)]
-    assert len(shown) == 3  # Tables 1 and 6, and the differences
-    perplexity = [t for t in tables(ARMS, CLUSTERS, TOKENS) if "erplexity" in t.title]
-    for table in [*shown, *perplexity]:
-        assert "Dense 1.156, BTX 1.169, SvMoE 1.199" in table.note, table.title
+def test_every_split_compares_the_arms_with_the_last(tmp_path):
+    table = make_table(split_results(ARMS, SEEDS, tmp_path))
+    assert [group.name for group in table.groups] == [
+        "test texts", "validation texts", "train texts",
+    ]  # fmt: skip
+    found = cells(table)
+    dense, btx = found["test texts", "Dense"], found["test texts", "BTX"]
+    assert dense["perplexity"].mean == 9.25 and dense["perplexity"].std == 0.25
+    assert set(dense) == {"perplexity", "judgement", "judgement_by_sums"}
+    assert "judgement" not in found["train texts", "BTX"]
+    # BTX - SvMoE, seed by seed
+    test = btx["cmr_1"].test
+    assert test.difference == pytest.approx((0.5 + 0.5 + 0.75) / 3)
+    wanted = stats.ttest_rel([2.75, 3.0, 3.25], [2.25, 2.5, 2.5])
+    assert test.p == pytest.approx(wanted.pvalue) and test.p_holm >= test.p
+    assert (test.low, test.high) == pytest.approx(tuple(wanted.confidence_interval()))
+    assert dense["perplexity"].test.difference == pytest.approx(9.25 - 8.2)
+    assert btx["cmr_2"].test.p == 1.0, "equal in every seed"
+    assert found["test texts", "SvMoE"]["cmr_1"].best and not btx["cmr_1"].best
+    assert found["test texts", "SvMoE"]["cmr_1"].test is None
+
+
+def test_two_seeds_of_equal_difference_are_not_enough(tmp_path):
+    arms = {name: seeds[:2] for name, seeds in ARMS.items()}  # 2.75 - 2.25 and 3.0 - 2.5
+    table = make_table(split_results(arms, SEEDS[:2], tmp_path))
+    test = cells(table)["test texts", "BTX"]["cmr_1"].test
+    assert (test.name, test.p, test.verdict) == ("not enough seeds", None, "unknown")
+
+
+def test_categories_have_perplexity_and_judgement(tmp_path):
+    table = make_table(category_results(ARMS, SEEDS, tmp_path, CATEGORIES))
+    assert [group.name for group in table.groups] == ["law", "code"]  # "none" has no test text
+    found = cells(table)
+    assert found["law", "Dense"]["perplexity"].mean == pytest.approx(5.125)  # 9, 9.5, 9.25 and 1
+    assert found["law", "BTX"]["judgement"].mean == 0.75
+    assert found["code", "SvMoE"]["perplexity"].mean == pytest.approx(5.0)
+    assert "judgement" not in found["code", "SvMoE"]
+
+
+def test_clusters_are_counted_as_in_the_paper():
+    tokens = {
+        "law": {"train": 1200, "validation": 130, "test": 170},
+        "code": {"train": 2000, "validation": 300, "test": 400},
+        "none": {"train": 5, "validation": 6, "test": 7},
+    }
+    assert cluster_rows({"law": 1, "code": 0, "none": 1}, tokens) == [
+        ["ID", "categories", "train", "validation", "test", "total"],
+        ["1", "code", "2,000", "300", "400", "2,700"],
+        ["2", "law, none", "1,205", "136", "177", "1,518"],
+    ]
+
+
+def test_the_files_hold_what_the_table_holds(tmp_path):
+    table = make_table(split_results(ARMS, SEEDS, tmp_path))
+    summary = summarize(ARMS, table)
+    assert list(summary["arms"]) == ["Dense", "BTX", "SvMoE"]
+    ours = summary["arms"]["SvMoE"]["splits"]["validation"]["cmr_1"]
+    assert ours == {"mean": pytest.approx(7.25 / 3), "seeds": [2.25, 2.5, 2.5]}
+    assert "cmr_1" not in summary["arms"]["Dense"]["splits"]["test"]
+    text = to_markdown(table)
+    assert "| test texts: |" in text and "| BTX | **8.1667 ± 0.2887** | 3.0000 ± 0.2500" in text

@@ -33,7 +33,7 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
             "expert_steps: the experts of 'merged' had theirs already",
         ),
         (["merge.top_k=4"], "merge.top_k: 4 is more than the 3 experts"),
-        (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, wanted one for each of 3"),
+        (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, expected one for each of 3"),
         (
             ["experts.checkpoints=[a,b,c]", "clusters.pinned.kind0=1"],
             "'kind1' is not pinned, and clusters that are computed anew need not be the ones",
@@ -61,12 +61,12 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
         (["evaluation.passage_layer=3"], "evaluation.passage_layer: 3; the model has 3 layers"),
         (["experts.trainer.max_step=3"], "experts.trainer.max_step: unknown key"),
         (["experts.trainer.seed=3"], "experts.trainer.seed: cannot be set here: set `seeds`"),
-        (["dense.path=null"], "wanted either `path`"),
-        (["texts.corpus=python"], "wanted either `categories`"),
-        (["seeds=[1,1]"], "seeds: wanted at least one number, each once"),
+        (["dense.path=null"], "expected either `path`"),
+        (["texts.corpus=python"], "expected either `categories`"),
+        (["seeds=[1,1]"], "seeds: expected at least one number, each once"),
         (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
         (["arms.one.start=nowhere"], "arms.one.start: must be 'dense'"),
-        (["arms.one two.start=dense"], "wanted a name of a-z, 0-9 and _"),
+        (["arms.one two.start=dense"], "named by a-z, 0-9 and _ only"),
         (["texts.categories.kind0=./nowhere.jsonl"], "there is no data file or folder"),
         (["dense.path=./nowhere"], "nowhere: no such folder"),
     ],
@@ -111,7 +111,7 @@ def test_too_many_pins_end_with_2(tmp_path, capsys):
     pinned = {"kind0": 1, "kind1": 1, "kind2": 1}
     recipe = write_recipe(tmp_path, clusters={"count": 3, "pinned": pinned})
     code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run")
-    assert code == 2 and "cluster 1 gets 3 categories, and clusters hold 2 to 2" in err
+    assert code == 2 and "cluster 1 gets 3 categories, and clusters take 2 to 2" in err
     assert not (tmp_path / "run").exists()
 
 
@@ -119,9 +119,9 @@ def test_an_unknown_stage_or_expert_ends_with_2(tmp_path, capsys):
     recipe = write_recipe(tmp_path)
     for arguments, said in (
         (["--stage", "mrege"], "unknown stage 'mrege'; did you mean 'merge'?"),
-        (["--stage", "experts", "--expert", "3"], "--expert 3: wanted 0 to 2"),
+        (["--stage", "experts", "--expert", "3"], "--expert 3: expected 0 to 2"),
         (["--expert", "0"], "with --stage experts"),
-        (["--resume"], "holds no upcycle"),
+        (["--resume"], "has no upcycle"),
     ):
         code, err = run(capsys, "upcycle", recipe, "--output", tmp_path / "run", *arguments)
         assert code == 2 and said in err, err
