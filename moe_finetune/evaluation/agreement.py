@@ -1,4 +1,4 @@
-"""Do the rules, a judge model and people agree? Their verdicts, and Cohen's kappa of each pair."""
+"""Verdicts of the rules, a judge model and people, and Cohen's kappa of each pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Verdicts = dict[tuple[str, str, int], bool]
 def agreement(
     validations: Mapping[str, Mapping[Any, bool]],
 ) -> dict[str, dict[str, float | int]]:
-    """Return kappa and raw agreement of every pair of validations over the items both judged.
+    """Return kappa and raw agreement of each pair of validations over their common items.
 
     Args:
         validations: name ("rules", "judge", "people") -> item -> correct.
@@ -58,12 +58,12 @@ def rule_verdicts(
 
 
 def rules(task: JudgedTask) -> Verdicts:
-    """Verdicts of the rules that score the task; none where it is not scored yet."""
+    """Verdicts of the rules that score the task; none if it is not scored yet."""
     metric, filter = task.result["metric"], task.result["filter"]
     if metric not in task.metrics:
         return {}
     if filter not in task.filters:
-        # Programs are scored after generation, whichever extraction the reply came by.
+        # Programs are scored after generation, under the only filter of their samples.
         (filter,) = task.filters
     return rule_verdicts(task.method, task.samples, metric, filter)
 
@@ -80,12 +80,12 @@ def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int]
 def agreement_table(
     tasks: Sequence[JudgedTask], annotations: Sequence[Path] = (), key: Path | None = None
 ) -> str:
-    """Return a table of what rules, judge and people accept, and Cohen's kappa of each pair.
+    """Return a table of the share that rules, judge and people accept, and each pair's kappa.
 
     Args:
-        tasks: see :func:`generation_tasks`; a judge's verdicts are taken where there are some.
-        annotations: sheets that people filled in, one file an annotator.
-        key: the key written beside the sheets.
+        tasks: see :func:`generation_tasks`; a judge's verdicts are included where they exist.
+        annotations: filled sheets, one file per annotator.
+        key: the key that was written with the sheets.
 
     Raises:
         DataError: a damaged sheet or key.

@@ -1,7 +1,7 @@
-"""The three ways to ask a model: vLLM in process, a running server, transformers.
+"""The three backends: vLLM in process, a running server, transformers.
 
-Each opens as a :class:`Backend` that holds one lm-eval model; it can be used for many tasks and
-suites. Prompts, stop rules and few-shot examples are lm-eval's, the same for all of them.
+Each opens as a :class:`Backend` with one lm-eval model, for many tasks and suites. Prompts, stop
+rules and few-shot examples are lm-eval's, the same for all backends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Backend:
         kind: ``"vllm"``, ``"hf"`` or ``"server"``.
         identity: content hash of the checkpoint (and adapter); part of every cache key.
         checkpoint: the folder, or the server's model name.
-        settings: all that can change a reply, for results.json and cache keys.
-        chunk: requests that are asked for and stored together.
+        settings: everything that can change a reply, for results.json and cache keys.
+        chunk: number of requests that are sent and stored together.
         routing: hooks that apply an adapter's routing bias, or None.
     """
 
@@ -47,7 +47,7 @@ class Backend:
 
     @property
     def max_length(self) -> int | None:
-        """Context length in tokens, or None when the server does not tell."""
+        """Context length in tokens, or None if the server does not report it."""
         return getattr(self.lm, "max_length", None)
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ def open_backend(
         model: the server's name for the model; its only model unless given.
         batch_size: an int, or ``"auto"``.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        determinantal: choose experts by greedy determinant with this eps in the place of top-k
+        determinantal: choose experts by greedy determinant with this eps instead of top-k
             (transformers only), see :mod:`moe_finetune.moe.determinantal`.
-        candidates: experts of highest score that it tries; None: all.
+        candidates: number of highest-scoring experts that it considers; None: all.
 
     Raises:
-        CaptureError: the router's choice is not one that ``determinantal`` can take over.
+        CaptureError: ``determinantal`` cannot replace this router's choice.
         CheckpointError: the folder is not a checkpoint.
         DependencyError: the backend was asked for and cannot be used.
         EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
@@ -158,7 +158,7 @@ def open_backend(
     routing = None
     if backend == "vllm":
         lm, settings = open_vllm(folder, vllm or {}, batch_size, dtype, seed)
-        # A border between chunks lets the batch run empty: rare on a GPU, cheap on a CPU.
+        # At the end of a chunk the engine's batch runs empty; on a CPU that costs little.
         chunk = 64 if is_cpu_build() else 2048
     else:
         from moe_finetune.evaluation.transformers_backend import open_transformers

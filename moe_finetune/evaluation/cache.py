@@ -1,8 +1,7 @@
-"""Replies that survive a kill: a request cache keyed by checkpoint, settings and request.
+"""A request cache that survives a kill, keyed by checkpoint, settings and request.
 
-Requests are sorted by length and cut into chunks with fixed borders. A chunk is asked for and
-stored as a whole, so a continued run sends the very batches that the uninterrupted one would have
-sent, and gets the same bits.
+Requests are sorted by length and split into fixed chunks. A chunk is sent and stored as a whole, so
+a resumed run sends exactly the batches of an uninterrupted one, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class ReplyStore:
                     f"{self.path}: another process is writing replies there; wait for it to end"
                 ) from error
             raise EvaluationError(
-                f"{self.path}: cannot be used as a store of replies ({error}); remove it, and what "
-                "it held is asked again"
+                f"{self.path}: cannot be used as a store of replies ({error}); remove it, and its "
+                "requests are sent again"
             ) from error
 
     def _row(self, key: str) -> tuple[bytes] | None:
@@ -108,7 +107,7 @@ def answer_all(
     chunk: int,
     progress: Callable[[list[int], bool], None] | None = None,
 ) -> list[Any]:
-    """Return a reply for every request, asking only for chunks that are not stored whole.
+    """Return a reply for every request, sending only chunks that are not stored completely.
 
     Args:
         kind: request type ("loglikelihood", "generate_until", ...), part of the key.
@@ -120,7 +119,7 @@ def answer_all(
     keys = []
     for args in arguments:
         base = sha256_json([kind, list(args)])
-        # The same request twice (sampled repeats) has two replies, told apart by their count.
+        # The same request twice (sampled repeats) has two replies, distinguished by their count.
         seen[base] = seen.get(base, -1) + 1
         keys.append(f"{base}:{seen[base]}")
     longest_first = sorted(

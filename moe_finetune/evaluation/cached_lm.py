@@ -1,4 +1,4 @@
-"""An lm-eval model that stores every reply, counts tokens and refuses to cut prompts silently."""
+"""An lm-eval model that stores every reply, counts tokens and never truncates silently."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Overflow = Literal["error", "truncate"]
 
 @dataclass
 class Usage:
-    """What a task cost and whether its prompts fitted.
+    """A task's cost, and whether its prompts fitted the context.
 
     Attributes:
         requests: requests of the task; ``stored`` of them were answered from the cache.
-        tokens: prompt and reply tokens of the requests that were asked now.
+        tokens: prompt and reply tokens of the requests that were sent.
         seconds: wall time of those.
-        overflowing: requests longer than the context; ``policy`` says what was done with them.
+        overflowing: requests longer than the context; ``policy`` says how they were handled.
     """
 
     requests: int = 0
@@ -48,7 +48,7 @@ class CachedLM(LM):
 
     Args:
         overflow: ``"error"`` stops a task whose prompts do not fit into the context;
-            ``"truncate"`` lets lm-eval cut them on the left, and counts them.
+            ``"truncate"`` lets lm-eval truncate them on the left, and counts them.
         max_tokens: cap on generated tokens instead of the task's own.
     """
 
@@ -112,15 +112,12 @@ class CachedLM(LM):
         try:
             replies = getattr(self._inner, kind)(chunk, disable_tqdm=True)
             if kind == "generate_until":
-                # A reply cut inside a character: transformers ends it with U+FFFD, vLLM does not.
+                # transformers ends a reply truncated inside a character with U+FFFD, vLLM does not.
                 replies = [reply.rstrip("\ufffd") for reply in replies]
             return replies
         except Exception as error:
             if self._backend.kind != "server":
                 raise
-            # One reason of perhaps several: requests run side by side.
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
             address = self._backend.settings["base_url"]
             from moe_finetune.evaluation.server import BadReply
 
@@ -132,8 +129,8 @@ class CachedLM(LM):
             # The client library raises whatever its transport raised, after its own retries.
             raise EvaluationError(
                 f"the server at {address} stopped answering "
-                f"({type(error).__name__}: {error}); what it answered is kept, run the same "
-                "command again to go on"
+                f"({type(error).__name__}: {error}); its earlier replies are stored; repeat the "
+                "command to continue"
             ) from error
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
@@ -164,9 +161,9 @@ class CachedLM(LM):
             if self.usage.policy == "error":
                 raise EvaluationError(
                     f"{message}; use fewer shots, a smaller max_tokens, a longer context, or "
-                    "overflow 'truncate' to cut them on the left and count them"
+                    "overflow 'truncate' to truncate them on the left and count them"
                 )
-            terminal().say(f"{message}; they are cut on the left", "warning")
+            terminal().say(f"{message}; they are truncated on the left", "warning")
         return [min(n, limit - extra) for n, extra in zip(lengths, room, strict=True)]
 
     def _reply_tokens(self, arguments: dict[str, Any]) -> int:
@@ -178,13 +175,13 @@ class CachedLM(LM):
     def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
         tokenizer = getattr(self._inner, "tokenizer", None)
         if getattr(tokenizer, "chat_template", None):
-            try:  # where a template that runs for ever can be ended
+            try:  # in a process with a time limit, in case the template never ends
                 turns = {"messages": chat_history}
                 rendered(turns, tokenizer, prompt=add_generation_prompt, checked=False)
             except TemplateLimitError as error:
                 raise EvaluationError(str(error)) from error
             except DataError:
-                pass  # lm-eval asks in another way where a template has no system prompt
+                pass  # lm-eval tries again without the system prompt
         return self._inner.apply_chat_template(chat_history, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -197,7 +194,7 @@ class CachedLM(LM):
 
 
 def _name(chunk: list[Instance], arguments: tuple[Any, ...] | None) -> str:
-    """Name the task and, where it can be told, the item of the request ``asked``."""
+    """Name the task and, if possible, the item of the request with these arguments."""
     task = chunk[0].task_name
     for request in chunk:
         if arguments is not None and list(request.args) == list(arguments):

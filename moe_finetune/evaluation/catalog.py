@@ -1,4 +1,4 @@
-"""From a suite's line to lm-evaluation-harness tasks that read the right data.
+"""Find the lm-evaluation-harness tasks of a suite's line, and the data that they read.
 
 With a data folder nothing is downloaded: every task's ``dataset_path`` and ``dataset_name`` name a
 folder in it, ``<data>/<dataset_path>/<dataset_name>/<split>.jsonl`` (or .parquet, .csv, .json,
@@ -50,14 +50,14 @@ class Catalog:
             return False
 
     def leaves(self, entry: SuiteTask) -> list[Leaf]:
-        """Return the lm-eval tasks that ``entry`` stands for, with their local files.
+        """Return the lm-eval tasks of a line, with their local files.
 
         Raises:
             EvaluationError: unknown task or template (nearest names), or another version installed.
         """
         name = entry.template or entry.task
         if name not in self._index:
-            # All 14,000 names would drown the hint; those that begin alike are candidates.
+            # Of lm-eval's 14,000 names, only those with the same first letters are candidates.
             candidates = [n for n in self._index if n[:2] == name[:2]] or list(self._index)[:20]
             raise EvaluationError(
                 f"suite {self.suite.name}: unknown task '{name}'{did_you_mean(name, candidates)}"
@@ -97,12 +97,11 @@ class Catalog:
         return scores
 
     def check(self, entry: SuiteTask, leaves: list[Leaf]) -> None:
-        """Find what is wrong with a line's metric, examples and rows; asks no model.
+        """Check a line's metric, examples and rows, without a model.
 
         Raises:
             EvaluationError: a metric or filter that the task does not report.
-            DataError: a local file or row that cannot be used, or a data set that the hub does not
-                give.
+            DataError: a local file or row that cannot be used, or a dataset that is not on the hub.
         """
         if all("class" not in leaf.config for leaf in leaves):
             headline, reported = f"{entry.metric},{entry.filter}", self.reports(entry, leaves)
@@ -132,13 +131,13 @@ class Catalog:
                     )
 
     def _require_hub(self, leaf: Leaf) -> None:
-        """Find a task's data set on the hub, or in its cache, without fetching the rows."""
+        """Check that a task's dataset is on the hub or in the cache, without fetching the rows."""
         from datasets import load_dataset_builder
         from huggingface_hub import constants
 
         check_hub()
         path, name = leaf.config.get("dataset_path"), leaf.config.get("dataset_name")
-        # Offline each configuration is there or not; the hub has all of them or none.
+        # Offline, a single configuration may be missing; the hub has all or none.
         key = (path, name if constants.HF_HUB_OFFLINE else None)
         if path is None or key in self._found:
             return
@@ -166,7 +165,7 @@ class Catalog:
             yield name
 
     def _members(self, member: str | dict[str, Any]) -> Iterator[str]:
-        """A group's member is a name, a task with overrides, or a group written in place."""
+        """A group's member is a name, a task with overrides, or an inline group."""
         if isinstance(member, str):
             yield from self._names(member)
         elif isinstance(member.get("task"), list):
@@ -248,7 +247,7 @@ class Catalog:
                 config["custom_dataset"] = lambda leaf=leaf, **_: leaf.load()
                 config.pop("dataset_kwargs", None)
                 for split_key in _SPLIT_KEYS:
-                    # lm-eval opens every split that is named, also one that no prompt needs.
+                    # lm-eval opens every named split, even if no prompt needs it.
                     if config.get(split_key) not in (None, *leaf.files):
                         config[split_key] = None
             if "class" not in config:
@@ -263,10 +262,10 @@ class Catalog:
 
 
 def prepare(suite: Suite, data_dir: str | Path | None) -> tuple[Catalog, dict[str, list[Leaf]]]:
-    """Find the tasks of ``suite`` and whatever is wrong with them; asks no model.
+    """Find the tasks of ``suite`` and check them, without a model.
 
     Returns:
-        the catalog, and label -> tasks of each line that is evaluated here.
+        the catalog, and label -> tasks of each line that lm-eval evaluates.
 
     Raises:
         EvaluationError, DataError: see :meth:`Catalog.leaves` and :meth:`Catalog.check`.
@@ -298,7 +297,7 @@ def _shots(entry: SuiteTask, config: dict[str, Any]) -> int:
 
 
 def _splits(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the split that is asked from, and the one that examples are drawn from."""
+    """Return the tested split, and the one that examples are drawn from."""
     tested = config.get("test_split") or config.get("validation_split")
     if not _shots(entry, config) or (config.get("fewshot_config") or {}).get("samples"):
         return tested, None

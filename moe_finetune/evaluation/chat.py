@@ -1,4 +1,4 @@
-"""``moe-finetune chat``: the same words to a model before and after training, side by side.
+"""``moe-finetune chat``: ask a model before and after training, side by side.
 
 Shape legend: T tokens, K selected experts.
 """
@@ -33,11 +33,11 @@ HELP = "/experts: experts of the last token   /reset: start over   /exit: end"
 
 @dataclass
 class Speaker:
-    """One model, and the conversation that it has had.
+    """One model and its conversation.
 
     Attributes:
         model: a causal language model in eval mode.
-        turns: what was said, as chat messages; unused without a chat template.
+        turns: the conversation as chat messages; unused without a chat template.
         ids: tokens of the last prompt and reply.
     """
 
@@ -50,7 +50,7 @@ class Speaker:
     def reply(self, prompt_text: str, most: int) -> str:
         """The greedy continuation of the conversation by up to ``most`` tokens.
 
-        Without a chat template each text is continued by itself.
+        Without a chat template, each text is continued independently.
         """
         self.turns.append({"role": "user", "content": prompt_text})
         if self.tokenizer.chat_template:
@@ -95,11 +95,11 @@ class Speaker:
 
 
 def open_speakers(source: str, base: str | None = None, dtype: str = "auto") -> list[Speaker]:
-    """The models to talk to: of a run its base and its merged checkpoint, else the one given.
+    """The models to chat with: a run's base and merged checkpoint, or the given checkpoint.
 
     Args:
         source: a run's folder, a checkpoint's, or a hub id.
-        base: another checkpoint to set beside it; default: the recipe's, for a run.
+        base: another checkpoint to compare with; default: the recipe's, for a run.
 
     Raises:
         CheckpointError: an adapter or a run that was not merged, or a folder without a checkpoint.
@@ -137,7 +137,7 @@ def talk(
 
     Args:
         said: texts, or the commands of ``HELP``.
-        experts: show the experts of each reply's last token without being asked.
+        experts: show the experts of each reply's last token.
     """
     console = Console(highlight=False)
     for text in prompts:
@@ -158,14 +158,14 @@ def talk(
 
 
 def visible(text: str) -> str:
-    """``text`` without the control characters by which a model could steer the terminal."""
+    """``text`` without control characters, which could change the terminal."""
     return "".join(
         letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc"
     )
 
 
 def beside(replies: dict[str, str], columns: bool) -> Any:
-    """Replies by name: next to each other, or one below the other where lines stay."""
+    """Replies by name: in columns, or as lines where the output is not a terminal."""
     if not columns:
         return Text("\n".join(f"{name}: {reply.strip()}" for name, reply in replies.items()))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
@@ -193,7 +193,7 @@ def experts_table(speakers: Sequence[Speaker]) -> Any:
 
 
 def typed() -> Iterator[str]:
-    """Lines of standard input; asked for on a terminal until its end."""
+    """Lines of standard input, with a prompt on a terminal."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

@@ -1,4 +1,4 @@
-"""Score generated programs: a step of its own, after generation, only in a sandbox."""
+"""Score generated programs in a sandbox, after generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def human_eval_program(doc: dict[str, Any], reply: str) -> Program:
     entry = doc["entry_point"]
     block = fenced(reply)
     if block is not None and re.search(rf"^\s*def {re.escape(entry)}\b", block, re.MULTILINE):
-        # The prompt first, so that imports and helpers that the block leaves out are there.
+        # The prompt first, for imports and helpers that the block omits.
         code = f"{doc['prompt']}    pass\n\n{block}"
     else:
         code = doc["prompt"] + (block if block is not None else reply)
@@ -45,13 +45,13 @@ def mbpp_program(doc: dict[str, Any], reply: str) -> Program:
         reply: what the model wrote, up to ``[DONE]`` or a fence.
     """
     imports = "\n".join(doc.get("test_imports") or [])
-    # The set-up builds the tests' objects from the program's classes, so it belongs to the tests.
+    # The set-up builds objects from the program's classes, so it runs with the tests.
     tests = "\n".join([doc.get("test_setup_code") or "", *doc["test_list"]])
     code = fenced(reply)
     if code is None:
         code = reply.split("[DONE]")[0].split("```")[0]
     entry = required_names(tests, imports, doc.get("code") or "")
-    # Modules that the tests use without an import are Python's, whatever the program calls so.
+    # Modules that the tests use without an import are Python's, not the program's.
     modules = sorted((free_names(f"{imports}\n{tests}") & sys.stdlib_module_names) - set(entry))
     setup = "\n".join([imports, *(f"import {name}" for name in modules)])
     return Program(f"{imports}\n{code}", tests, setup, entry)
@@ -142,7 +142,7 @@ def score_code(
 def add_code_score(
     folder: Path, form: str, result: TaskResult, allow_unsafe_local: bool = False
 ) -> None:
-    """Score a task's samples and put pass@1 into its result; without a sandbox, a note instead."""
+    """Score a task's samples and add pass@1 to its result, or a note if there is no sandbox."""
     if "pass@1,sandbox" in result["metrics"]:
         return
     try:

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness returns, in the form of results.json and of the samples beside it."""
+"""Convert what lm-evaluation-harness returns to results.json and its samples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def task_result(entry: SuiteTask, leaves: list[Leaf], raw: dict[str, Any]) -> Ta
         "shots": entry.shots,
         "metric": entry.metric,
         "filter": entry.filter,
-        # None where the tasks declare nothing (a program's pass@1), or not the same.
+        # None where the tasks declare no direction (a program's pass@1), or different ones.
         "higher_is_better": declared.pop() if len(declared) == 1 else None,
         "value": top["value"],
         "stderr": top["stderr"],
@@ -119,7 +119,7 @@ def glue_mean(subtasks: dict[str, dict[str, Metric]]) -> Metric:
 
 
 def mean_accuracy(subtasks: list[dict[str, Metric]]) -> Metric:
-    """Return the mean of the tasks' accuracies, each counting once however many items it has.
+    """Return the unweighted mean of the tasks' accuracies.
 
     Args:
         subtasks: ``"metric,filter"`` -> value, of every task.

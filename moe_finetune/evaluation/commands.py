@@ -1,4 +1,4 @@
-"""What ``moe-finetune eval`` does: a suite, its check, the parity of backends, the validations."""
+"""``moe-finetune eval``: run a suite, check it, compare backends, validate the answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PARITY_ITEMS = 200
 
 @dataclass(frozen=True)
 class Request:
-    """One call of the verb, as the command line gives it.
+    """The arguments of one command.
 
     Attributes:
         sources: one checkpoint, or folders of finished results.
         suite, output: needed to evaluate; ``output`` is where sheets go otherwise.
-        check: only say what can run.
+        check: only report what can run.
         parity: backends to compare; empty to evaluate.
         judge, judge_url, judge_prices: model as judge; dollars per million tokens, ``IN,OUT``.
         sheets: items of the blinded sheets; None for no sheets.
@@ -52,13 +52,12 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Carry out ``request``, print what was found, and return the exit code.
+    """Carry out ``request``, print the results, and return the exit code.
 
-    0 success; 1 backends that answer differently; 2 a check that found something missing.
+    0: success; 1: backends answer differently; 2: a check found something missing.
 
     Raises:
-        EvaluationError: arguments that contradict each other or lack one another, and whatever
-            the steps raise.
+        EvaluationError: contradictory or incomplete arguments, and errors of the steps.
     """
     _refuse_contradictions(request)
     if request.suite is None and _validates(request):
@@ -100,7 +99,7 @@ def run(request: Request) -> int:
 
 
 def is_results(source: str | Path) -> bool:
-    """Whether ``source`` is a folder of results and no checkpoint."""
+    """Whether ``source`` is a folder of results rather than a checkpoint."""
     folder = Path(source)
     return (folder / RESULTS_FILE).is_file() and not (folder / "config.json").is_file()
 
@@ -142,7 +141,7 @@ def _check(request: Request) -> int:
 def _parity(request: Request, output: Path) -> int:
     from moe_finetune.evaluation.parity import parity
 
-    # Near ties fall either way in lower precision, so a type that is not asked for is float32.
+    # In lower precision near ties fall either way, so the default type is float32 here.
     chosen = {k: v for k, v in request.engine.items() if (k, v) != ("dtype", "auto")}
     lines = parity(
         request.sources[0],

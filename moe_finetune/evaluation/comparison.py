@@ -1,8 +1,7 @@
 """Compare finished evaluations with the first, task by task.
 
-The comparison is refused when items or prompts differ, because then the difference is not the
-models'. Each task is tested by :func:`compare_scores`; p values are corrected over the tasks by
-Holm's method.
+Results of other items or prompts are refused, because the difference would not be the models'. Each
+task is tested by :func:`compare_scores`, and p values are corrected over the tasks (Holm).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a suite over a checkpoint and write complete, resumable, comparable results."""
+"""Evaluate a checkpoint on a suite, with resumable and comparable results."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def evaluate(
 ) -> Results:
     """Evaluate ``checkpoint`` on ``suite`` and write ``<output>/results.json``.
 
-    A run that was killed goes on where it stopped when it is called again with the same arguments:
-    finished tasks are read back, stored replies of an unfinished one are not asked again. Results
-    are kept per (checkpoint content, task definition and data, settings), so another checkpoint or
-    another setting never meets them.
+    Called again with the same arguments, a killed run resumes: finished tasks are read back, and
+    stored replies of an unfinished task are not requested again. Results are keyed by checkpoint
+    content, task definition, data and settings, so that none is reused for another checkpoint.
 
     Args:
         checkpoint: folder of an ordinary checkpoint (for a server: also the tokenizer's folder).
@@ -75,16 +74,16 @@ def evaluate(
         seed: seed of few-shot sampling, of bootstraps and of the engine.
         adapter: PEFT adapter over the checkpoint (transformers only).
         determinantal: eps of a greedy determinantal choice of experts (transformers only).
-        candidates: experts of highest score that it tries; all unless given.
+        candidates: number of highest-scoring experts that it considers; default: all.
         dtype: computation type.
         overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
         allow_unsafe_local: score generated programs without a sandbox.
-        only: labels of the suite's tasks to run; all of them unless given.
-        opened: an opened backend to use (and leave open) instead of opening one.
+        only: labels of the suite's tasks to run; default: all.
+        opened: an open backend to use, which stays open.
         progress: show progress on the terminal.
 
     Returns:
-        what results.json holds.
+        the content of results.json.
 
     Raises:
         EvaluationError, DataError, CheckpointError, DependencyError: see their messages; tasks
@@ -136,7 +135,7 @@ def _refuse_other_checkpoint(output: Path, backend: Backend) -> None:
 
 @dataclass
 class _Run:
-    """One call of :func:`evaluate` after everything was checked and opened."""
+    """One call of :func:`evaluate`, after all checks, with an open backend."""
 
     suite: Suite
     catalog: Catalog
@@ -214,7 +213,7 @@ class _Run:
         if usage["overflowing"]:
             result["notes"].append(
                 f"{usage['overflowing']} of {usage['requests']} prompts were longer than the "
-                "context and were cut on the left"
+                "context and were truncated on the left"
             )
         write_atomic(file, to_json(result, 1, sort=False))
         return result
@@ -233,7 +232,7 @@ class _Run:
         )
         set_seed(self.seed)
         try:
-            # What `simple_evaluate` adds is a record of git and pip, for which it starts both.
+            # `simple_evaluate` would also run git and pip, for a record that nobody reads.
             raw = lm_eval.evaluate(
                 lm=lm,
                 task_dict=self.catalog.load(entry, leaves, self.seed),

@@ -1,11 +1,10 @@
 r"""Whether two final answers are the same mathematics: ``2\sqrt{3}`` and ``\sqrt{12}``.
 
-Equal texts and numbers are decided by :mod:`moe_finetune.evaluation.extract`. Everything else goes
-to math-verify, in a process of its own: an answer is whatever a model wrote, ``9^{9^{9}}`` too, and
-computer algebra may then stay for hours in one call, or take all memory. The library's own limits
-are alarms, which only the main thread can set and which such a call does not hear. The kernel's
-limits on the process hold, and they count its own processor time, so a verdict does not depend on
-how busy the machine is.
+:mod:`moe_finetune.evaluation.extract` compares texts and numbers. Everything else goes to
+math-verify in a child process: a model may write ``9^{9^{9}}``, on which computer algebra spends
+hours in one call, or all memory. The library's own limits are alarms, which only the main thread
+can set and which do not interrupt such a call. The kernel's limits on the process do, and count
+only its processor time, so a verdict does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.extract import math_equal, normalize_math
 
 CPU_SECONDS = 5
-# Only for a machine that gives the process no processor time at all.
+# For a machine that gives the process no processor time.
 WALL_SECONDS = 120
 LONGEST = 1000
 _WORKER = Path(__file__).with_name("equivalence_worker.py")
@@ -64,14 +63,14 @@ def same_answer(answer: str | None, reference: str) -> bool:
 
 
 class _Comparer:
-    """The process that compares, started when it is first needed and again after it died."""
+    """The comparing process, started on first use and again after it ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def same(self, answer: str, reference: str) -> bool:
-        """Ask the process; an answer that it cannot deal with in time counts as wrong."""
+        """Ask the process; an answer that exceeds its limits counts as wrong."""
         with self._lock:
             if self._process is None:
                 self._start()

@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-# A minus is a sign only where no operand stands before it: 10-5 and 10 - 5 hold 10 and 5.
+# A minus is a sign only where no operand stands before it: 10-5 and 10 - 5 contain 10 and 5.
 _SIGN = r"(?<![\w.)\]}%])(?:[-\u2212\u2013](?=\S)|(?<![\w.)\]}%]\s)[-\u2212\u2013]\s)"
 _CURRENCY = r"\\?[$€£¥]\s?"
 _NUMBER = re.compile(

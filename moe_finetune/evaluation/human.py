@@ -1,4 +1,4 @@
-"""People as judges: blinded sheets out, annotations in."""
+"""People as judges: export blinded sheets, import annotations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO = {"incorrect", "no", "n", "0", "false", "wrong"}
 
 @dataclass(frozen=True)
 class Sheets:
-    """What :func:`export_sheets` wrote; annotators get ``csv`` or ``html`` and never ``key``."""
+    """Files of :func:`export_sheets`; annotators get ``csv`` or ``html``, but not ``key``."""
 
     csv: Path
     html: Path
@@ -43,8 +43,8 @@ def export_sheets(
 ) -> Sheets:
     """Write a blinded sheet over the answers of one or more methods.
 
-    The same items are drawn for every method; rows are shuffled and carry a code that tells
-    neither method nor item. The key that undoes this is a file of its own.
+    The same items are drawn for every method; rows are shuffled and have a code that reveals
+    neither method nor item. A separate key file resolves the codes.
 
     Args:
         samples: method -> samples.jsonl of the same task.
@@ -67,7 +67,7 @@ def export_sheets(
     rows = []
     key: dict[str, Any] = {}
     for method, item in itertools.product(sorted(by_method), chosen):
-        # Keyed by a secret of the key file: the code cannot be recomputed from what it hides.
+        # Random, so that the code cannot be recomputed from method and item.
         code = sha256_text(f"{draw.random()}-{method}-{item}")[:10]
         question, reference, answer = item_texts(by_method[method][item])
         rows.append({"id": code, "question": question, "reference": reference, "answer": answer})
@@ -76,7 +76,7 @@ def export_sheets(
     sheets = Sheets(folder / "annotate.csv", folder / "annotate.html", folder / "key.json",
                     len(rows))  # fmt: skip
     text = io.StringIO()
-    # All quoted: what a model writes may hold a carriage return, which ends a row otherwise.
+    # All fields are quoted: a carriage return in an answer would end the row.
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writeheader()
     writer.writerows({k: _no_formula(v) for k, v in row.items()} for row in rows)
@@ -87,7 +87,7 @@ def export_sheets(
 
 
 def _no_formula(text: str) -> str:
-    # A spreadsheet runs cells that begin so; model output is not to be run.
+    # Spreadsheets evaluate cells that begin like this.
     return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
 

@@ -1,4 +1,4 @@
-"""Items of a samples file, as judges and people get them."""
+"""Items of a samples file, for judges and people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.io.rows import read_rows
 
-# What a row of samples holds, of all that judges and people need.
+# Fields of a sample that judges and people need.
 ITEM_FIELDS = ("task", "doc_id", "item", "doc", "target", "replies")
 
 
@@ -16,7 +16,7 @@ def read_items(samples: str | Path, *more: str) -> list[dict[str, Any]]:
     """Read one row per task and item; a file has one per answer extraction too.
 
     Args:
-        more: fields that the rows need beside :data:`ITEM_FIELDS`.
+        more: further required fields.
 
     Raises:
         DataError: a row without a field, or that does not name an item.
@@ -25,7 +25,7 @@ def read_items(samples: str | Path, *more: str) -> list[dict[str, Any]]:
 
 
 def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keep one row per task and item (samples have one per answer extraction too)."""
+    """Keep one row per task and item; samples have one per answer extraction."""
     last: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
         name = (row["task"], row["doc_id"])
@@ -48,7 +48,7 @@ def item_texts(row: dict[str, Any]) -> tuple[str, str, str]:
     if not isinstance(doc, dict) or not isinstance(answer, str):
         raise DataError(
             f"item {row.get('doc_id')} of task {row.get('task')}: doc is not an object, or replies "
-            "hold no text"
+            "have no text"
         )
     question = next((str(doc[n]) for n in ("question", "problem", "prompt") if n in doc), None)
     if question is None:

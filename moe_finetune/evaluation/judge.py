@@ -2,8 +2,8 @@
 
 The judge sees question, reference and answer and must reply with one JSON object,
 ``{"verdict": "correct" | "incorrect", "reason": "..."}``. Verdicts are stored by (judge, prompt),
-so a second run costs nothing; requests are spaced, repeated on overload, and counted in tokens and
-money.
+so a second run costs nothing. Requests are paced and repeated on overload; tokens and cost are
+counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class JudgeVerdict:
-    """One verdict; ``stored`` tells that it cost nothing this time."""
+    """One verdict; ``stored``: it came from the cache."""
 
     correct: bool
     reason: str
@@ -157,7 +157,7 @@ class Judge:
             if verdict is not None:
                 return JudgeVerdict(*verdict, into, out)
             if attempt == min(2, self._retries):
-                break  # a judge that was asked three times will not learn to
+                break  # three replies without a verdict: it cannot follow the format
         raise EvaluationError(
             f"{self._name} answered {content[:200]!r} and gave no verdict; "
             "use a stronger judge, or a server that supports response_format json_schema"
@@ -182,7 +182,7 @@ class Judge:
                 time.sleep(min(wait, LONGEST_WAIT))
 
     def _pace(self) -> None:
-        """Wait for the next request's turn."""
+        """Wait until the next request may be sent."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
@@ -207,7 +207,7 @@ def _reply(reply: Any, name: str) -> tuple[str, int, int]:
 
 
 def parse_verdict(content: str) -> tuple[bool, str] | None:
-    """Return (correct, reason) of a judge's reply, or None where it holds no verdict.
+    """Return (correct, reason) of a judge's reply, or None if it has no verdict.
 
     A code fence around the object is allowed; prose that merely contains a verdict is not.
     """
@@ -228,7 +228,7 @@ def judge_samples(
     judge: Judge,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Judge a samples file and write ``<samples>.judged.jsonl`` beside it.
+    """Judge a samples file and write ``<samples>.judged.jsonl`` next to it.
 
     Args:
         samples: ``samples.jsonl`` of a generation task.

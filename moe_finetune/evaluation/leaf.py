@@ -1,4 +1,4 @@
-"""One task of lm-evaluation-harness behind a suite's line: its definition and its local files.
+"""One lm-evaluation-harness task of a suite's line: its definition and local files.
 
 Their rows are checked before a model is asked anything.
 """
@@ -22,7 +22,7 @@ def load_rows(path: Path, template: str | None = None) -> Any:
 
     Args:
         path: see :func:`moe_finetune.io.rows.read_rows` for the kinds of file.
-        template: the template whose rows these are; they are checked and brought into its form.
+        template: the template of these rows, which are checked and converted to its form.
 
     Raises:
         DataError: a row that is malformed, lacks a field of the first one, or has another type
@@ -50,7 +50,7 @@ def _load(path: Path, modified_ns: int, template: str | None) -> Any:
     try:
         return Dataset.from_list(rows)
     except (TypeError, ValueError, OverflowError) as error:
-        # pyarrow's errors are these; it does not say which row.
+        # pyarrow's errors do not name the row.
         for name, first, origin, value in _odd_types(rows, places):
             raise DataError(
                 f"{origin}: field '{name}' is {value!r:.60} where the first row has "
@@ -121,15 +121,15 @@ TEMPLATES: dict[str, Callable[[Row], Row]] = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """One lm-eval task behind a suite's line: its config and its local files.
+    """One lm-eval task of a suite's line: its config and local files.
 
     Attributes:
         config: the task's YAML with includes and functions resolved.
         files: split -> local file (empty when the data comes from the hub).
-        missing: files that should be there and are not.
-        template: the template that the task was made from.
-        tested: the split whose rows are asked.
-        examples: the split that examples are drawn from; None where there are none.
+        missing: local files that do not exist.
+        template: the template of the task.
+        tested: the split whose rows are evaluated.
+        examples: the split that examples are drawn from; None without examples.
     """
 
     name: str
@@ -166,7 +166,7 @@ class Leaf:
         }
 
     def config_hash(self) -> str:
-        """Return a hash over the task's definition (not over where its files lie)."""
+        """Return a hash of the task's definition, without the paths of its files."""
         hidden = ("custom_dataset", "dataset_kwargs", "metadata")
         return sha256_json({k: v for k, v in self.config.items() if k not in hidden})
 
@@ -177,7 +177,7 @@ def _file_hash(path: Path, modified_ns: int) -> str:
 
 
 def require_files(leaves: list[Leaf]) -> None:
-    """Raise DataError for the first local file that should be there and is not."""
+    """Raise DataError for the first missing local file."""
     for leaf in leaves:
         if leaf.missing:
             more = f" (and {len(leaf.missing) - 1} more)" if len(leaf.missing) > 1 else ""

@@ -1,4 +1,4 @@
-"""Which tasks of a suite can run here, what is missing, and how much they will cost."""
+"""Check which tasks of a suite can run here, what is missing, and estimate their cost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SAMPLED = 50
 
 @dataclass
 class TaskCheck:
-    """What :func:`check_suite` found about one line of a suite.
+    """The result of :func:`check_suite` for one line of a suite.
 
     Attributes:
         label: the line's key in results.json.
-        runnable: whether the task can start (with a data folder: whether all files are there).
-        problem: why it cannot run, where that is not a missing file; or how it is run elsewhere.
-        external: whether it is evaluated by its own package, and nothing is missing here.
-        items: items to be asked; None when the data comes from the hub.
+        runnable: whether the task can start (with a data folder: whether all files exist).
+        problem: why it cannot run, other than a missing file; or how it is run elsewhere.
+        external: whether its own package evaluates it.
+        items: number of items; None when the data comes from the hub.
         requests: model requests (one per choice in multiple choice).
         prompt_tokens: estimate from the first items, characters / 4 without a tokenizer.
         reply_tokens: upper bound, all replies at their full length.
@@ -47,7 +47,7 @@ def check_suite(
     limit: int | None = None,
     allow_unsafe_local: bool = False,
 ) -> list[TaskCheck]:
-    """Say which tasks can run, what is missing, and estimate tokens; asks no model.
+    """Report which tasks can run and what is missing, and estimate tokens, without a model.
 
     Args:
         suite: name, file or :class:`Suite`.
@@ -57,7 +57,7 @@ def check_suite(
         allow_unsafe_local: generated programs will be scored without a sandbox.
 
     Raises:
-        EvaluationError: unknown suite. Faults of single tasks are in their lines instead.
+        EvaluationError: unknown suite. Errors of single tasks are in their results.
     """
     loaded = load_suite(suite)
     catalog = Catalog(loaded, data_dir)
@@ -108,7 +108,7 @@ def _estimate(check: TaskCheck, task: Any, limit: int | None, tokenizer: Any) ->
 
 
 def render_checks(checks: list[TaskCheck]) -> str:
-    """Return the checks as a table for people."""
+    """Return the checks as a table."""
     if not checks:
         raise EvaluationError("nothing to check")
     width = max(len(c.label) for c in checks)

@@ -1,4 +1,4 @@
-"""Do two backends give the same answers to the same prompts?"""
+"""Compare the answers of two backends to the same prompts."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def parity(
     dtype: str = "float32",
     **options: Any,
 ) -> list[Parity]:
-    """Ask the first ``n`` items of each task through each backend and compare with the first one.
+    """Evaluate the first ``n`` items of each task on each backend and compare with the first one.
 
     Args:
         backends: two or more of ``"vllm"``, ``"hf"``, ``"server"``.
-        suite: tasks to ask; should hold a log-likelihood and a generation task.
+        suite: tasks to evaluate; should have a log-likelihood and a generation task.
         output: folder for each backend's results and ``parity.json``.
         n: items per task.
         data_dir: see :func:`moe_finetune.evaluation.engine.evaluate`.

@@ -1,4 +1,4 @@
-"""The typed schema of results.json and of the samples beside it."""
+"""The typed schema of results.json, and its samples files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Results(TypedDict, total=False):
 
 
 def load_results(path: str | Path) -> Results:
-    """Read ``results.json`` (or the folder that holds it).
+    """Read ``results.json``, given the file or its folder.
 
     Raises:
         EvaluationError: missing, damaged, or written by another schema.
@@ -96,7 +96,7 @@ def _is_file_name(text: str) -> bool:
 
 
 def samples_file(folder: str | Path, task: TaskResult) -> Path:
-    """Return the file of a task's per-item samples, which lies in ``folder``.
+    """Return the file of a task's per-item samples in ``folder``.
 
     Raises:
         EvaluationError: the results name no such file, or one elsewhere.

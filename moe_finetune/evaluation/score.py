@@ -62,7 +62,7 @@ class Score:
 
     @cached_property
     def items(self) -> Items:
-        """Hash of the prompts and value of each item; empty where the samples are not there."""
+        """Hash of the prompts and value of each item; empty without samples."""
         name = self.task.get("samples")
         if self.folder is None or not name or not (self.folder / name).is_file():
             return {}
@@ -70,7 +70,7 @@ class Score:
 
     @classmethod
     def parse(cls, task: Mapping[str, Any], folder: Path | None = None) -> Score:
-        """Read a task of the ``results.json`` in ``folder``; what is missing is unknown."""
+        """Read a task of the ``results.json`` in ``folder``; missing values are NaN or None."""
         n = _number(task.get("n"))
         return cls(
             value=_number(task.get("value")),
@@ -122,7 +122,7 @@ def compare_scores(
     arm: Sequence[Score],
     rng: int | np.random.Generator = 0,
 ) -> PairedTest:
-    """Compare one benchmark's scores with the baseline's: the only such comparison there is.
+    """Compare one benchmark's scores with the baseline's.
 
     Where both answered the same prompts and the scores are means over their items, the test is over
     items, and over seeds as well with several. Otherwise it is Student's paired t over seeds. Of a
@@ -132,13 +132,15 @@ def compare_scores(
 
     Args:
         baseline, arm: a score for each seed, in the same order; usually one.
-        rng: the seed of the bootstrap, or a generator that goes on.
+        rng: the bootstrap's seed or generator.
 
     Raises:
         ValueError: no score, or another number of seeds on the two sides.
     """
     if len(baseline) != len(arm) or not arm:
-        raise ValueError(f"{len(baseline)} and {len(arm)} seeds: expected as many, at least one")
+        raise ValueError(
+            f"{len(baseline)} and {len(arm)} seeds; expected equal numbers, at least one"
+        )
     test = _test(baseline, arm, rng)
     test.decide(arm[0].higher_is_better)
     return test
@@ -195,7 +197,7 @@ def _item_values(
 
 
 def same_prompts(a: Score, b: Score) -> bool:
-    """Tell whether both scores are of the same items, asked by the same prompts."""
+    """Whether both scores are of the same items and prompts."""
     return a.items.keys() == b.items.keys() and all(
         a.items[key][0] == b.items[key][0] for key in a.items
     )

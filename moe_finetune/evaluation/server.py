@@ -1,4 +1,4 @@
-"""A running server, through lm-eval's client, with every reply checked before it is scored."""
+"""A running server behind lm-eval's client; every reply is validated before it is scored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
 
 REQUEST_SECONDS, TRIES = 300, 4
-# float32's rounding of a log-softmax may leave a certain token a little above 0.
+# Rounding in float32 may give a token of probability 1 a log-probability slightly above 0.
 _ROUNDING = 1e-3
 _LOWEST = 1e30
 
@@ -24,7 +24,7 @@ class BadReply(EvaluationError):
     """A reply that cannot be scored.
 
     Attributes:
-        asked: what lm-eval asked for, (prompt, continuation or arguments); None for a window of a
+        asked: lm-eval's request, (prompt, continuation or arguments); None for a window of a
             rolling request.
     """
 
@@ -62,7 +62,7 @@ class CheckedCompletions(LocalCompletionsAPI):
 
 
 def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
-    """Return the models that an OpenAI-compatible server offers: name -> folder, where it tells.
+    """Return the models that an OpenAI-compatible server offers: name -> folder, if reported.
 
     Raises:
         EvaluationError: it does not answer, or not as such a server does.
@@ -93,7 +93,7 @@ def open_server(
         checkpoint: folder of the model (its tokenizer is used), or a tokenizer's hub id.
 
     Returns:
-        lm-eval's model, all settings that can change a reply, and a hash of what was asked.
+        lm-eval's model, all settings that can change a reply, and a hash of the served model.
 
     Raises:
         EvaluationError: no server there, no such model, or it serves another checkpoint.
@@ -115,7 +115,7 @@ def open_server(
     if has_folder:
         config = read_config(folder)
         max_length = int(config.get("max_position_embeddings") or max_length)
-    # It logs every reply that it asks for again; what finally fails is our error's message.
+    # It logs every retried request; the final failure is in our error's message.
     logging.getLogger("lm_eval.models.api_models").setLevel(logging.CRITICAL)
     lm = CheckedCompletions(
         base_url=base_url.rstrip("/") + "/completions",
@@ -137,7 +137,7 @@ def open_server(
             f"the server at {base_url} serves {served} as '{model}', which is another checkpoint "
             f"than {folder}"
         )
-    # A server that does not tell its folder may hold other weights.
+    # A server that does not report its folder may serve other weights.
     identity = sha256_json(["server", base_url, model, content])
     return (
         lm,

@@ -1,6 +1,7 @@
-"""Scores on the way: a run's ``steps/N/`` is what training left after step N, and its results.
+"""Scores during training: a run's ``steps/N/`` has the state after step N, then its results.
 
-Until it is scored it holds the weights (``adapter/`` or ``merged/``), then ``eval/results.json``.
+Until it is scored it contains the weights (``adapter/`` or ``merged/``), then
+``eval/results.json``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from moe_finetune.io.run_folder import RunFolder
 
 
 def step_results(run: Path) -> dict[int, Results]:
-    """The results of the states that are scored, by step.
+    """The results of the scored states, by step.
 
     Raises:
         EvaluationError: one is damaged.

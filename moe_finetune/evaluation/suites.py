@@ -28,7 +28,7 @@ class SuiteTask(BaseModel):
         template: a task file to instantiate with ``files``, for tasks that are pure data.
         version: the version that the installed task must have.
         shots: number of examples in the prompt.
-        metric: the metric that stands for the task in tables.
+        metric: the task's metric in tables.
         filter: which of the task's answer extractions ``metric`` is read from.
         source: where the data comes from (hub id, or words).
         files: split -> file, relative to the data folder (or to the suite's file).
@@ -39,7 +39,7 @@ class SuiteTask(BaseModel):
         aggregate: ``glue`` builds GLUE's mean over its tasks from their own main metrics;
             ``mean_acc`` is the plain mean of its tasks' accuracies, whatever their sizes.
         external: evaluated by its own package against a server, not by lm-eval; a note says how.
-        chance: the score of guessing, where there is one.
+        chance: the score of guessing, if known.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -62,7 +62,7 @@ class SuiteTask(BaseModel):
     chance: float | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Fill in the label, and refuse names that would lead out of the output folder."""
+        """Fill in the label, and refuse names that cannot name a folder."""
         self.label = self.label or self.task
         for key in ("task", "label"):
             name = getattr(self, key)
@@ -85,7 +85,7 @@ class Suite(BaseModel):
 
 
 def eval_root() -> Path:
-    """Return the folder that holds ``tasks/`` and ``suites/``.
+    """Return the folder with ``tasks/`` and ``suites/``.
 
     Raises:
         EvaluationError: the package was installed without them.
@@ -111,7 +111,7 @@ def suite_names() -> list[str]:
 
 
 def load_suite(suite: str | Path | Suite) -> Suite:
-    """Return a suite by name, from a YAML file, or as it is.
+    """Return a suite by name or from a YAML file; a :class:`Suite` is returned unchanged.
 
     Raises:
         EvaluationError: unknown name (with the nearest), unreadable file, unknown key, a label

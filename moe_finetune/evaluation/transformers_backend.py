@@ -1,4 +1,4 @@
-"""transformers as an lm-eval model, which reads replies as vLLM's backend does."""
+"""transformers as an lm-eval model that decodes replies as vLLM's backend does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class SpecialsKeptHFLM(HFLM):
     """lm-eval's transformers model, with special tokens kept in replies up to the end of text.
 
-    lm-eval drops special tokens from transformers' replies and keeps them in vLLM's; a model that
-    writes ``<|im_start|>`` would get two different texts for the same tokens.
+    lm-eval drops special tokens from transformers' replies and keeps them in vLLM's, so that the
+    same tokens, such as ``<|im_start|>``, would give two texts.
     """
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
@@ -62,7 +62,7 @@ def open_transformers(
     if determinantal is not None:
         if choice is not None:
             raise EvaluationError(
-                f"{adapter} selects experts with a bias, which the determinantal choice leaves out"
+                f"{adapter} selects experts with a bias, which the determinantal choice ignores"
             )
         choice = DeterminantalChoice(determinantal)
     routing = None if choice is None else Recorder(model, perturbation=choice)
@@ -81,7 +81,7 @@ def open_transformers(
     lm = SpecialsKeptHFLM(
         pretrained=model, tokenizer=str(folder), batch_size=batch_size, trust_remote_code=False
     )
-    # A checkpoint's generation defaults (repetition penalty, temperature) do not belong to a task.
+    # A checkpoint's generation defaults (repetition penalty, temperature) must not change a task.
     forget_generation_defaults(model, lm.tokenizer.pad_token_id)
     return (
         lm,

@@ -1,4 +1,4 @@
-"""A judge model and people over finished results: which tasks, what is asked, where it lies."""
+"""Validate finished results by a judge model and by people."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class JudgedTask:
 
     @property
     def judged(self) -> Path:
-        """The file with a judge's verdicts beside it; there once a judge was asked."""
+        """The file of a judge's verdicts next to the samples; it may not exist."""
         return self.samples.with_name(f"{self.samples.stem}.judged.jsonl")
 
 
@@ -97,10 +97,10 @@ def judge_tasks(
     prices: str | None = None,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """Ask the judge about every task and yield a line about each, with its cost.
+    """Judge every task and yield a line with its result and cost.
 
     Args:
-        url: its endpoint; OpenAI's unless given.
+        url: its endpoint; default: OpenAI's.
         prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
         limit: first items of each task only.
     """
@@ -143,7 +143,7 @@ def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[Shee
         n: items of each task.
 
     Raises:
-        OutputExistsError: sheets are there; they may hold somebody's work.
+        OutputExistsError: sheets exist, and may contain annotations.
     """
     labels = list(dict.fromkeys(task.label for task in tasks))
     for label in labels:

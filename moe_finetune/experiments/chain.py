@@ -1,11 +1,11 @@
-"""Stages in a row: ``stages: [{stage: sft, ...}, {stage: dpo, ...}]``, each from the one before.
+"""Stages in sequence: ``stages: [{stage: sft, ...}, {stage: dpo, ...}]``.
 
 An entry of ``stages:`` has keys of a recipe, laid over the recipe's others. The first starts as
 ``model:`` says, every other from the merged checkpoint of the one before it: what the common keys
 say about the start (``path``, ``init``, ``config``, ``revision``, ``tokenizer``, ``lora.start``) is
 the first stage's. The output folder has a run's folder for each, ``1-sft``, ``2-dpo``, ..., and one
-``report/`` of all of them. A stage is what a run is, and a run itself knows what of it is done, so
-the ledger of steps is not kept here.
+``report/`` of all of them. A stage is an ordinary run, which records its own progress, so there is
+no ledger of steps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def describe_starts(runs: Sequence[tuple[Path, Recipe]]) -> str:
-    """What each stage starts from, a line each."""
+    """A line for each stage: what it starts from."""
     lines = []
     for folder, recipe in runs:
         weights = "random weights, config of " if recipe.model.init == "random" else ""
@@ -99,10 +99,10 @@ def describe_starts(runs: Sequence[tuple[Path, Recipe]]) -> str:
 
 
 def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False) -> None:
-    """Check the later stages on what the first starts from, before it takes its time.
+    """Check the later stages on the first one's start, before training begins.
 
     Raises:
-        MoeFinetuneError: what would end a stage's start, with its folder's name.
+        MoeFinetuneError: the error that the stage would raise at its start, with its folder's name.
     """
     from moe_finetune.training.start import check_inputs
 
@@ -128,11 +128,11 @@ def run_chain(
     Args:
         output: new or empty, or that of an interrupted chain with ``resume``.
         runs: of :func:`chain_of`.
-        resume: finished stages are kept, the interrupted one goes on at its checkpoint.
+        resume: keep finished stages and resume the interrupted one from its checkpoint.
         ignore_memory: as for a single run.
 
     Raises:
-        OutputExistsError: ``output`` holds something already (without ``resume``).
+        OutputExistsError: ``output`` is not empty (without ``resume``).
     """
     from moe_finetune.report import write_report
     from moe_finetune.run import run_recipe

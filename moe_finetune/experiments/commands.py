@@ -1,4 +1,4 @@
-"""What ``moe-finetune study`` does: carry a study out, or show its plan.
+"""``moe-finetune study``: run a study, or show its plan.
 
 A study whose ``kind:`` is in :mod:`~moe_finetune.experiments.reproductions` is carried out there.
 """
@@ -14,7 +14,7 @@ from moe_finetune.errors import StudyError
 def carry_out_study(
     recipe: str, overrides: Sequence[str], output: Path, resume: bool, shard: str | None
 ) -> int:
-    """Run the study, print what became of it, and return how many of its runs have failed."""
+    """Run the study, print its table and failures, and return the number of failed runs."""
     from moe_finetune.experiments import run_study
     from moe_finetune.experiments.recipe import find_study, load_study
     from moe_finetune.experiments.reproductions import reproduction_of

@@ -1,4 +1,4 @@
-"""A study recipe -> its runs: one for every combination of the axes' values, and every seed."""
+"""Expand a study recipe to its runs: one for each combination of axis values and each seed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def reference_of(
 
 
 def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
-    """The choices that ``only`` leaves, in the order it lists them."""
+    """The choices that ``only`` lists, in its order."""
     for axis, chosen in study.only.items():
         origin = study.tree.origin(("only", axis)) or study.name
         if axis not in axes:
@@ -135,7 +135,7 @@ def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[C
 
 
 def _named(value: Any, axis: str, names: list[str]) -> str | None:
-    """The name that ``value`` goes by on an axis: itself, or what a plain value is called."""
+    """The name of ``value`` on an axis: itself, or the name of a plain value; None if unknown."""
     for name in (str(value), value_name(axis, value)):
         if name in names:
             return name
@@ -143,7 +143,7 @@ def _named(value: Any, axis: str, names: list[str]) -> str | None:
 
 
 def value_name(axis: str, value: Any) -> str:
-    """What a value of a recipe key is called: ``aux_loss``, ``alpha_0.4``."""
+    """The name of a recipe key's value: ``aux_loss``, ``alpha_0.4``."""
     if isinstance(value, str):
         text = Path(value).stem if "/" in value else value
     else:
@@ -193,7 +193,7 @@ def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Ite
 
 
 def _layers(tree: Tree, key: Key) -> list[Tree]:
-    """The recipe layers that stand at ``key``: the files that it extends, then its own keys."""
+    """The recipe layers at ``key``: the files that it extends, then its own keys."""
     value: Any = tree.values
     for part in key:
         value = value.get(part) if isinstance(value, dict) else None

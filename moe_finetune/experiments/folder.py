@@ -1,8 +1,8 @@
-"""A study's folder: which runs it holds, and in which state each of them is.
+"""A study's folder: its runs and their states.
 
 ``study.json`` (the runs with the hashes of their recipes), ``recipes/ARM/seed_N.yaml``,
 ``runs/ARM/seed_N/`` (ordinary run folders), ``logs/ARM/seed_N.log``, ``locks/``, ``tables/`` and
-``report/index.html``. A finished run holds ``finished.json``: the hash of its recipe and of the
+``report/index.html``. A finished run has ``finished.json``: the hashes of its recipe and of the
 files that tables read.
 """
 
@@ -39,7 +39,7 @@ def recipe_file(output: Path, name: str) -> Path:
 
 
 def failed_file(output: Path, name: str) -> Path:
-    """Why the run failed, when it did; beside the log, because a run's folder is the run's."""
+    """The file that says why the run failed; it lies next to the log, outside the run's folder."""
     return Ledger(output, ()).failed_file(name)
 
 
@@ -63,7 +63,7 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
     """Check the folder and write ``study.json`` and the runs' recipes into it.
 
     Raises:
-        OutputExistsError: it holds something else, or this study without ``resume``.
+        OutputExistsError: it contains something else, or this study without ``resume``.
         StudyError: a run in it belongs to another recipe, or is damaged.
     """
     exists = enter_folder(output, output / MANIFEST, "a study", resume)
@@ -88,21 +88,21 @@ def prepare(study: StudyRecipe, runs: Sequence[Run], output: Path, resume: bool)
             for r in runs
         ],
     }
-    # First of all, because it is what makes the folder a study that others may join.
+    # First, because it marks the folder as a study that other shards may join.
     write_atomic(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for run in runs:
         write_atomic(recipe_file(output, run.name), run.recipe.to_yaml())
 
 
 def check_run(run: Run, output: Path) -> None:
-    """Raise StudyError where the folder holds this run with another recipe, or damaged."""
+    """Raise StudyError where the folder's run is damaged or has another recipe."""
     from moe_finetune.recipe.schema import load_recipe
 
     folder = run_folder(output, run.name)
     saved = RunFolder(folder).recipe
     if not saved.is_file():
         if RunFolder(folder).finished.is_file():
-            raise StudyError(f"{folder}: is finished and lacks recipe.yaml; delete the folder")
+            raise StudyError(f"{folder}: is finished but has no recipe.yaml; delete the folder")
         return
     if load_recipe(saved).hash != run.recipe.hash:
         raise StudyError(
@@ -147,7 +147,7 @@ def _tabulated(folder: Path) -> Iterable[Path]:
 
 
 def state_of(output: Path, name: str) -> State:
-    """Where a run stands, by the files that it has left."""
+    """A run's state, by its files."""
     folder = run_folder(output, name)
     if RunFolder(folder).finished.is_file():
         return "finished"

@@ -1,7 +1,7 @@
 """Start one run: in this process, in a child process, or in one under ``accelerate launch``.
 
-A child holds the run's lock as well as its parent, so that a run whose study was killed, and which
-goes on by itself, is waited for and never started twice.
+A child shares the run's lock with its parent, so that a run that outlives its killed study is
+waited for and never started twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Start = Callable[[Run, Path, Attempt], None]
 
 
 def starter(launch: LaunchSection, folder: Path = Path()) -> Start:
-    """The function that carries out one run the way ``launch`` says.
+    """Return the function that carries out one run as ``launch`` says.
 
     ``folder`` is where ``launch.config`` is relative to.
 

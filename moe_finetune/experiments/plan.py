@@ -1,4 +1,4 @@
-"""``study --plan``: the runs, what each would take, and what the estimates assume. Starts nothing.
+"""``study --plan``: the runs, their estimated cost, and the assumptions. Starts nothing.
 
 Memory of one device, training tokens, FLOPs, hours. Parameters are counted on the meta device from
 the config; no weight is read. Losses' own memory and padding are ignored, evaluation is not
@@ -50,7 +50,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimates of one run; what cannot be known is None, and ``unknown`` says why.
+    """Estimates of one run; unknown ones are None, and ``unknown`` says why.
 
     Attributes:
         tokens: training tokens in all; ``tokens_from`` is where that number is from.
@@ -72,7 +72,7 @@ class Cost:
 
 
 class Estimator:
-    """Estimates runs under one set of assumptions; models that are alike are counted once."""
+    """Estimates runs under one set of assumptions; equal models are counted once."""
 
     def __init__(self, assumed: PlanSection):
         self.assumed = assumed
@@ -178,7 +178,7 @@ def flops_per_token(size: Size, recipe: Recipe) -> float:
 
 
 def training_tokens(recipe: Recipe, assumed: PlanSection) -> tuple[float | None, str]:
-    """Tokens that a run trains on, and where that number is from."""
+    """Number of training tokens of a run, and its source."""
     trainer = recipe.trainer
     steps = int(trainer.get("max_steps", -1))
     if steps > 0:
@@ -189,7 +189,7 @@ def training_tokens(recipe: Recipe, assumed: PlanSection) -> tuple[float | None,
         return assumed.tokens, "plan.tokens"
     size = data_bytes(recipe.data.train)
     if size is None:
-        return None, "how much data is unknown before it is read; set plan.tokens or max_steps"
+        return None, "the amount of data is unknown before it is read; set plan.tokens or max_steps"
     epochs = float(trainer.get("num_train_epochs", 3))
     return size / BYTES_PER_TOKEN * epochs, "the files' bytes / 4, times the epochs"
 

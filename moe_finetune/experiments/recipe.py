@@ -1,4 +1,4 @@
-"""A study recipe: a base recipe, the axes it is varied along, seeds, and what to tabulate.
+"""A study recipe: a base recipe, axes of variation, seeds, and what to tabulate.
 
 .. code-block:: yaml
 
@@ -57,17 +57,17 @@ class LaunchSection(Section):
 
 
 class PlanSection(Section):
-    """What ``--plan`` assumes. Peak is dense bfloat16; utilization the share of it that is met."""
+    """Assumptions of ``--plan``."""
 
     hardware: str = Field(default="NVIDIA H100 SXM 80 GB", description="for the table's heading")
     peak_tflops: float = Field(default=989.0, gt=0, description="dense bfloat16")
     memory_gib: float = Field(default=80.0, gt=0, description="of one device")
     utilization: float = Field(
-        default=0.15, gt=0, le=1, description="share of the peak that is met"
+        default=0.15, gt=0, le=1, description="share of the peak that is reached"
     )
     devices: int = Field(default=1, ge=1, description="of one run")
     tokens: float | None = Field(
-        default=None, gt=0, description="training tokens of a run, where no step count says it"
+        default=None, gt=0, description="training tokens of a run without max_steps"
     )
 
 
@@ -100,7 +100,7 @@ class StudyRecipe(Section):
     benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
     metrics: dict[str, Literal["lower", "higher"]] = Field(
         default={},
-        description="metric -> which way is better; beside the benchmarks. `average`: their mean",
+        description="metric -> better direction, besides the benchmarks. `average`: their mean",
     )
     discard: list[Literal["merged", "checkpoints"]] = Field(
         default=[], description="folders to delete once a run is finished, to save disk"

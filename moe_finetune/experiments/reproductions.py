@@ -22,7 +22,7 @@ Its ``run(file, output, overrides, resume=, part=)`` returns the number of faile
 
 
 def reproduction_of(file: Path) -> Any:
-    """The module that carries out the study in ``file``; None for others and unreadable files."""
+    """The module that carries out the study in ``file``; None for ordinary studies."""
     try:
         values = read_yaml(file, RecipeError)
     except RecipeError:

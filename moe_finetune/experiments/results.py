@@ -1,4 +1,4 @@
-"""What a study's folder holds: every run with its state, logs, routing and evaluation."""
+"""Read a study's folder: every run with its state, logs, routing and evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_finetune.metrics import rmse
 RMSE = "_rmse"
 PERPLEXITY, AVERAGE = "perplexity", "average"
 SCORES = "scores.csv"
-"""In a study's folder: scores that a tool of its own gave, as LiveBench's does."""
+"""In a study's folder: scores from external tools, such as LiveBench."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RunResult:
         return by_step
 
     def has(self, metric: str) -> bool:
-        """Whether the run measured ``metric``, be its reference finished or not."""
+        """Whether the run measured ``metric``, even if its reference is not finished."""
         if metric.endswith(RMSE) and self.reference is not None:
             return bool(self.curve(metric.removesuffix(RMSE)))
         return self.value(metric) is not None

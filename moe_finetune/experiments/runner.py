@@ -1,4 +1,4 @@
-"""Carry out a study: every run once, finished ones skipped, failed ones listed, then the tables."""
+"""Carry out a study: run what is not finished, record failures, write the tables."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def run_study(
     resume: bool = False,
     shard: tuple[int, int] | None = None,
 ) -> StudyResults:
-    """Carry out ``study`` in the folder ``output`` and return what it then holds.
+    """Carry out ``study`` in the folder ``output`` and return its results.
 
     Args:
         study: what to run; see :func:`~moe_finetune.experiments.recipe.load_study`.
         output: the study's folder; new or empty, unless ``resume`` or ``shard``.
-        resume: go on: finished runs are skipped, others go on where they stopped.
+        resume: skip finished runs and resume the others.
         shard: ``(i, n)`` runs every n-th run from the i-th on, i from 1; several may share a
             folder, one after another or at the same time.
 
     Raises:
         StudyError, RecipeError: the study is wrong, or a run in the folder is damaged or another's.
-        OutputExistsError: the folder holds something else.
+        OutputExistsError: the folder contains something else.
         OutputBusyError: another process carries out this study, or shards of it.
         KeyboardInterrupt: SIGINT or SIGTERM, after the run at work has saved its checkpoint.
     """
@@ -76,7 +76,7 @@ def shard_of(runs: Sequence[Run], shard: tuple[int, int] | None) -> list[Run]:
 
 
 def config_folder(study: StudyRecipe) -> Path:
-    """Where paths in ``launch`` are relative to: the study's file, as those of ``extends`` are."""
+    """The folder that paths in ``launch`` are relative to: that of the study's file."""
     return study.file.parent if study.file is not None else Path()
 
 

@@ -1,6 +1,6 @@
-"""What the steps do: texts, clusters, training, merging, measuring.
+"""The work of each step: texts, clusters, training, merging, measuring.
 
-Each works for an upcycle; what follows says which step it is, and the ledger's attempt comes last.
+The first arguments say which step of which upcycle it is; the ledger's attempt comes last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_finetune.upcycle.workspace import Upcycle
 
 
 def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
-    """Tokenizer, split and tokenized texts; the questions made from them are tried out."""
+    """Make tokenizer, splits and tokenized texts; check that questions can be made from them."""
     from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.upcycle.judgement import questions
 
@@ -45,7 +45,7 @@ def make_texts(upcycle: Upcycle, attempt: Attempt) -> None:
 
 
 def pretrain(upcycle: Upcycle, attempt: Attempt) -> None:
-    """The small dense model that is made on the spot."""
+    """Pretrain the small dense model."""
     from moe_finetune.upcycle.dense import new_llama
 
     section, length = upcycle.recipe.dense.pretrain, upcycle.recipe.texts.max_length
@@ -58,9 +58,9 @@ def pretrain(upcycle: Upcycle, attempt: Attempt) -> None:
 
 
 def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
-    """Categories -> clusters, and the table of token frequencies; every expert has a row.
+    """Assign categories to clusters and count the table of token frequencies.
 
-    A ready table names the clusters, or the pins do, and it must be the one of these texts.
+    A ready table or the pins decide the clusters; such a table must have the counts of these texts.
     """
     section, names = upcycle.recipe.clusters, upcycle.texts.categories
     counts_CV = upcycle.texts.counts(int(load_dense_config(upcycle.dense).vocab_size))
@@ -98,7 +98,7 @@ def make_clusters(upcycle: Upcycle, attempt: Attempt) -> None:
 
 
 def train_expert(upcycle: Upcycle, seed: int, expert: int, attempt: Attempt) -> None:
-    """The dense model trained on one cluster's texts."""
+    """Train the dense model on one cluster's texts."""
     section = upcycle.recipe.experts
     categories = np.flatnonzero(upcycle.clusters_C == expert).tolist()
     training_seed, name = 1000 * seed + 1 + expert, f"seed-{seed}.expert-{expert}"
@@ -115,7 +115,7 @@ def train_expert(upcycle: Upcycle, seed: int, expert: int, attempt: Attempt) -> 
 
 
 def train_router(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
-    """The routers of the merged model, trained alone."""
+    """Train only the routers of the merged model."""
     term = {"supervised_routing": {"table": str(upcycle.output / "clusters" / TABLE_FILE)}}
     _train(
         upcycle,
@@ -131,7 +131,7 @@ def train_router(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
 
 
 def train_arm(upcycle: Upcycle, seed: int, name: str, attempt: Attempt) -> None:
-    """One of the models that are compared, fine-tuned on all texts."""
+    """Fine-tune one of the compared models on all texts."""
     recipe = upcycle.recipe
     arm, at = recipe.arms[name], upcycle.output / f"seed-{seed}"
     start = {"dense": upcycle.dense, "merged": at / "merged", "router": at / "router"}
@@ -148,7 +148,7 @@ def train_arm(upcycle: Upcycle, seed: int, name: str, attempt: Attempt) -> None:
 
 
 def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
-    """A seed's experts put together, or the recipe's ready ones."""
+    """Merge a seed's experts, or the recipe's ready ones."""
     from moe_finetune.upcycle.merge import merge_experts
     from moe_finetune.upcycle.pairing import check_pairing
 
@@ -163,7 +163,7 @@ def merge(upcycle: Upcycle, seed: int, attempt: Attempt) -> None:
 
 
 def measure_arm(upcycle: Upcycle, checkpoint: str, moe: bool, attempt: Attempt) -> None:
-    """The measurements of one arm, and its routing on test as the report reads a run's."""
+    """Measure one arm, and write its routing on test as the report reads a run's."""
     from moe_finetune.upcycle.measure import measure
 
     folder = upcycle.output / checkpoint
@@ -177,7 +177,7 @@ def measure_arm(upcycle: Upcycle, checkpoint: str, moe: bool, attempt: Attempt) 
 
 @contextmanager
 def _appearing(attempt: Attempt) -> Iterator[Path]:
-    """A folder at work that becomes the step's product."""
+    """Yield a work folder that becomes the step's product."""
     product = attempt.work / "made"
     shutil.rmtree(product, ignore_errors=True)
     product.mkdir()

@@ -1,4 +1,4 @@
-"""The texts of each category, read from their sources whenever they are needed, never kept.
+"""The texts of each category, read from their sources whenever they are needed.
 
 Equal texts count once: a repeat within a category is dropped, and so is a text that an earlier
 category has. The same text in two categories could be trained on in one and tested in the other,
@@ -94,7 +94,7 @@ def read_categories(section: TextSection) -> dict[str, Category]:
 
 
 def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
-    """How many rows are dropped as repeats, or None without any."""
+    """Say how many repeated rows are dropped; None if there are none."""
     inside = _counts(categories, "repeated")
     across = _counts(categories, "elsewhere")
     lines = [f"rows that repeat another of their category are dropped: {inside}"] if inside else []

@@ -61,7 +61,7 @@ def sizes_of(
     full = int((pins_N - sizes.most_N).argmax())
     if pins_N[full] > sizes.most_N[full]:
         raise RecipeError(
-            f"clusters.pinned: cluster {full} gets {pins_N[full]} categories, and clusters hold "
+            f"clusters.pinned: cluster {full} gets {pins_N[full]} categories, and clusters take "
             f"{least} to {most}: pin fewer to it, or set clusters.sizes"
         )
     if not np.maximum(sizes.least_N, pins_N).sum() <= categories <= sizes.most_N.sum():

@@ -1,4 +1,4 @@
-"""``moe-finetune upcycle``: the stages in order, or one of them, in a folder of their own."""
+"""``moe-finetune upcycle``: run all stages in order, or one of them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def run_upcycle(
     resume: bool = False,
     replace: bool = False,
 ) -> Path:
-    """Carry out the recipe in ``output``; what is done already and still holds is kept.
+    """Carry out the recipe in ``output``; finished steps that are up to date are kept.
 
     Args:
         recipe: what to do.
         output: new or empty folder, unless ``resume``.
-        stage: one of :data:`~moe_finetune.upcycle.stages.STAGES` alone; None does all.
-        expert: with the stage ``experts``: this expert alone, for a process or machine each.
-        resume: go on in a folder that holds an upcycle.
+        stage: run only this one of :data:`~moe_finetune.upcycle.stages.STAGES`.
+        expert: with the stage ``experts``: train only this expert, as one of several processes.
+        resume: continue in a folder that contains an upcycle.
         replace: delete what was trained from other inputs, and train it again.
 
     Returns:
@@ -59,8 +59,8 @@ def run_upcycle(
 
     Raises:
         RecipeError: an unknown stage, or one whose predecessors are missing or out of date.
-        OutputExistsError: the folder holds something already (without ``resume``).
-        OutputBusyError: another process is at work there; several ``expert`` may be.
+        OutputExistsError: the folder is not empty (without ``resume``).
+        OutputBusyError: another process works there; those with ``expert`` may share it.
     """
     output = Path(output)
     if stage is not None and stage not in STAGES:
@@ -69,10 +69,10 @@ def run_upcycle(
         raise RecipeError(
             f"--expert {expert}: expected 0 to {recipe.clusters.count - 1}, with --stage experts"
         )
-    # Experts that a killed command left at work save their own results: wait for them.
+    # Experts that outlived a killed command save their own results: wait for them.
     wait = resume and expert is None and helpers_only(output)
     if wait:
-        log.warning("%s: experts of an earlier command are at work; waiting for them", output)
+        log.warning("%s: experts of an earlier command still train; waiting for them", output)
     with output_lock(output, shared=expert is not None, wait=wait) as lock:
         if not enter_folder(output, output / RECIPE_FILE, "an upcycle", resume) and resume:
             raise RecipeError(f"--resume: {output} has no upcycle; start it without --resume")
@@ -110,12 +110,12 @@ def run_upcycle(
 
 
 def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
-    """Train the experts that are not done in processes of their own, some at once.
+    """Train the unfinished experts in child processes, ``processes`` at a time.
 
     Raises:
         StepFailedError: one failed; the others have saved their checkpoints.
         MachineError: the same, where memory, disk or a signal ended it.
-        KeyboardInterrupt: a signal came; all have saved and ended.
+        KeyboardInterrupt: a signal came; all have saved a checkpoint and ended.
     """
     numbers = sorted({int(name.rpartition("/")[2]) for name in names if not ledger.done(name)})
     command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(output / RECIPE_FILE)]
@@ -127,7 +127,7 @@ def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int
         failure = run_children(commands, output / "logs", processes)
     except KeyboardInterrupt:
         log.warning(
-            "%s: the experts at work have saved and ended. To go on: repeat the command with "
+            "%s: the experts saved a checkpoint and ended; to continue, repeat the command with "
             "--resume",
             output,
         )
@@ -177,14 +177,14 @@ def report(recipe: UpcycleRecipe, upcycle: Upcycle, ledger: Ledger) -> Path:
 
 
 def check(upcycle: Upcycle) -> None:
-    """Find what is wrong with texts, pins, models, table or questions before anything is written.
+    """Check texts, pins, models, table and questions before anything is written.
 
     Raises:
         RecipeError, DataError, CheckpointError, UnsupportedModelError: see the functions called.
     """
     dense = upcycle.given_dense
     if dense is not None:
-        # The whole way: config, options that a MoE has no place for, tensors and their values.
+        # Config, options that the MoE cannot have, tensors and their values.
         open_expert(dense)
         config = load_dense_config(dense)
         check_weights(dense, config)

@@ -1,4 +1,4 @@
-"""Dense models that experts are made from: which are known, their sizes, and loading them.
+"""Dense models that experts are made from: supported types, sizes, and loading.
 
 A Llama or Mistral becomes a Mixtral and a Qwen3 a Qwen3-MoE: the same attention, norms and
 feed-forward, so that nothing but the router is new.
@@ -28,10 +28,10 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class DenseFacts:
-    """A dense model's type, and what the MoE's config takes over from its own.
+    """A dense model's type, and the values that the MoE's config takes from its config.
 
-    ``tied`` is whether the head shares the embedding's tensor; it counts for nothing in a
-    comparison of experts, since the MoE has both.
+    ``tied``: the head shares the embedding's tensor. Experts may differ in it, since the MoE stores
+    both tensors.
     """
 
     model_type: str
@@ -71,7 +71,7 @@ def dense_facts(folder: Path) -> DenseFacts:
 
 
 def _refuse(config_file: Path, config: Any) -> None:
-    """Options that change the function and have no place in the MoE."""
+    """Raise UnsupportedModelError for options that change the function and that no MoE here has."""
     if config.model_type != "qwen3":
         for key in ("attention_bias", "mlp_bias"):
             if getattr(config, key, False):
@@ -95,7 +95,7 @@ def load_dense_config(folder: Path) -> Any:
     if model_type not in TARGETS:
         reason = ""
         if model_type == "qwen2":
-            reason = " (its attention has biases and no norms, which neither MoE can hold)"
+            reason = " (its attention has biases and no norms, which neither MoE has)"
         raise UnsupportedModelError(
             f"{folder}: model_type '{model_type}' cannot become a MoE here{reason}; supported: "
             + ", ".join(f"{dense} -> {moe}" for dense, moe in TARGETS.items())
@@ -112,7 +112,7 @@ def load_dense_config(folder: Path) -> Any:
 
 
 def load_dense(path: str | Path, dtype: str = "auto") -> Any:
-    """A dense causal language model in eval mode; no tensor is ever left at random values.
+    """Load a dense causal language model in eval mode, every tensor from the checkpoint.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit the config.

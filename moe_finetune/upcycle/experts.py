@@ -1,4 +1,4 @@
-"""Dense checkpoints that are to become experts of one model: read from headers, compared."""
+"""Dense checkpoints that become experts of one model: read from their headers and compared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_finetune.upcycle.dense import DenseFacts, dense_facts
 from moe_finetune.upcycle.frequencies import tokenizer_hash
 
 FEED_FORWARD = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-# Buffers that old checkpoints of these models hold; transformers computes them.
+# Buffers in old checkpoints of these models; transformers computes them.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class Expert:
-    """A dense checkpoint, known from its headers."""
+    """A dense checkpoint's folder, facts and tensor headers."""
 
     folder: Path
     facts: DenseFacts
@@ -42,8 +42,8 @@ def open_expert(path: str | Path) -> Expert:
         raise CheckpointError(f"{folder}: tensor '{name}' is missing; copy the checkpoint again")
     for name in sorted(set(tensors) - expected):
         raise CheckpointError(
-            f"{folder}: tensor '{name}' is none of a {facts.model_type}'s; the MoE has no place "
-            "for it"
+            f"{folder}: tensor '{name}' does not belong to a {facts.model_type}; the MoE has no "
+            "counterpart"
         )
     for info in tensors.values():
         if info.dtype not in FLOATS:
@@ -86,7 +86,7 @@ def check_alike(experts: Sequence[Expert]) -> None:
 
 
 def tensor_names(facts: DenseFacts) -> dict[int, list[str]]:
-    """Tensors of a dense model by layer; -1 holds those outside."""
+    """Names of a dense model's tensors by layer; -1 for those outside the layers."""
     parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
     if facts.model_type == "qwen3":

@@ -1,4 +1,4 @@
-"""Names of the files that an upcycle's folders hold."""
+"""Names of the files in an upcycle's folders."""
 
 RECIPE_FILE, RESULTS_FILE, TABLES_FILE = "recipe.yaml", "results.json", "tables.md"
 TABLE_FILE, CLUSTERS_FILE, MEASURED_FILE = "table.safetensors", "clusters.json", "measured.json"

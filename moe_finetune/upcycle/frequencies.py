@@ -1,4 +1,4 @@
-"""The table of supervised routing: how a token's occurrences share out over the experts' data.
+"""The table of supervised routing: each token's shares of occurrences in the experts' data.
 
 Shape legend: V vocabulary, N experts, C categories. The file is safetensors with
 ``token_frequencies`` (V, N) float32, rows that sum to 1, and ``token_counts`` (V, N) int64; it
@@ -21,7 +21,7 @@ from moe_finetune.io.json_file import parse_json
 FREQUENCIES, COUNTS, TOKENIZER = "token_frequencies", "token_counts", "tokenizer"
 CLUSTERS = "clusters"
 REMEDY = "; make it again with the stage 'cluster'"
-# What decides how text becomes ids; the rest of the file is padding and truncation of a batch.
+# The parts of tokenizer.json that decide how text becomes ids; others pad and truncate batches.
 _DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
@@ -163,7 +163,7 @@ def count_table(
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of what decides how a checkpoint's tokenizer cuts text; equal for equal tokenizers.
+    """SHA-256 of the parts that decide how a checkpoint's tokenizer splits text.
 
     Raises:
         CheckpointError: the folder has no tokenizer, or a damaged one.

@@ -41,7 +41,7 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class Prompts:
-    """What surrounds a question in one language; ``answers`` are no and yes."""
+    """The words around a question in one language; ``answers`` are no and yes."""
 
     answers: tuple[str, str]
     question: str
@@ -70,7 +70,7 @@ PROMPTS: dict[str, Prompts] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question up to its answer, whether that is yes, and its category if known."""
+    """A question up to its answer, whether the answer is yes, and its category if known."""
 
     text: str
     answer: bool
@@ -137,9 +137,10 @@ def judge(model: Any, tokenizer: Any, texts: Texts, section: JudgementSection) -
 def _continuations(
     tokenizer: Any, context: str, answers: tuple[str, str]
 ) -> tuple[int, list[list[int]]]:
-    """Ids of the context with each answer, and from which place on they are the answers'.
+    """Ids of the context with each answer, and the position where the answers begin.
 
-    A tokenizer may join an answer's beginning with the context's end; the place is then before it.
+    A tokenizer may join an answer's beginning with the context's end; the position is then before
+    that token.
     """
     opening = opening_ids(tokenizer)
     continued = [
@@ -223,7 +224,7 @@ def _made(
     long = []
     for category, name in enumerate(texts.categories):
         numbers = texts.numbers(split, category)
-        # A text's special ids, at most two, are no part of a piece.
+        # The special ids of a text, at most two, do not count.
         long.append((name, numbers[texts.lengths_T[numbers] >= 2 * piece + 2]))
     # A no needs a second text of the category.
     usable = [(name, numbers) for name, numbers in long if len(numbers) > 1]

@@ -1,4 +1,4 @@
-"""What is measured of one model: perplexity, routing against tokens, selection by category.
+"""Measurements of one model: perplexity, routing by token, selections by category.
 
 Shape legend: T tokens, L MoE layers, N experts, K selected, C categories, V vocabulary.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from moe_finetune.upcycle.texts import Texts
 
 PASSAGE = 120
-"""Tokens of a text that is shown."""
+"""Tokens of each passage on the page."""
 
 
 @dataclass
 class Pool:
-    """Mean and population standard deviation of values that come in parts."""
+    """Mean and population standard deviation of values that arrive in batches."""
 
     count: int = 0
     total: float = 0.0
@@ -67,7 +67,7 @@ class RoutingPool:
         ids_T = record.token_ids_T[keep].cpu().numpy()
         index_TK = record.index_TK[keep].cpu().numpy()
         tokens = len(ids_T)
-        counts_TN = counts_VN[ids_T]  # the tokens' rows alone: a vocabulary is much larger
+        counts_TN = counts_VN[ids_T]
         counted = int((counts_TN.sum(-1) > 0).sum())
         if counted:
             for k, pool in enumerate(self.ranks, start=1):
@@ -137,7 +137,7 @@ def measure(
 
 
 def accelerator() -> str:
-    """Where models are measured: the GPU of this process, or the CPU without one."""
+    """The device that models are measured on: the GPU if there is one, else the CPU."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Branch-Train-MiX: dense experts' feed-forwards side by side, everything else averaged.
+"""Branch-Train-MiX: dense models' feed-forwards become experts, everything else is averaged.
 
 The checkpoint is written tensor by tensor from the experts' files; no model is built, and memory
 stays at a few chunks a thread. Router rows are normal with standard deviation ``router_std``.
@@ -74,7 +74,7 @@ class Average:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Normal values that follow from a seed alone."""
+    """Normal values drawn from a seed."""
 
     std: float
     seed: int
@@ -154,7 +154,7 @@ def merge_experts(
 
 
 def _card(experts: Sequence[Expert], top_k: int) -> str:
-    """The MoE's model card. It names the first expert's base and no folder of this machine."""
+    """The MoE's model card, which names the first expert's base and no local folder."""
     first = experts[0].folder
     return model_card(
         first,
@@ -243,6 +243,6 @@ def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:
         )
     config.architectures = [FAMILIES[facts.target].class_name]
     content = json.loads(config.to_json_string())
-    if facts.target == "qwen3_moe":  # transformers writes its inner name; readers know the other
+    if facts.target == "qwen3_moe":  # transformers writes its attribute's name, readers expect this
         content["num_experts"] = content.pop("num_local_experts")
     return (json.dumps(content, indent=2) + "\n").encode()

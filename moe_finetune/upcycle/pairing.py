@@ -1,4 +1,4 @@
-"""Ready experts against the clusters: which expert learned which cluster's texts, by its losses.
+"""Check by their losses that ready experts are in the order of the clusters they learned.
 
 Shape legend: N experts, and clusters as many.
 """
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 TEXTS, LENGTH = 16, 256
 """Training texts of each cluster that are scored, and their first tokens."""
 CLEAR = 1e-3
-"""Nats a token; a smaller mean difference between two orders says nothing."""
+"""Nats a token; a smaller mean difference between two orders is not conclusive."""
 
 
 def check_pairing(

@@ -1,4 +1,4 @@
-"""What ``moe-finetune upcycle`` does: a recipe of its own, read and checked as the others are.
+"""The recipe of ``moe-finetune upcycle``, read and validated as training recipes are.
 
 The defaults are P3's: eight experts, two of them a token, texts split 8:1:1, and the arms Dense
 (which trains for an expert's steps too, and once more at the experts' learning rate),
@@ -34,7 +34,7 @@ _NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ra
 
 
 class PretrainSection(Section):
-    """A small Llama made on the spot; heads of 32 (64 from a hidden size of 512 on)."""
+    """A small Llama pretrained here; heads of 32 (64 from a hidden size of 512)."""
 
     vocab_size: int = Field(default=1024, ge=300, description="of the tokenizer that is trained")
     hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="width")
@@ -91,7 +91,7 @@ class ClusterSection(Section):
 
 
 class ExpertSection(Section):
-    """Continual training of the dense model on each cluster; or ready checkpoints."""
+    """Continued training of the dense model on each cluster, or ready checkpoints."""
 
     checkpoints: list[str] | None = Field(
         default=None,
@@ -99,18 +99,18 @@ class ExpertSection(Section):
     )
     lora: LoraSection | None = Field(default=None, description="default: the whole model")
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
-    processes: int = Field(default=1, ge=1, description="1: in turn; more: as many at once")
+    processes: int = Field(default=1, ge=1, description="experts that are trained at the same time")
 
 
 class MergeSection(Section):
     """The MoE that the experts become."""
 
-    top_k: int = Field(default=2, ge=1, description="experts a token")
+    top_k: int = Field(default=2, ge=1, description="experts per token")
     router_std: float = Field(default=0.02, ge=0, description="of the random routers")
 
 
 class RouterSection(Section):
-    """Training of the routers alone, on supervised routing."""
+    """Training of only the routers, on supervised routing."""
 
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
@@ -145,7 +145,7 @@ class ArmSection(Section):
 
 
 class FinetuneSection(Section):
-    """The last stage, of every arm: the whole model, or LoRA that is merged afterwards."""
+    """The last stage, for every arm: the whole model, or LoRA that is merged afterwards."""
 
     lora: LoraSection | None = Field(default=None, description="default: the whole model")
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
@@ -174,9 +174,9 @@ class EvaluationSection(Section):
     """What is measured of every arm."""
 
     texts: int | None = Field(default=None, ge=1, description="of each category and split")
-    tokens_per_batch: int = Field(default=4096, ge=1, description="of one forward")
+    tokens_per_batch: int = Field(default=4096, ge=1, description="in one forward pass")
     judgement: JudgementSection | None = JudgementSection()
-    passages: int = Field(default=4, ge=0, description="texts coloured by expert")
+    passages: int = Field(default=4, ge=0, description="texts colored by expert")
     passage_layer: int | None = Field(
         default=None, ge=0, description="layer whose experts color them; default: the middle one"
     )
@@ -215,7 +215,7 @@ def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:
 
 
 class UpcycleRecipe(WholeRecipe):
-    """A dense model's way to a mixture of experts, completely described."""
+    """All settings that take a dense model to a mixture of experts."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -354,7 +354,7 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
 
 
 def _lora_problems(place: str, lora: LoraSection | None, dense: bool) -> Iterator[str]:
-    """What of an adapter these models cannot have; ``dense`` trains with it a dense model."""
+    """Adapter options that these models do not support; ``dense``: it trains a dense model."""
     if lora is None:
         return
     if lora.rank is None:

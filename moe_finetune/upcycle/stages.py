@@ -1,4 +1,4 @@
-"""The stages of an upcycle as steps: what each reads, and what it makes.
+"""The stages of an upcycle as steps: what each reads and produces.
 
 Folders: ``texts/`` (tokenizer, split and tokenized texts) · ``dense/`` · ``clusters/`` (assignment
 and table) · ``seed-S/experts/N`` · ``seed-S/merged`` · ``seed-S/router`` · ``seed-S/arms/ARM`` ·
@@ -25,9 +25,9 @@ STAGES = ("dense", "cluster", "experts", "merge", "router", "finetune", "evaluat
 
 
 class Plan:
-    """The steps of an upcycle, each with what it follows from.
+    """The steps of an upcycle, each with the inputs it depends on.
 
-    Files are known by their content, so that a copy of them, or another time, changes nothing.
+    Files count by their content: a copy, or another modification time, changes nothing.
 
     Args:
         upcycle: the recipe and its folder.
@@ -42,7 +42,7 @@ class Plan:
 
     @cached_property
     def _dense(self) -> dict[str, Any]:
-        """What a training follows from, beside its own section."""
+        """Inputs of every training, in addition to its own section."""
         recipe = self.recipe
         inputs: dict[str, Any] = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length}
         if self.upcycle.given_dense is not None:

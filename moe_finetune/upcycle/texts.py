@@ -1,4 +1,4 @@
-"""Texts by category, split 8:1:1 and tokenized; the ids stay in a file and are read piece by piece.
+"""Texts by category, split 8:1:1 and tokenized; their ids stay in a file and are read in parts.
 
 Splits are drawn text by text within each category, so that every category is in all three. A text's
 ids begin as its tokenizer begins a sequence (a BOS token, where the model expects one) and end with
@@ -31,7 +31,7 @@ _SCAN_BYTES = 8 << 20
 
 
 class SizedTexts(Protocol):
-    """Texts that are read as often as they are needed."""
+    """Texts that can be iterated more than once."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,7 @@ def training_texts(categories: Mapping[str, SizedTexts], seed: int) -> Iterator[
 
 
 def opening_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a sequence: ``[bos]``, or nothing."""
+    """The ids that the tokenizer puts before a sequence: ``[bos]``, or none."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     complete: list[int] = tokenizer("a")["input_ids"]
     for start in range(len(complete) - len(plain) + 1):
@@ -148,7 +148,7 @@ class Texts:
                 yield np.frombuffer(os.pread(stream.fileno(), 4 * (end - start), 4 * start), "<i4")
 
     def tokens(self, split: Split, category: int) -> int:
-        """How many ids a category's split has."""
+        """Number of ids in a category's split."""
         return int(self.lengths_T[self.numbers(split, category)].sum())
 
     def windows(
@@ -217,7 +217,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _parts(texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Texts put together to parts of some megabytes."""
+    """Concatenate texts to parts of a few megabytes."""
     part: list[np.ndarray] = []
     size = 0
     for ids in texts:
@@ -231,7 +231,7 @@ def _parts(texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding of.
+    """Refuse a tokenizer with ids that the model has no embedding for.
 
     Raises:
         CheckpointError: an id of ``vocabulary`` or more.

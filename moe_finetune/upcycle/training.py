@@ -1,7 +1,7 @@
-"""One training of the way from dense to MoE: start from a checkpoint, leave a checkpoint.
+"""One training of an upcycle, from a checkpoint to a checkpoint.
 
-Training runs on the toolkit's resumable TRL trainer. ``work`` holds its checkpoints and log as long
-as it runs, so that a killed one goes on; ``output`` appears when it is done.
+Training runs on the toolkit's resumable TRL trainer. Its checkpoints and log stay in a work folder
+while it runs, so that a killed training resumes; the output folder appears when it is done.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _QUIET = {"report_to": [], "logging_steps": 0.02, "save_strategy": "steps", "sav
 
 @dataclass(frozen=True)
 class Job:
-    """What one training is made of.
+    """One training's start, rows and options.
 
     Attributes:
         start: checkpoint folder to start from, dense or MoE.
         rows_RS: token ids, ``(rows, length)``; every token is learned.
         trainer: TRL's arguments by name.
         seed: of the order of rows, of dropout and of new adapters.
-        dtype: of the computation and of the weights on disk.
+        dtype: of the computation and of the stored weights.
         method: losses inside the MoE layers; None trains a dense model.
         lora: an adapter that is merged afterwards; None trains the whole model.
-        routers_only: train nothing but the routers, on the method's losses alone: the language
-            model's own loss is not computed, and the logged loss is theirs.
+        routers_only: train only the routers, on the method's losses; the language model's loss is
+            not computed, and the logged loss is the method's.
     """
 
     start: Path
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def recipe(self) -> Recipe:
-        """The toolkit's recipe of this training."""
+        """This training as an ordinary recipe."""
         router_lora = LoraSection(rank=1, targets=[])
         return Recipe(
             model=ModelSection(path=str(self.start), dtype=self.dtype),  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Job:
 
 
 def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None) -> None:
-    """Train (on from what ``work`` holds) and leave the whole checkpoint in ``output``.
+    """Train, or resume from the work folder's checkpoint, and write ``output``.
 
     Args:
         job: what to train.
@@ -128,7 +128,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
 def build(
     job: Job, recipe: Recipe, model: nn.Module, tokenizer: Any, work_folder: Path
 ) -> tuple[Any, Any]:
-    """TRL's trainer of this job, and a function that takes its method off the model."""
+    """Return TRL's trainer of this job, and a function that removes the method from the model."""
     import torch
 
     from moe_finetune.losses.inject import PerTermLosses
@@ -142,10 +142,10 @@ def build(
     plain: Any = trainer_of(STAGES["sft"])
 
     class RouterTrainer(plain):
-        """Trains on the method's losses alone: no head, and no language model's loss.
+        """Trains on only the method's losses, without the head and the language model's loss.
 
-        They are taken from the layers and summed, so that the backward begins at them and leaves
-        out what lies above: the last experts, the norm and the head.
+        The layers' losses are summed, so that the backward starts at them and skips everything
+        above: the last layer's experts, the norm and the head.
         """
 
         def compute_loss(
@@ -192,7 +192,7 @@ def build(
 
 
 def dataset_of(rows_RS: np.ndarray) -> Any:
-    """The rows as a dataset that shares their memory, and their file where they are mapped."""
+    """A dataset that shares the rows' memory, or their file where they are mapped."""
     import pyarrow as pa
     from datasets import Dataset
     from datasets.fingerprint import generate_random_fingerprint
@@ -200,21 +200,21 @@ def dataset_of(rows_RS: np.ndarray) -> Any:
 
     flat = pa.array(rows_RS.reshape(-1))
     rows = pa.FixedSizeListArray.from_arrays(flat, rows_RS.shape[1])
-    # Without a name of its own a dataset is hashed, for which all of it is copied.
+    # Without a given fingerprint, datasets hashes the rows, which copies all of them.
     name = generate_random_fingerprint()
     table = InMemoryTable(pa.table({"input_ids": rows, "labels": rows}))
     return Dataset(table, fingerprint=name)
 
 
 def release(rows_RS: np.ndarray) -> None:
-    """Let go of the pages of mapped rows that were read; they are read again when needed."""
+    """Release the resident pages of mapped rows; they are read again when needed."""
     mapping = rows_RS.base
     if isinstance(mapping, mmap.mmap):
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _released_rows(rows_RS: np.ndarray) -> Any:
-    """A callback without which the rows that were trained on would stay resident to the end."""
+    """A callback that releases the rows already trained on, which otherwise stay resident."""
     from transformers import TrainerCallback
 
     class ReleasedRows(TrainerCallback):
@@ -226,7 +226,7 @@ def _released_rows(rows_RS: np.ndarray) -> Any:
 
 
 def dense_lora(model: Any, lora: LoraSection | None) -> Any:
-    """The dense model with an adapter where ``lora.targets`` has it, or all of it trainable."""
+    """Add an adapter to the ``lora.targets`` of a dense model, or make all of it trainable."""
     if lora is None:
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model

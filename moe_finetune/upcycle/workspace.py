@@ -1,4 +1,4 @@
-"""An upcycle at work in a folder: what its steps read of the recipe and of earlier steps."""
+"""What the steps of an upcycle read: its recipe, folder, and the results of earlier steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_finetune.upcycle.texts import Texts
 
 @dataclass(frozen=True)
 class Upcycle:
-    """The recipe at work in a folder: what every step needs of it."""
+    """A recipe and its folder, with what the steps share."""
 
     recipe: UpcycleRecipe
     output: Path
@@ -37,7 +37,7 @@ class Upcycle:
 
     @cached_property
     def given_dense(self) -> Path | None:
-        """Folder of the recipe's dense checkpoint, if there is one."""
+        """Folder of the recipe's dense checkpoint; None where it is pretrained here."""
         section = self.recipe.dense
         return None if section.path is None else local_folder(section.path, True, section.revision)
 

@@ -1,1 +1,1 @@
-"""Everything that knows vLLM: its installation, engine, server and plugin."""
+"""vLLM: installation, engine, server and plugin."""

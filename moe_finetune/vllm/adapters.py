@@ -1,4 +1,4 @@
-"""LoRA adapters that ``serve`` hands to vLLM without merging: checked, and in the form it reads."""
+"""Check LoRA adapters that vLLM serves without merging, and rewrite them for its reader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named_adapters(arguments: Sequence[str]) -> tuple[tuple[str, Path], ...]:
 def checked_adapters(
     folder: Path, adapters: Sequence[tuple[str, Path]], cpu: bool, scratch: Path
 ) -> list[tuple[str, Adapter]]:
-    """The adapters as vLLM reads them, in their own folders or rewritten below ``scratch``.
+    """The adapters in the form that vLLM reads, unchanged or rewritten below ``scratch``.
 
     Raises:
         AdapterError: one is damaged, belongs to another base, or cannot be served unmerged on any
@@ -81,7 +81,7 @@ def _unmerged(adapter: Path, reason: str) -> AdapterError:
 
 
 def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
-    """The adapter with patterns that name modules: vLLM does not match them to parameters."""
+    """The adapter with patterns that name modules, because vLLM does not match parameters."""
     from moe_finetune.checkpoint.adapter import CONFIG, WEIGHTS, open_adapter
 
     patterns = {
@@ -102,13 +102,13 @@ def _patterns_by_module(adapter: Adapter, output: Path) -> Adapter:
 def adapter_arguments(
     folder: Path, adapters: Sequence[tuple[str, Adapter]], support: LoraSupport
 ) -> dict[str, list[str]]:
-    """Options that serve ``adapters`` beside the base in ``folder``, under their names.
+    """Options that serve ``adapters`` in addition to the base in ``folder``.
 
     Args:
-        support: what vLLM says of the base's class, and of each adapter.
+        support: vLLM's support for the base's class and for each adapter.
 
     Raises:
-        AdapterError: vLLM does not support that; the reason is vLLM's, and the remedy is to merge.
+        AdapterError: vLLM does not support an adapter; the message has its reason.
     """
     from moe_finetune.checkpoint.opened import open_checkpoint
 

@@ -1,4 +1,4 @@
-"""vLLM in this process, as an lm-eval model: one engine for as many tasks as one likes."""
+"""vLLM in this process as an lm-eval model: one engine for many tasks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 
 
 def environment_alone() -> dict[str, str]:
-    """Environment of a process that does nothing but run engines, one after the other.
+    """Environment of a process that only runs engines, one after the other.
 
-    With the CPU build they live in that process, instead of each importing vLLM once more, and
-    nothing is compiled, since it runs eagerly.
+    With the CPU build the engines run in that process, which imports vLLM once, and nothing is
+    compiled.
     """
     if not is_cpu_build():
         return {}
@@ -29,7 +29,7 @@ def engine_arguments(
     """Return the arguments of the engine: ours, then the user's on top.
 
     On the CPU build the engine runs eagerly (compiling costs more than an evaluation) and in
-    float32 unless told otherwise, with a key-value cache of 1 GiB unless
+    float32 by default, with a key-value cache of 1 GiB unless
     ``VLLM_CPU_KVCACHE_SPACE`` is set.
     """
     cpu = is_cpu_build()
@@ -94,7 +94,7 @@ def open_vllm(
 
 
 def shutdown(lm: Any) -> None:
-    """Stop the engine's processes and free its memory, so that another can be opened here."""
+    """Stop the engine and free its memory, so that another can be opened in this process."""
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 

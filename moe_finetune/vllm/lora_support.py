@@ -1,7 +1,7 @@
-"""What vLLM's own class of a model says of LoRA adapters; vLLM is asked, in a process of its own.
+"""Ask vLLM which LoRA adapters its class of a model supports, in a child process.
 
-Importing a model's class may initialize a GPU, which the server that starts next needs to itself.
-Run as a module it is that process: an architecture and adapters' folders in, JSON out.
+Importing a model's class may initialize a GPU, which the server that starts next must not share.
+Run as a module, this file is that process: an architecture and adapters' folders in, JSON out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class LoraSupport:
-    """Facts of a class of vLLM's.
+    """LoRA support of one of vLLM's model classes.
 
     Attributes:
         supported: whether vLLM has the architecture, in a class that declares ``SupportsLoRA``.
@@ -38,7 +38,7 @@ class LoraSupport:
 
 
 def support_in_vllm(architecture: str, adapters: Sequence[Path]) -> LoraSupport:
-    """Ask vLLM in this process; it is imported.
+    """Ask vLLM in this process, which imports it.
 
     Args:
         architecture: of ``config.json``.
@@ -69,10 +69,10 @@ def support_in_vllm(architecture: str, adapters: Sequence[Path]) -> LoraSupport:
 
 
 def ask_vllm(architecture: str, adapters: Sequence[Path]) -> LoraSupport:
-    """:func:`support_in_vllm` in a process of its own.
+    """Run :func:`support_in_vllm` in a child process.
 
     Raises:
-        DependencyError: it ended with an error, which is shown.
+        DependencyError: the process failed; the message has its last lines.
     """
     command = [sys.executable, "-m", __spec__.name, architecture, *map(str, adapters)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
-"""vLLM's general plugin: what vLLM 0.32 lacks to serve every family here, and to end with us.
+"""vLLM's general plugin: what vLLM 0.32 needs to serve every family, and to end with its parent.
 
-It loads plugins in every process that it starts, sometimes twice in one.
+vLLM loads plugins in every process that it starts, sometimes twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WATCHER = "moe-finetune: ends with the parent"
 
 
 def register() -> None:
-    """Register the config of DeepSeek-MoE and mend rotary positions on the CPU; repeatable.
+    """Register the config of DeepSeek-MoE and fix rotary positions on the CPU; may be repeated.
 
     A process that vLLM has started (an engine, a worker) is also made to end with its parent.
     """
@@ -26,14 +26,14 @@ def register() -> None:
 
     register_config()  # vLLM has the architecture DeepseekForCausalLM, but no config class for it
     if current_platform.is_cpu():
-        _mend_cpu_rotary()
+        _fix_cpu_rotary()
 
 
 def die_with_parent() -> None:
-    """Let a process of ``multiprocessing`` end at once when its parent is gone; repeatable.
+    """End this ``multiprocessing`` process when its parent ends; may be repeated.
 
-    A parent that is killed cannot stop its engines, which would go on serving nobody. The kernel's
-    own signal of a parent's death will not do: it comes when the thread ends that started us.
+    A killed parent cannot stop its engines. The kernel's own signal of a parent's death does not
+    help, because it comes when the *thread* that started the process ends.
     """
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCHER for thread in threading.enumerate()):
@@ -46,7 +46,7 @@ def _watch(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _mend_cpu_rotary() -> None:
+def _fix_cpu_rotary() -> None:
     """Replace, by vLLM's own extension point, a CPU kernel that is wrong for latent attention.
 
     vLLM 0.32's CPU kernel takes queries as (tokens, heads * size). The attention of DeepSeek-V2 and

@@ -1,4 +1,4 @@
-"""``serve``: ``vllm serve`` on a merged checkpoint, watched until it answers and stopped whole."""
+"""``serve``: run ``vllm serve`` on a merged checkpoint until it is interrupted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def serve_command(
         adapters: the options of :func:`adapter_arguments`.
 
     Raises:
-        RecipeError: an option that is never passed on, or that is given twice.
+        RecipeError: an option that is never allowed, or that is given twice.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
     ours: dict[str, Sequence[str]] = {
@@ -149,7 +149,7 @@ def serve(source: str | Path, options: ServeOptions, timeout: float = 1800.0) ->
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the checkpoint's tokenizer renders chats."""
+    """Whether the checkpoint's tokenizer has a chat template."""
     settings = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
@@ -157,7 +157,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def curl_line(url: str, name: str, chat: bool) -> str:
-    """A request to copy into a shell."""
+    """A request as a shell command."""
     body: dict[str, Any] = {"model": name, "max_tokens": 32}
     if chat:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
@@ -219,7 +219,7 @@ def watch(
 
 
 def refuse_used_port(host: str, port: int) -> None:
-    """Raise OSError when something listens there already: its answers would be taken for ours."""
+    """Raise OSError if the port is in use: its answers would be taken for the server's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
-"""Run a command so that it and all its processes end with whoever started it, even by SIGKILL.
+"""Run a command so that it and all its children end with its parent, even after SIGKILL.
 
-``python -ISP supervisor.py PARENT COMMAND...`` is started as the leader of a session of its own.
-The kernel tells it when PARENT has died, and it kills its process group: the command, and whatever
-that has started, however deep. Signals that the group gets are the command's business.
+``python -ISP supervisor.py PARENT COMMAND...`` leads its own session. The kernel signals it when
+PARENT dies, and it kills its process group: the command and all its descendants. Other signals are
+left to the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(parent: int, command: list[str]) -> int:
         )  # SIG_IGN would be the command's as well
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _DIED, 0, 0, 0)
     if os.getppid() != parent:
-        return 1  # it has died before the kernel was asked to tell
+        return 1  # the parent died before the kernel was asked for the signal
     code = subprocess.Popen(command).wait()
     if code < 0:  # end as the command did
         signal.signal(-code, signal.SIG_DFL)

@@ -83,7 +83,7 @@ def test_a_conversation_is_remembered_until_it_is_reset(run, capsys):
     assert speaker.ids[: len(prompt)] == prompt and len(speaker.ids) > first
     talk([speaker], ["/reset", "/experts", "/nonsense", "/exit", "never said"])
     said = capsys.readouterr().out
-    assert "nothing was said yet" in said and "/reset: start over" in said
+    assert "nothing was asked yet" in said and "/reset: start over" in said
     assert not speaker.turns
 
 

@@ -180,7 +180,7 @@ def _truncated(folder):
         (_other_tokenizer, "their tokenizers differ"),
         (_no_tokenizer, "no tokenizer.json"),
         (_missing_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
-        (_unknown_tensor, "'model.layers.1.self_attn.q_proj.bias' is none of a llama's"),
+        (_unknown_tensor, "'model.layers.1.self_attn.q_proj.bias' does not belong to a llama"),
         (_other_dtype, "'model.norm.weight' is F16"),
         (_truncated, "truncated, .* copy or download this file again"),
     ],

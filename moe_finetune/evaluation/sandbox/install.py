@@ -1,4 +1,4 @@
-"""Is there a sandbox for generated programs on this machine, and the command that installs one."""
+"""Check for a sandbox for generated programs, and install bubblewrap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = "bubblewrap"
 
 
 def sandbox_state() -> tuple[str | None, str]:
-    """Return the kind of sandbox that works here (or None) and why there is none (or "").
+    """Return the kind of sandbox that works here, or None and the reason.
 
     Programs are run in it to find out, which takes a second.
     """
@@ -25,7 +25,7 @@ def sandbox_state() -> tuple[str | None, str]:
 
 
 def no_sandbox() -> str:
-    """Why generated programs cannot be scored here, and what to do; "" where they can."""
+    """Why generated programs cannot be scored here, with the remedy; "" if they can."""
     kind, trouble = sandbox_state()
     if kind is not None:
         return ""
@@ -33,17 +33,17 @@ def no_sandbox() -> str:
 
 
 def remedy() -> str:
-    """The one command that installs bubblewrap here, for a person."""
+    """The command that installs bubblewrap here."""
     return install_command(PACKAGE) or "install bubblewrap with your system's packages, or docker"
 
 
 def missing() -> bool:
-    """Whether bubblewrap is what lacks: on Linux, without any bwrap."""
+    """Whether bubblewrap is missing, on Linux."""
     return sys.platform.startswith("linux") and shutil.which("bwrap") is None
 
 
 def repair_sandbox() -> list[str]:
-    """Install bubblewrap where no sandbox works and no password is asked; say what was done."""
+    """Install bubblewrap if no sandbox works and no password is needed; return what was done."""
     if not missing() or sandbox_state()[0] is not None:
         return []
     done = install(PACKAGE)

@@ -1,4 +1,4 @@
-"""Which names tests want from a program: read from trusted sources, before any program runs."""
+"""Find the names that tests require of a program, from trusted sources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def free_names(source: str) -> set[str]:
 
 
 def required_names(tests: str, setup: str = "", reference: str = "") -> tuple[str, ...]:
-    """Return the names that ``tests`` want from the program.
+    """Return the names that ``tests`` require of the program.
 
     They are those that tests use and that neither the tests nor ``setup`` bind. A name of Python's
     own (``sum``, ``math``) is the program's only where a reference solution defines it.

@@ -1,4 +1,4 @@
-"""Which isolation there is on this machine, and the command line that enters it."""
+"""The kinds of isolation, and the command lines that enter them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _USERS: Iterator[int] = itertools.count(1_000_000_000 + secrets.randbelow(1_000_
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Limits of one program.
 
     Attributes:
         seconds: wall clock for the program and its tests.
@@ -47,7 +47,7 @@ class Limits:
     reply_bytes: int = 8 << 20
 
     def rlimits(self, uid: int | None, count_processes: bool) -> str:
-        """Return what the runner sets for itself, as JSON."""
+        """Return the limits that the runner sets for itself, as JSON."""
         values = asdict(self) | {"cpu_seconds": self.seconds + 1, "uid": uid}
         if not count_processes:
             values["processes"] = 0
@@ -63,7 +63,7 @@ def start(kind: str, role: str, limits: Limits) -> subprocess.Popen[bytes]:
     elif kind in ("docker", "podman"):
         arguments = _container(kind, role, limits)
     else:
-        # The user's own processes would count against a limit here.
+        # Without isolation, a limit on processes would count all of the user's.
         rlimits = limits.rlimits(None, count_processes=False)
         arguments = [*_python(sys.executable, str(RUNNER)), role, rlimits]
     try:
@@ -83,7 +83,7 @@ def start(kind: str, role: str, limits: Limits) -> subprocess.Popen[bytes]:
 
 
 def unusable(kind: str) -> str:
-    """Why isolation ``kind`` cannot be tried here at all; "" where it can."""
+    """Why isolation ``kind`` cannot be tried here; "" if it can."""
     if kind != "bubblewrap":
         return ""
     if not sys.platform.startswith("linux"):
@@ -99,8 +99,8 @@ def unusable(kind: str) -> str:
 
 
 def _filter(role: str) -> int:
-    """Return a file that holds the system call filter of ``role``, read from its start."""
-    # One for each process: whoever reads it moves its position. The checker forks for each job.
+    """Return a file descriptor of the system call filter of ``role``."""
+    # One for each process, since reading moves its position. The checker forks for each job.
     fd = os.memfd_create("filter")
     os.write(fd, seccomp.program(forks=role == "checker"))
     os.lseek(fd, 0, os.SEEK_SET)

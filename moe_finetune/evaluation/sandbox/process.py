@@ -1,4 +1,4 @@
-"""One process in its sandbox, and the messages to and from it, each with a deadline."""
+"""A sandboxed process, and messages to and from it, each with a deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_finetune.evaluation.sandbox.policy import Limits, start
 
 
 class Stopped(Exception):
-    """The program or its tests cannot go on; the text is the verdict's reason."""
+    """The program or its tests cannot continue; the text is the verdict's reason."""
 
 
 class SandboxProcess:
@@ -52,7 +52,7 @@ class SandboxProcess:
         return line
 
     def silent(self) -> bool:
-        """Whether everything that it wrote was received."""
+        """Whether everything that the process wrote was received."""
         with selectors.PollSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
             return not self._buffer and not (selector.select(0) and self._read())
@@ -66,7 +66,7 @@ class SandboxProcess:
         return bool(piece)
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
-        # The clock first: who always has a byte ready must not go on for ever.
+        # The clock first: a process that always has a byte ready must still end.
         remaining = deadline - time.monotonic()
         with selectors.PollSelector() as selector:
             selector.register(fd, event)
@@ -74,7 +74,7 @@ class SandboxProcess:
                 raise Stopped("out of time")
 
     def kill(self) -> None:
-        """Kill the whole sandbox and wait until nothing of it holds the pipe any more."""
+        """Kill the whole sandbox and wait until its pipe is closed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
