@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_finetune.io import write_atomic
 from moe_finetune.io.ledger import Attempt
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.models.loading import load_tokenizer, local_folder
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.upcycle.clustering import cluster_categories
@@ -172,7 +173,7 @@ def measure_arm(upcycle: Upcycle, checkpoint: str, moe: bool, attempt: Attempt) 
         write_atomic(product / MEASURED_FILE, json.dumps(measured, ensure_ascii=False) + "\n")
         if snapshot is not None:
             text = json.dumps(snapshot, ensure_ascii=False) + "\n"
-            write_atomic(product / "routing" / "after.json", text)
+            write_atomic(RunFolder(product).routing_after, text)
 
 
 @contextmanager
@@ -197,7 +198,6 @@ def _train(
     **options: Any,
 ) -> None:
     """Train ``start`` on some categories (default: all); the log is kept in ``curves/NAME/``."""
-    from moe_finetune.training.run_log import METRICS_FILE
     from moe_finetune.upcycle.training import Job, run_job
 
     chosen = range(len(upcycle.texts.categories)) if categories is None else categories
@@ -205,4 +205,5 @@ def _train(
     length, file = upcycle.recipe.texts.max_length, attempt.work / "rows.bin"
     rows_RS = upcycle.texts.blocks(chosen, length, seed, file)
     job = Job(start, rows_RS, trainer, seed, upcycle.recipe.dense.dtype, **options)
-    run_job(job, attempt.work, attempt.target, upcycle.output / CURVES / curve / METRICS_FILE)
+    log = RunFolder(upcycle.output / CURVES / curve).metrics
+    run_job(job, attempt.work, attempt.target, log)
