@@ -61,8 +61,7 @@ def run(request: Request) -> int:
     """
     _refuse_contradictions(request)
     if request.suite is None and _validates(request):
-        found = [str(results_in(source)) for source in request.sources]
-        request = replace(request, sources=found)
+        request = replace(request, sources=[str(results_in(s)) for s in request.sources])
     folders = [Path(source) for source in request.sources if is_results(source)]
     if folders:
         if len(folders) < len(request.sources):

@@ -24,13 +24,13 @@ class BadReply(EvaluationError):
     """A reply that cannot be scored.
 
     Attributes:
-        asked: lm-eval's request, (prompt, continuation or arguments); None for a window of a
+        request: lm-eval's, (prompt, continuation or arguments); None for a window of a
             rolling request.
     """
 
-    def __init__(self, message: str, asked: tuple[Any, ...] | None = None):
+    def __init__(self, message: str, request: tuple[Any, ...] | None = None):
         super().__init__(message)
-        self.asked = asked
+        self.request = request
 
 
 class CheckedCompletions(LocalCompletionsAPI):
@@ -41,7 +41,7 @@ class CheckedCompletions(LocalCompletionsAPI):
         try:
             return await super().amodel_call(*args, cache_keys=cache_keys, **kwargs)
         except BadReply as error:
-            error.asked = cache_keys[0] if cache_keys else None
+            error.request = cache_keys[0] if cache_keys else None
             raise
 
     def _create_payload(self, messages: Any, *, eos: str | None = None, **kwargs: Any) -> Any:

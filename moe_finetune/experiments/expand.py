@@ -102,7 +102,7 @@ def reference_of(
                 f"{did_you_mean(str(reference), all_names)}"
             )
         reference = {holders[0]: reference}
-    found = {}
+    chosen = {}
     for axis, value in reference.items():
         if axis not in names:
             raise StudyError(f"{origin}: {key}.{axis}: unknown axis{did_you_mean(axis, names)}")
@@ -112,8 +112,8 @@ def reference_of(
                 f"{origin}: {key}.{axis}: unknown value '{value}'"
                 f"{did_you_mean(str(value), names[axis])}"
             )
-        found[axis] = name
-    return found
+        chosen[axis] = name
+    return chosen
 
 
 def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
@@ -173,22 +173,22 @@ def _choices(study: StudyRecipe, axis: str) -> list[Choice]:
     return choices
 
 
-def _values(study: StudyRecipe, axis: str, values: list[Any], place: str) -> Iterator[Choice]:
+def _values(study: StudyRecipe, axis: str, values: list[Any], axis_origin: str) -> Iterator[Choice]:
     """Choices of an axis that is a recipe key with a list of values."""
     parts = axis.split(".")
     if parts[0] not in Recipe.model_fields:
         near = did_you_mean(parts[0], Recipe.model_fields)
         raise StudyError(
-            f"{place}: axes.{axis}: not a key of a recipe{near}"
+            f"{axis_origin}: axes.{axis}: not a key of a recipe{near}"
             " (an axis of another name maps the names of its arms to recipe keys)"
         )
     if axis == NOT_VARIED:
-        raise StudyError(f"{place}: axes.{axis}: list the seeds in `seeds`")
+        raise StudyError(f"{axis_origin}: axes.{axis}: list the seeds in `seeds`")
     for index, value in enumerate(values):
         nested: Any = value
         for part in reversed(parts):
             nested = {part: nested}
-        origin = study.tree.origin(("axes", axis, index)) or place
+        origin = study.tree.origin(("axes", axis, index)) or axis_origin
         yield Choice(value_name(axis, value), (Tree(nested, {tuple(parts): origin}),))
 
 

@@ -109,7 +109,7 @@ class StudyRecipe(Section):
     plan: PlanSection = PlanSection()
 
     _tree: Tree = PrivateAttr(default_factory=Tree)
-    _given: list[str] = PrivateAttr(default_factory=list)
+    _arguments: list[str] = PrivateAttr(default_factory=list)
     _source: Path | None = PrivateAttr(default=None)
 
     @field_validator("seeds")
@@ -126,11 +126,11 @@ class StudyRecipe(Section):
 
     @property
     def overrides(self) -> list[str]:
-        return [item for item in self._given if _first_key(item) in Recipe.model_fields]
+        return [item for item in self._arguments if _first_key(item) in Recipe.model_fields]
 
     @property
-    def given(self) -> list[str]:
-        return self._given
+    def arguments(self) -> list[str]:
+        return self._arguments
 
     @property
     def file(self) -> Path | None:
@@ -165,7 +165,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> StudyRecipe:
     study_overrides = [item for item in overrides if _first_key(item) not in Recipe.model_fields]
     tree = load_tree([path], study_overrides)
     study = study_from_tree(tree, path.stem)
-    study._given, study._source = list(overrides), path
+    study._arguments, study._source = list(overrides), path
     return study
 
 

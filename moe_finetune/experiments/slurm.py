@@ -54,7 +54,7 @@ def shard_command(study: StudyRecipe, output: Path) -> list[str]:
     kind = "accelerate" if study.launch.config else "process"
     return [
         *(sys.executable, "-m", "moe_finetune.cli", "study", str(study.file.resolve())),
-        *(*study.given, f"launch.kind={kind}"),
+        *(*study.arguments, f"launch.kind={kind}"),
         *("--output", str(output.resolve()), "--resume"),
     ]
 

@@ -291,10 +291,10 @@ def _compare(table: Table, runs_of: dict[tuple[str, str], list[RunResult]]) -> N
     for benchmark in (True, False):
         columns = [column for column in table.columns if column.benchmark == benchmark]
         correct_and_decide([
-            (found.test, column.higher_is_better)
+            (tested.test, column.higher_is_better)
             for _, row in table.rows
             for column in columns
-            if (found := row.cells.get(column.name)) is not None and found.test is not None
+            if (tested := row.cells.get(column.name)) is not None and tested.test is not None
         ])  # fmt: skip
 
 

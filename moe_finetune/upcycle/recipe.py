@@ -353,24 +353,24 @@ def _trainer_problems(recipe: UpcycleRecipe) -> Iterator[str]:
         )
 
 
-def _lora_problems(place: str, lora: LoraSection | None, dense: bool) -> Iterator[str]:
+def _lora_problems(section: str, lora: LoraSection | None, dense: bool) -> Iterator[str]:
     """Adapter options that these models do not support; ``dense``: it trains a dense model."""
     if lora is None:
         return
     if lora.rank is None:
-        yield f"{place}.lora.rank: required, but missing; expected a whole number such as 32"
-    for key in sorted(_NOT_HERE & lora.model_fields_set):
-        if getattr(lora, key) != LoraSection.model_fields[key].default:
-            yield f"{place}.lora.{key}: cannot be set in an upcycling; leave it out"
+        yield f"{section}.lora.rank: required, but missing; expected a whole number such as 32"
+    for option in sorted(_NOT_HERE & lora.model_fields_set):
+        if getattr(lora, option) != LoraSection.model_fields[option].default:
+            yield f"{section}.lora.{option}: cannot be set in an upcycling; leave it out"
     if "shared_experts" in lora.targets and len(lora.targets) < len(ALL_TARGETS):
-        yield f"{place}.lora.targets: these models have no shared_experts; leave them out"
+        yield f"{section}.lora.targets: these models have no shared_experts; leave them out"
     if dense and not set(DENSE_TARGETS) & set(lora.targets):
         yield (
-            f"{place}.lora.targets: {lora.targets} adapts nothing of a dense model; choose "
+            f"{section}.lora.targets: {lora.targets} adapts nothing of a dense model; choose "
             f"from {', '.join(DENSE_TARGETS)}"
         )
     if dense and lora.experts != "all":
         yield (
-            f"{place}.lora.experts: a dense model has no experts to choose from; leave it out"
-            + (", or compare no arm that starts from 'dense'" if place == "finetune" else "")
+            f"{section}.lora.experts: a dense model has no experts to choose from; leave it out"
+            + (", or compare no arm that starts from 'dense'" if section == "finetune" else "")
         )

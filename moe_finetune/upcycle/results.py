@@ -91,7 +91,7 @@ def category_results(
 ) -> StudyResults:
     """Perplexity and judgement on each category's test texts; the paper has no such table."""
     texts = {
-        name: lambda one, number=index, name=name: _category_values(one, number, name)
+        name: lambda one, index=index, name=name: _category_values(one, index, name)
         for index, name in enumerate(categories)
     }
     return _results("Arms on each category's test texts", measured, seeds, output, texts)
@@ -142,12 +142,12 @@ def _split_values(one: Mapping[str, Any], split: Split) -> Values:
     return values
 
 
-def _category_values(one: Mapping[str, Any], number: int, name: str) -> Values:
+def _category_values(one: Mapping[str, Any], index: int, name: str) -> Values:
     test = one["splits"]["test"]
     losses = [
         loss
         for loss, category in zip(test["losses"], test["categories"], strict=True)
-        if category == number
+        if category == index
     ]
     values = {"perplexity": float(np.exp(losses).mean())} if losses else {}
     right, questions = one.get("judgement", {}).get("categories", {}).get(name, (0, 0))

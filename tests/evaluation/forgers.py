@@ -41,19 +41,11 @@ WIRE = {
         "{'value': {'d': [[n, {'i': hex(i)}] for i, n in enumerate(NAMES)]}}",
         "serve(lambda m: {'value': ZERO})",
     ),
-    "names_as_handles": _wire(
-        "{'value': {'d': [[n, {'o': hex(i)}] for i, n in enumerate(NAMES)]}}",
-        "serve(lambda m: {'value': {'o': '0x1'}})",
-    ),
-    "names_as_a_list": _wire(_EMPTY, "serve(lambda m: {'value': ZERO})"),
     "one_handle_for_all": _wire(_EMPTY, "serve(lambda m: {'value': {'o': '0x0'}})"),
     "echo": _wire(_EMPTY, "serve(lambda m: {'value': (m['args'][1]['l'] or [None])[0]})"),
-    "questions_back": _wire(_EMPTY, "serve(lambda m: {'value': m['args'][1]})"),
     "yes": _wire(_EMPTY, "serve(lambda m: {'value': True})"),
     "not_a_number": _wire(_EMPTY, "serve(lambda m: {'value': {'f': 'nan'}})"),
-    "bare_not_a_number": _wire(_EMPTY, "serve(lambda m: b'{\"value\": NaN}')"),
     "bare_numbers": _wire(_EMPTY, "serve(lambda m: b'{\"value\": ' + b'9' * 5000 + b'}')"),
-    "infinite": _wire(_EMPTY, "serve(lambda m: {'value': {'f': 'inf'}})"),
     "endings_of_loops": _wire(_EMPTY, "serve(lambda m: {'error': ['StopIteration', '']})"),
     "failures": _wire(_EMPTY, "serve(lambda m: {'error': ['AssertionError', '']})"),
     "exits": _wire(
@@ -64,7 +56,6 @@ WIRE = {
     "the_last_word": _wire(
         _EMPTY, "for word in ('', '0'):\n    say({'done': word})\nserve(lambda m: {'done': ''})"
     ),
-    "word_and_value": _wire(_EMPTY, "serve(lambda m: {'value': ZERO, 'done': '', 'error': []})"),
     "twice": _wire(
         _EMPTY,
         "def both(m):\n    say({'value': {'l': []}})\n    return {'value': {'l': []}}\nserve(both)",
@@ -88,15 +79,8 @@ WIRE = {
         _EMPTY, "serve(lambda m: b'{\"value\": ' + b'{\"l\": [' * 500 + b']}' * 500 + b'}')"
     ),
     "unknown_tags": _wire(_EMPTY, "serve(lambda m: {'value': {'__class__': 'tuple'}})"),
-    "two_tags": _wire(_EMPTY, "serve(lambda m: {'value': {'i': '0x0', 'f': '0x0p+0'}})"),
     "wrong_content": _wire(_EMPTY, "serve(lambda m: {'value': {'i': [1]}})"),
     "unhashable": _wire(_EMPTY, "serve(lambda m: {'value': {'s': [{'l': []}]}})"),
-    "number_beyond_all": _wire(_EMPTY, "serve(lambda m: {'value': {'f': '0x1p99999'}})"),
-    "shared_memory": _wire(
-        _EMPTY,
-        "import mmap\nshared = mmap.mmap(-1, 1 << 20)\nshared[:4] = b'done'\n"
-        "serve(lambda m: {'value': {'b': shared[:9].hex()}})",
-    ),
 }  # fmt: skip
 
 _LYING = """
@@ -124,8 +108,7 @@ def ENTRY(*a, **k):
 
 VALUES = {
     f"lying_{base}": _LYING.replace("BASE", base)
-    for base in ("float", "int", "str", "bytes", "list", "tuple", "dict", "set", "frozenset",
-                 "complex", "object", "Exception")
+    for base in ("float", "str", "list", "object")
 } | {
     "raises_the_end": "def ENTRY(*a):\n    raise StopIteration",
     "raises_a_failure": "def ENTRY(*a):\n    raise AssertionError",

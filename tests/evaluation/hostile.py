@@ -7,7 +7,6 @@ PROGRAMS = {
     "early_exit": "import os\nos._exit(0)",
     "system_exit": "import sys\nsys.exit(0)",
     "exit_when_called": "def f(*a):\n    import os\n    os._exit(0)",
-    "raise_system_exit_when_called": "def f(*a):\n    raise SystemExit(0)",
     "frames": """
 def f(*a):
     import sys
@@ -52,13 +51,6 @@ class Yes:
     __gt__ = __lt__
     def __hash__(self): return 0
 def f(*a): return Yes()
-""",
-    "list_that_equals_everything": """
-class Yes(list):
-    def __eq__(self, other): return True
-class Number(int):
-    def __eq__(self, other): return True
-def f(*a): return Number(12345)
 """,
     "patched_builtins": """
 import builtins
@@ -127,12 +119,6 @@ def f(*a):
     block = bytearray(8 << 30)
     return 'right'
 """,
-    "allocate_slowly": """
-def f(*a):
-    blocks = []
-    while True:
-        blocks.append(b'x' * (1 << 20))
-""",
     "endless_output": """
 import sys
 while True:
@@ -171,44 +157,10 @@ def f(*a):
             time.sleep(1000)
         os._exit(0)
 """,
-    "symlinks": """
-def f(*a):
-    import os
-    outside = os.path.join('/proc', '1', 'root', 'etc', 'passwd')
-    for target in ['{host}/secret.txt', outside, '/etc/passwd']:
-        try:
-            link = os.path.join(os.environ.get('HOME', '/tmp'), 'link')
-            os.symlink(target, link)
-            with open(link, 'a') as stream:
-                stream.write('changed')
-            return 'right'
-        except OSError:
-            pass
-        finally:
-            try:
-                os.unlink(link)
-            except OSError:
-                pass
-""",
-    "raise_limits": """
-def f(*a):
-    import resource
-    resource.setrlimit(resource.RLIMIT_NPROC, (10000, 10000))
-    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-    return 'right'
-""",
     "become_root": """
 def f(*a):
     import os
     os.setuid(0)
-    return 'right'
-""",
-    "fill_the_home": """
-def f(*a):
-    import os
-    for i in range(1000):
-        with open(os.path.join(os.environ['HOME'], str(i)), 'wb') as stream:
-            stream.write(b'x' * (1 << 20))
     return 'right'
 """,
     "deep_answer": """

@@ -342,7 +342,7 @@ def test_no_program_without_answers_passes(sandbox, problems):
     assert _forged(sandbox, problems, USING_NAMES[:1], FORGERS) == []
     first = dict(itertools.islice(WIRE.items(), 4))
     assert _forged(sandbox, problems, USING_NAMES[1:], first) == []
-    assert len(FORGERS) > 40
+    assert len(FORGERS) > 25
     # The control: answers do pass.
     right = [human_eval_program(problems[i], problems[i]["canonical_solution"])
              for i in USING_NAMES]  # fmt: skip
