@@ -10,24 +10,22 @@ only its processor time, so a verdict does not depend on how busy the machine is
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
-import json
 import re
-import selectors
-import subprocess
+import resource
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 from moe_finetune.errors import DependencyError
 from moe_finetune.evaluation.extract import math_equal, normalize_math
+from moe_finetune.io.worker import Worker, WorkerError
 
 CPU_SECONDS = 5
-# For a machine that gives the process no processor time.
-WALL_SECONDS = 120
+MEMORY_BYTES = 2 << 30
 LONGEST = 1000
-_WORKER = Path(__file__).with_name("equivalence_worker.py")
 # Computer algebra reads a word as a product of letters, where the order does not matter.
 _WORDS = re.compile(r"[^\W\d_]{3,}(?:[\s,.'-]*[^\W\d_]+)*")
 _BASE = re.compile(r"_\{?(\d+)\}?$")
@@ -62,68 +60,73 @@ def same_answer(answer: str | None, reference: str) -> bool:
     return _comparer.same(answer, reference)
 
 
+def compare(answer: str, reference: str, seconds: int) -> bool:
+    """Compare two answers by computer algebra, within limits on this process.
+
+    The kernel ends the process after ``seconds`` more of its processor time; more than
+    ``MEMORY_BYTES`` is a MemoryError.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds + 1, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import math_verify
+
+    # LaTeX only: the library's other reader hands text to Python's eval.
+    latex = [math_verify.LatexExtractionConfig()]
+    try:
+        target, gold = (
+            math_verify.parse(
+                f"${text.replace(chr(92) + '$', '').replace('$', '')}$",
+                extraction_config=latex,
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+            for text in (answer, reference)
+        )
+        return bool(target and gold) and math_verify.verify(gold, target, timeout_seconds=None)
+    except (Exception, RecursionError):  # whatever computer algebra raises on a strange answer
+        return False
+
+
 class _Comparer:
     """The comparing process, started on first use and again after it ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
         self._lock = threading.Lock()
 
     def same(self, answer: str, reference: str) -> bool:
         """Ask the process; an answer that exceeds its limits counts as wrong."""
         with self._lock:
-            if self._process is None:
-                self._start()
-            verdict = self._ask([answer, reference])
-            if verdict is None:
+            worker = self._worker or self._start()
+            try:
+                return worker.call(compare, answer, reference, CPU_SECONDS)
+            except WorkerError:
                 self._stop()
                 print(
                     f"comparing {answer!r:.80} with {reference!r:.80} took too much time or "
                     "memory; it counts as wrong",
                     file=sys.stderr,
                 )
-            return bool(verdict)
+                return False
 
-    def _start(self) -> None:
+    def _start(self) -> Worker:
         require()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(CPU_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        if self._ask(["1", "1"]) is not True:
-            self._stop()
-            raise DependencyError(
-                "math-verify cannot be used; see what "
-                f"'{sys.executable} -c \"import math_verify\"' says"
-            )
-
-    def _ask(self, pair: list[str]) -> bool | None:
-        assert self._process is not None
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        self._log = Path(tempfile.mkstemp(prefix="moe-finetune-", suffix=".log")[1])
+        self._worker = Worker(self._log)
         try:
-            stdin.write(json.dumps(pair).encode() + b"\n")
-            stdin.flush()
-        except BrokenPipeError:
-            return None
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            if not selector.select(WALL_SECONDS):
-                return None
-        return {b"true\n": True, b"false\n": False}.get(stdout.readline())
+            self._worker.call(compare, "1", "1", CPU_SECONDS)
+        except WorkerError as error:
+            self._stop()
+            raise DependencyError(f"math-verify cannot be used: {error}") from None
+        return self._worker
 
     def _stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
-        self._process = None
+        if self._worker is not None:
+            self._worker.__exit__()
+            self._worker = None
+            self._log.unlink(missing_ok=True)
 
 
 _comparer = _Comparer()
