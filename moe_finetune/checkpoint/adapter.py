@@ -86,10 +86,10 @@ def open_adapter(path: str | Path) -> Adapter:
     for name, info in header.tensors.items():
         if not name.startswith(PREFIX):
             raise AdapterError(f"{info.file}: key '{name}' does not start with '{PREFIX}'")
-        held = tables if info.dtype in INTEGERS and ".lora_" not in name else tensors
-        if held is tensors and info.dtype not in FLOATS:
+        target = tables if info.dtype in INTEGERS and ".lora_" not in name else tensors
+        if target is tensors and info.dtype not in FLOATS:
             raise AdapterError(f"{info.file}: '{name}' is {info.dtype}, not a float tensor")
-        held[name.removeprefix(PREFIX)] = info
+        target[name.removeprefix(PREFIX)] = info
     if not tensors:
         raise AdapterError(f"{folder / WEIGHTS}: holds no tensors")
     return Adapter(folder, config, tensors, read_metadata(folder), tables)
@@ -104,7 +104,7 @@ def check_finite(adapter: Adapter) -> None:
 
 
 def read_bias(folder: Path) -> dict[int, list[float]] | None:
-    """The loss-free routing bias beside an adapter, by decoder layer, or None where it has none.
+    """The loss-free routing bias in an adapter's folder, by decoder layer; None without one.
 
     Raises:
         AdapterError: the file is damaged, or holds something else than finite vectors by layer.
@@ -116,7 +116,7 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
         return None
     from moe_finetune.checkpoint.tensors import read_tensor
 
-    found: dict[int, list[float]] = {}
+    bias: dict[int, list[float]] = {}
     for name, info in read_header(file, AdapterError).tensors.items():
         head, _, layer = name.partition(".")
         if head != "bias" or not layer.isdigit() or len(info.shape) != 1:
@@ -126,8 +126,8 @@ def read_bias(folder: Path) -> dict[int, list[float]] | None:
         values = read_tensor(info).tolist()
         if not all(map(math.isfinite, values)):
             raise AdapterError(f"{file}: '{name}' holds NaN or infinity; take an earlier one")
-        found[int(layer)] = values
-    return found
+        bias[int(layer)] = values
+    return bias
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def _by_pattern(patterns: dict[str, Any] | None, key: str, default: Any) -> Any:
 
 def unused(adapter: Adapter, used: Iterable[str]) -> None:
     """Raise AdapterError when a tensor of the adapter is not in ``used``."""
-    left = sorted(set(adapter.tensors) - set(used))
-    if left:
+    unmerged = sorted(set(adapter.tensors) - set(used))
+    if unmerged:
         raise AdapterError(
-            f"{adapter.folder / WEIGHTS}: {len(left)} tensors would not be merged, first "
-            f"'{left[0]}'; they are not LoRA factors or saved modules"
+            f"{adapter.folder / WEIGHTS}: {len(unmerged)} tensors would not be merged, first "
+            f"'{unmerged[0]}'; they are not LoRA factors or saved modules"
         )

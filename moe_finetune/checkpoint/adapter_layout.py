@@ -7,7 +7,7 @@ names:
 - before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
 - Unsloth, until September 2026, read ``lora_B`` expert by expert. Later releases write which of the
   two holds into ``adapter_config.json``: ``lora_B_layout``, and by parameter in
-  ``unsloth_fused_expert_lora``. Before that nothing but the maker can be told.
+  ``unsloth_fused_expert_lora``. Older files only show that Unsloth made them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
 SWAPPED_UNTIL = (0, 19)
 
 
-def grouped_by_expert(config: Mapping[str, Any], parameter: str, place: Path) -> bool:
+def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path) -> bool:
     """Whether ``lora_B`` of a stack has each expert's columns side by side.
 
     Args:
@@ -48,11 +48,11 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, place: Path) ->
         return layout == GROUPED
     if layout is not None:
         raise AdapterError(
-            f"{place}: {MARKER} is {layout!r:.60}; it must be {RANK_MAJOR} or {GROUPED}"
+            f"{location}: {MARKER} is {layout!r:.60}; it must be {RANK_MAJOR} or {GROUPED}"
         )
     if made_by_unsloth(config):
         raise AdapterError(
-            f"{place}: Unsloth made this adapter. Its releases before September 2026 pack the "
+            f"{location}: Unsloth made this adapter. Its releases before September 2026 pack the "
             f"experts' lora_B by expert, later ones as PEFT does, and the file does not say which. "
             f'Add "{MARKER}": "{GROUPED}" to the file if it was trained before, '
             f'"{MARKER}": "{RANK_MAJOR}" if it was trained with a later release'
@@ -72,22 +72,22 @@ def outputs_first(
     b_shape: tuple[int, ...],
     out_size: int,
     in_size: int,
-    place: Path,
+    location: Path,
 ) -> bool:
     """Whether ``lora_A`` of a stack that is held as (E, O, I) has the outputs, as before PEFT 0.19.
 
     The shapes decide where a matrix is not square; else the version of PEFT that wrote the file.
 
     Raises:
-        AdapterError: neither can tell.
+        AdapterError: the shapes fit both and the version is missing.
     """
     if out_size != in_size:
         return (a_shape[-1], b_shape[0]) == (out_size, in_size)
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
     if version is None:
         raise AdapterError(
-            f"{place}: the experts' matrices are square, and peft_version is missing, so nothing "
-            "tells whether lora_A has their inputs or their outputs. Add the version of PEFT that "
-            'saved the adapter, such as "peft_version": "0.18.1"'
+            f"{location}: the experts' matrices are square, and peft_version is missing, so "
+            "lora_A may have their inputs or their outputs. Add the version of PEFT that saved the "
+            'adapter, such as "peft_version": "0.18.1"'
         )
     return (int(version[1]), int(version[2])) < SWAPPED_UNTIL

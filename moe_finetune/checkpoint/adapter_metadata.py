@@ -1,4 +1,4 @@
-"""``moe_finetune.json`` beside an adapter: what PEFT's own config has no field for.
+"""``moe_finetune.json`` in an adapter's folder: what PEFT's own config has no field for.
 
 ``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when LoRA is on
 chosen experts only (expert-selective fine-tuning, ESFT): the factors of a layer are then packed as
@@ -82,8 +82,8 @@ def _experts(file: Path, value: Any) -> dict[int, tuple[int, ...]] | None:
     chosen: dict[int, tuple[int, ...]] = {}
     for layer, ids in value.items():
         valid = isinstance(ids, list) and all(type(e) is int and e >= 0 for e in ids)
-        known = layer.isascii() and layer.isdigit() and str(int(layer[:9])) == layer
-        if not known or not valid or not ids or len(set(ids)) != len(ids):
+        is_layer = layer.isascii() and layer.isdigit() and str(int(layer[:9])) == layer
+        if not is_layer or not valid or not ids or len(set(ids)) != len(ids):
             raise wrong
         chosen[int(layer)] = tuple(ids)
     return chosen

@@ -33,7 +33,7 @@ def model_card(
     metrics: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
-    made: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
+    origin: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
     library: str = "transformers",
 ) -> str:
     """The text of an export's ``README.md``.
@@ -60,8 +60,8 @@ def model_card(
         front["license"] = licence
     lines = ["---", yaml.safe_dump(front, sort_keys=True).strip(), "---", ""]
     lines += [f"# {title}", ""]
-    lines += [made.format(f"`{name}`"), ""]
-    sources = ", ".join(f"`{public_name(each)}`" for each in data)
+    lines += [origin.format(f"`{name}`"), ""]
+    sources = ", ".join(f"`{public_name(source)}`" for source in data)
     facts: dict[str, Any] = {"Base": f"`{name}`", "Method": method, "Data": sources}
     facts |= {key: _public_value(value) for key, value in (options or {}).items()}
     facts["Licence of the base"] = licence or "not stated by the base; ask its authors before use"

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint that an export takes along, and those it leaves behind."""
+"""The small files of a checkpoint that an export copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def carried_files(
 ) -> dict[str, bytes]:
     """Configs, tokenizer, chat templates and licence texts of ``folder`` as path -> bytes.
 
-    Bytes are the base's own; a link that leaves the folder raises CheckpointError. Only
+    Bytes are the base's own; a link to outside the folder raises CheckpointError. Only
     ``config.json`` changes, by ``config_changes`` (None removes a key), any JSON file that names
     remote code loses that entry, and a tokenizer that loaders would read differently without its
     code is written so that all of them read the same.
@@ -52,10 +52,10 @@ def refuse_foreign_links(folder: Path) -> None:
     folder, and those of the hub's cache to the blobs of the same repository, are the checkpoint's.
     """
     root = folder.resolve()
-    own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    allowed = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     for path in small_files(folder):
         real = path.resolve()
-        if not any(real.is_relative_to(place) for place in own):
+        if not any(real.is_relative_to(parent) for parent in allowed):
             raise CheckpointError(
                 f"{path}: is a link to {real}, outside the checkpoint, and would be copied with "
                 "it; put the file itself there, or remove the link"
@@ -87,25 +87,25 @@ def _loaders_disagree(folder: Path) -> bool:
     """Whether some loader reads this tokenizer differently from the way training read it."""
     if not (folder / "tokenizer.json").is_file():
         return (folder / "tiktoken.model").is_file()
-    settings = folder / "tokenizer_config.json"
-    held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
-    # transformers 5 ignores add_bos_token beside a tokenizer.json; training did not.
-    return bool(held.get("add_bos_token"))
+    file = folder / "tokenizer_config.json"
+    settings = read_object(file, CheckpointError, COPY_AGAIN) if file.is_file() else {}
+    # transformers 5 ignores add_bos_token where there is a tokenizer.json; training did not.
+    return bool(settings.get("add_bos_token"))
 
 
 def _plain_tokenizer(folder: Path) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as made:
-        write_tokenizer(folder, Path(made))
-        return {path.name: path.read_bytes() for path in Path(made).iterdir()}
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(folder, Path(scratch))
+        return {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
 
 
 def _changed(name: str, folder: Path, content: bytes, changes: Mapping[str, Any]) -> bytes:
     # A config's values are checked where it is opened; one of them may be infinite.
     checked = name == "config.json"
     mapping = read_object(folder / name, CheckpointError, COPY_AGAIN, finite=not checked)
-    wanted = mapping | dict(changes)
+    updated = mapping | dict(changes)
     for key in (_CODE, *(key for key, value in changes.items() if value is None)):
-        wanted.pop(key, None)
-    if wanted == mapping:
+        updated.pop(key, None)
+    if updated == mapping:
         return content
-    return (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(updated, indent=2, ensure_ascii=False) + "\n").encode()

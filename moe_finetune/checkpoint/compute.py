@@ -73,18 +73,18 @@ class Factors:
         norms_O = self._get(update.adapter, update.key, lambda t: t)
         return norms_O[slice(*update.rows)] if update.rows else norms_O
 
-    def _get(self, number: int, key: str, unpack) -> Tensor:
+    def _get(self, adapter: int, key: str, unpack) -> Tensor:
         with self._lock:
-            future = self._cache.get((number, key))
+            future = self._cache.get((adapter, key))
             mine = future is None
             if future is None:
-                future = self._cache[number, key] = Future()
+                future = self._cache[adapter, key] = Future()
                 while len(self._cache) > _HELD:
                     self._cache.popitem(last=False)
-            self._cache.move_to_end((number, key))
+            self._cache.move_to_end((adapter, key))
         if mine:
             try:
-                info = self.adapters[number][0].tensors[key]
+                info = self.adapters[adapter][0].tensors[key]
                 future.set_result(unpack(read_tensor(info).float()).contiguous())
             except BaseException as problem:
                 future.set_exception(problem)
@@ -161,9 +161,9 @@ class Merged:
                 rows_here = slice(top, min(top + block, last - first))
                 work_OI = _buffer("work", rows_here.stop - top, columns, "F32")
                 work_OI.copy_(chunk_OI[rows_here])
-                below = slice(first + rows_here.start, first + rows_here.stop)
+                matrix_rows = slice(first + rows_here.start, first + rows_here.stop)
                 at_element = begin + top * columns
-                squares += self.change(work_OI, below, at_element, left_OR, right_RI)
+                squares += self.change(work_OI, matrix_rows, at_element, left_OR, right_RI)
                 _check_range(work_OI, target)
                 out_OI[rows_here].copy_(work_OI)
                 if not finite(out_OI[rows_here]):

@@ -69,8 +69,8 @@ def _decoder_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorInfo]]
     """Tensors of the files outside of an MTP head, whose layers may have experts too."""
     layers = language_keys(checkpoint.config).get("num_hidden_layers")
     for name, info in checkpoint.tensors.items():
-        number = layer_number(name, checkpoint.family)
-        later = isinstance(layers, int) and number is not None and number >= layers
+        layer = layer_number(name, checkpoint.family)
+        later = isinstance(layers, int) and layer is not None and layer >= layers
         if not later and name not in checkpoint.untrained:
             yield name, info
 
@@ -78,10 +78,10 @@ def _decoder_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorInfo]]
 def layer_number(name: str, family: Family | None) -> int | None:
     """The decoder layer that a tensor of the files is of; None outside of them."""
     stack = "layers." if family is None else family.disk.stack
-    head, separator, rest = name.partition(stack)
-    number = rest.partition(".")[0]
+    head, separator, tail = name.partition(stack)
+    layer = tail.partition(".")[0]
     at_start = not head or (family is None and head.endswith("."))
-    return int(number) if separator and at_start and number.isdigit() else None
+    return int(layer) if separator and at_start and layer.isdigit() else None
 
 
 def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
@@ -97,19 +97,19 @@ def _count_experts(checkpoint: Checkpoint) -> dict[int, int]:
     for name, _ in _decoder_tensors(checkpoint):
         for part, regex in parts.items():
             if match := regex.fullmatch(name):
-                layer = seen.setdefault(int(match[1]), {part: set() for part in parts})
-                layer[part].add(int(match[2]))
+                ids_of_part = seen.setdefault(int(match[1]), {part: set() for part in parts})
+                ids_of_part[part].add(int(match[2]))
     counts = {}
-    for number, layer in sorted(seen.items()):
-        count = max(max(ids, default=0) for ids in layer.values()) + 1
-        for part, ids in layer.items():
+    for layer, ids_of_part in sorted(seen.items()):
+        count = max(max(ids, default=0) for ids in ids_of_part.values()) + 1
+        for part, ids in ids_of_part.items():
             for expert in sorted(set(range(count)) - ids):
                 raise CheckpointError(
-                    f"{checkpoint.folder}: tensor '{disk.name(part, number, expert)}' is missing; "
+                    f"{checkpoint.folder}: tensor '{disk.name(part, layer, expert)}' is missing; "
                     "a shard is missing or the checkpoint is incomplete"
                 )
-        _check_present(checkpoint, number, ())
-        counts[number] = count
+        _check_present(checkpoint, layer, ())
+        counts[layer] = count
     return counts
 
 
@@ -122,8 +122,8 @@ def _count_stacked(checkpoint: Checkpoint) -> dict[int, int]:
     for name, info in _decoder_tensors(checkpoint):
         if match := regex.fullmatch(name):
             counts.setdefault(int(match[1] or match[2]), info.shape[0] if info.shape else 0)
-    for number in counts:
-        _check_present(checkpoint, number, ("gate_up", "down"))
+    for layer in counts:
+        _check_present(checkpoint, layer, ("gate_up", "down"))
     return dict(sorted(counts.items()))
 
 

@@ -48,22 +48,22 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
     size = sum((folder / name).stat().st_size for name in files)
     check_space(output, size)
     check_values(tensors_of(files).values(), CheckpointError)
-    with output_folder(output, size) as work:
+    with output_folder(output, size) as partial:
         for name in files:
-            _copy(folder / name, work / name)
+            _copy(folder / name, partial / name)
         if list(files) != [SINGLE]:
             index = index_text(tensors_of(files).values())
-            (work / INDEX).write_text(index, encoding="utf-8")
+            (partial / INDEX).write_text(index, encoding="utf-8")
         config = read_config(folder)
         config.pop("auto_map", None)
-        write_json(work / "config.json", config)
-        write_tokenizer(folder, work)
+        write_json(partial / "config.json", config)
+        write_tokenizer(folder, partial)
         for file in small_files(folder):
             if file.name in _CARRIED or file.name.startswith("LICENSE"):
-                shutil.copyfile(file, work / file.name)
-        made = "The weights of {} as published, written by moe-finetune without code."
-        write_card(work, folder, f"{public_name(source)}, converted", made=made)
-        for path in work.iterdir():
+                shutil.copyfile(file, partial / file.name)
+        origin = "The weights of {} as published, written by moe-finetune without code."
+        write_card(partial, folder, f"{public_name(source)}, converted", origin=origin)
+        for path in partial.iterdir():
             sync(path)
     return output
 
@@ -71,10 +71,12 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> Path:
 def _copy(source: Path, target: Path) -> None:
     """Copy a large file inside the kernel, which shares blocks where the file system can."""
     with source.open("rb") as old, target.open("xb") as new:
-        left = os.fstat(old.fileno()).st_size
+        remaining = os.fstat(old.fileno()).st_size
         try:
-            while left > 0 and (count := os.copy_file_range(old.fileno(), new.fileno(), left)):
-                left -= count
+            while remaining > 0 and (
+                count := os.copy_file_range(old.fileno(), new.fileno(), remaining)
+            ):
+                remaining -= count
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise

@@ -1,6 +1,6 @@
 """An adapter as PEFT reads it now, whoever made it.
 
-Chosen experts get zero factors beside them, factors of each expert's own matrices become those of a
+Other experts get zero factors, factors of each expert's own matrices become those of a
 stack, and other packings become PEFT's. The sums are the same; ranks and scalings may differ.
 
 Shape legend: E experts, R their rank in the stack, r a matrix's rank, I inputs, O outputs.
@@ -57,7 +57,7 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
     config = parse_config(base.folder)
     modules: set[str] = set()
     scales = dict.fromkeys(ranks, 1.0)
-    of_key = {update.a: update for each in by_tensor.values() for update in each}
+    of_key = {update.a: update for of_tensor in by_tensor.values() for update in of_tensor}
     for key, info in adapter.tensors.items():
         if key in used:
             continue
@@ -144,16 +144,16 @@ def _packed(
     pairs: Mapping[int, Mapping[Any, tuple[int, Tensor, Tensor]]], experts: int, out_size: int
 ) -> tuple[Tensor, Tensor]:
     """``lora_A`` (E·R, I) and ``lora_B`` (O, R·E) of one stack; a part's factors side by side."""
-    rank = max(sum(right.shape[0] for *_, right in each.values()) for each in pairs.values())
+    rank = max(sum(right.shape[0] for *_, right in factors.values()) for factors in pairs.values())
     in_size = next(iter(next(iter(pairs.values())).values()))[2].shape[1]
     a_ERI, b_EOR = torch.zeros(experts, rank, in_size), torch.zeros(experts, out_size, rank)
-    for expert, each in pairs.items():
+    for expert, factors in pairs.items():
         at = 0
-        for first, left_Or, right_rI in each.values():
-            here = slice(at, at + right_rI.shape[0])
-            a_ERI[expert, here] = right_rI
-            b_EOR[expert, first : first + left_Or.shape[0], here] = left_Or
-            at = here.stop
+        for first, left_Or, right_rI in factors.values():
+            columns = slice(at, at + right_rI.shape[0])
+            a_ERI[expert, columns] = right_rI
+            b_EOR[expert, first : first + left_Or.shape[0], columns] = left_Or
+            at = columns.stop
     return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
 
 

@@ -40,16 +40,16 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
     Raises:
         CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
     """
-    place = checkpoint.folder / "config.json"
+    config_file = checkpoint.folder / "config.json"
     family = checkpoint.family
     text = config.get_text_config()
     numbers = {name: layer_number(name, family) for name in checkpoint.tensors}
-    later = {n for n, number in numbers.items() if (number or 0) >= text.num_hidden_layers}
+    later = {n for n, index in numbers.items() if (index or 0) >= text.num_hidden_layers}
     later -= untrained(later, config, family).keys()
     layers = 1 + max((numbers[name] or 0 for name in later), default=text.num_hidden_layers - 1)
     if layers != text.num_hidden_layers:
         raise CheckpointError(
-            f"{place}: num_hidden_layers is {text.num_hidden_layers}, but the files hold "
+            f"{config_file}: num_hidden_layers is {text.num_hidden_layers}, but the files hold "
             f"{layers} layers; restore the checkpoint's own config.json"
         )
     experts = family.num_experts(config)
@@ -57,27 +57,27 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
         stored = checkpoint.experts.get(layer)
         if stored != experts:
             raise CheckpointError(
-                f"{place}: layer {layer} should have {experts} routed experts, but the files "
+                f"{config_file}: layer {layer} should have {experts} routed experts, but the files "
                 f"hold {stored or 'none'}; restore the checkpoint's own config.json"
             )
     if not 1 <= family.top_k(config) <= experts:
         raise CheckpointError(
-            f"{place}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
+            f"{config_file}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
         )
     loaded = f"{family.backbone}.embed_tokens.weight"
     name = name_on_disk(checkpoint.config, loaded, family.disk.spelling)
     embedding = checkpoint.tensors.get(name)
-    wanted = (text.vocab_size, text.hidden_size)
-    if embedding is not None and tuple(embedding.shape) != wanted:
+    expected = (text.vocab_size, text.hidden_size)
+    if embedding is not None and tuple(embedding.shape) != expected:
         raise CheckpointError(
-            f"{place}: vocab_size and hidden_size are {wanted}, and {embedding.name} is "
+            f"{config_file}: vocab_size and hidden_size are {expected}, and {embedding.name} is "
             f"{tuple(embedding.shape)}; restore the checkpoint's own config.json"
         )
     return check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
 
 
 def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
-    """The checkpoint with the orientation of its stacks, told as transformers does: by the shape.
+    """The checkpoint with the orientation of its stacks, which loaders recognize by the shape.
 
     Raises:
         CheckpointError: some stacks are stored one way and some the other.
@@ -86,18 +86,18 @@ def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
     if not disk.either:
         return checkpoint
     needed = needed_tensors(config, checkpoint.family)
-    found: dict[bool, str] = {}
+    examples: dict[bool, str] = {}
     for layer in checkpoint.experts:
         for name in (disk.name("gate_up", layer), disk.name("down", layer)):
             shape = needed.get(name)
             if shape is not None:
-                found[checkpoint.tensors[name].shape == _turned(shape) != shape] = name
-    if len(found) > 1:
+                examples[checkpoint.tensors[name].shape == _turned(shape) != shape] = name
+    if len(examples) > 1:
         raise CheckpointError(
-            f"{checkpoint.folder}: '{found[True]}' is stored transposed, (experts, in, out), and "
-            f"'{found[False]}' is not; loaders would read one of them wrongly"
+            f"{checkpoint.folder}: '{examples[True]}' is stored transposed, (experts, in, out), "
+            f"and '{examples[False]}' is not; loaders would read one of them wrongly"
         )
-    turned = replace(disk, transposed=True in found)
+    turned = replace(disk, transposed=True in examples)
     return checkpoint.changed(family=replace(checkpoint.family, disk=turned))
 
 
@@ -143,9 +143,9 @@ def check_tensors(
     if family is not None and family.disk.either and family.disk.transposed:
         stacks = _stacks(family)
         needed = {n: _turned(shape) if stacks(n) else shape for n, shape in needed.items()}
-    strangers = set(tensors) - set(needed)
-    left_out = untrained(sorted(strangers), config, family)
-    extra = sorted(strangers - left_out.keys())
+    unneeded = set(tensors) - set(needed)
+    left_out = untrained(sorted(unneeded), config, family)
+    extra = sorted(unneeded - left_out.keys())
     for name in sorted(set(needed) - set(tensors)):
         if _tied_head(name, config):
             continue
@@ -166,9 +166,9 @@ def check_tensors(
         if info is None:
             continue
         if info.dtype not in (INTEGERS if name in integers else FLOATS):
-            wanted = "whole numbers" if name in integers else "a float"
+            kind = "whole numbers" if name in integers else "a float"
             raise CheckpointError(
-                f"{info.file}: '{name}' is stored as {info.dtype}, not as {wanted}, and "
+                f"{info.file}: '{name}' is stored as {info.dtype}, not as {kind}, and "
                 "config.json names no quantization; restore the checkpoint's own "
                 "config.json, or use an unquantized checkpoint"
             )

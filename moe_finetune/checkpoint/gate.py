@@ -1,4 +1,4 @@
-"""The gate for an adapter: what it holds, and that it belongs to its base.
+"""The gate for an adapter: its content, and that it belongs to its base.
 
 A checkpoint's gate is :func:`moe_finetune.checkpoint.opened.open_checkpoint`. Every verb that
 takes an adapter passes both before anything is built or written.
@@ -40,7 +40,7 @@ BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
 """The same of a base that is stored quantised; it may be merged into the unquantised one too."""
-# PEFT saves these beside the factors where the vocabulary has grown, and a router's own buffer only
+# PEFT also saves these where the vocabulary has grown, and a router's own buffer only
 # where the router trains.
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
 
@@ -73,8 +73,8 @@ def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
 
 def _check_base(adapter: Adapter, base: Checkpoint) -> None:
     key, tensors = named_tensors(base)
-    wanted = adapter.metadata.extra.get(key)
-    if wanted is None:
+    recorded = adapter.metadata.extra.get(key)
+    if recorded is None:
         folder = adapter.folder.absolute()  # the same name may be another folder elsewhere
         if folder in _warned:
             return
@@ -88,13 +88,13 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
             base.folder,
         )
         return
-    found = fingerprint(tensors)
-    if wanted != found:
+    actual = fingerprint(tensors)
+    if recorded != actual:
         # A base that was damaged since is another base too; then its tensor is what to name.
         check_values(tensors, CheckpointError, "copy the checkpoint again")
         raise AdapterError(
             f"{adapter.folder}: was trained on another base: the tensors of {base.folder} have "
-            f"the fingerprint {found[:12]}, {METADATA} names {str(wanted)[:12]}; give the base "
+            f"the fingerprint {actual[:12]}, {METADATA} names {str(recorded)[:12]}; give the base "
             "that it was trained on (merge: --base)"
         )
 
@@ -107,12 +107,16 @@ def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
 
 
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
-    """Whole numbers that a saved module holds must be the base's: a merge leaves those there."""
+    """Integer tensors of a saved module must equal the base's, which a merge keeps."""
     for key, info in adapter.tables.items():
         spelling = base.family.disk.spelling
         name = key if key in base.tensors else name_on_disk(base.config, key, spelling)
-        own = base.tensors.get(name)
-        if own is None or own.shape != info.shape or (read_tensor(own) != read_tensor(info)).any():
+        table = base.tensors.get(name)
+        if (
+            table is None
+            or table.shape != info.shape
+            or (read_tensor(table) != read_tensor(info)).any()
+        ):
             raise AdapterError(
                 f"{adapter.folder}: adapter tensor '{key}' differs from the base's '{name}'; the "
                 "adapter was trained on another base"
@@ -172,13 +176,15 @@ def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
     from moe_finetune.models.loading import parse_config
     from moe_finetune.models.structure import meta_model
 
-    known = {key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)}
+    options = {
+        key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)
+    }
     model = meta_model(parse_config(base))
     try:
-        known["init_lora_weights"] = True  # which keys do not depend on
+        options["init_lora_weights"] = True  # which keys do not depend on
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, LoraConfig(**known))  # type: ignore[arg-type]
+            wrapped = get_peft_model(model, LoraConfig(**options))  # type: ignore[arg-type]
             state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     except Exception as error:  # PEFT's checks raise half a dozen types
         reason = reason_of(error)

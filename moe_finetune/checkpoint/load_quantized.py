@@ -135,10 +135,10 @@ def load_streaming(
     for name, places in places_on_disk(shapes, family, config):
         if name in tied:
             continue
-        disk = [place for place, _ in places]
+        disk = [disk_name for disk_name, _ in places]
         if disk == [name] and name not in stored:
             disk = _pieces(config, name, shapes[name], family)
-        if any(place not in stored for place in disk):
+        if any(disk_name not in stored for disk_name in disk):
             raise UnsupportedModelError(
                 f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
                 "stored as a tensor of its own; load it without quantization"
@@ -152,11 +152,11 @@ def load_streaming(
     for name, buffer in model.named_buffers():
         if name not in state:
             _set(model, name, buffer.to(device))
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if left:
+    unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if unfilled:
         raise UnsupportedModelError(
             f"{folder}: {family.title} cannot be loaded tensor by tensor: nothing fills "
-            f"'{left[0]}'; load it without quantization"
+            f"'{unfilled[0]}'; load it without quantization"
         )
     model.name_or_path = str(folder)
     _read_generation_config(model, folder)
@@ -193,17 +193,17 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
     """Names of the parameters that are held quantised; see the head of this file."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
-    found = {
+    names = {
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() == 3 and name.endswith(stacks)
     }
     for name, module in model.named_modules():
         linear = isinstance(module, nn.Linear) and module.out_features > 1
-        kept = router in f".{name}." or "norm" in name  # norms that a small network computes
-        if linear and name.startswith(f"{family.backbone}.layers.") and not kept:
-            found.add(f"{name}.weight")
-    return frozenset(found)
+        is_kept = router in f".{name}." or "norm" in name  # norms that a small network computes
+        if linear and name.startswith(f"{family.backbone}.layers.") and not is_kept:
+            names.add(f"{name}.weight")
+    return frozenset(names)
 
 
 def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
@@ -225,8 +225,8 @@ def _quantised(
     """A quantised weight, read and quantised one matrix at a time."""
     weight = QuantizedWeight.empty(shape, kind, dtype, device)
     if len(shape) == 2:
-        (place,) = places
-        weight.store(0, _placed(place, stored.read(place), dtype, device))
+        (name,) = places
+        weight.store(0, _placed(name, stored.read(name), dtype, device))
     elif len(places) == 1:
         for expert in range(shape[0]):
             matrix = stored.read_expert(places[0], expert)
@@ -234,9 +234,9 @@ def _quantised(
     else:
         parts = len(places) // shape[0]
         for expert in range(shape[0]):
-            own = places[expert * parts : (expert + 1) * parts]
-            matrix = torch.cat([stored.read(place) for place in own])
-            weight.store(expert, _placed(own[0], matrix, dtype, device))
+            expert_places = places[expert * parts : (expert + 1) * parts]
+            matrix = torch.cat([stored.read(name) for name in expert_places])
+            weight.store(expert, _placed(expert_places[0], matrix, dtype, device))
     return weight
 
 
@@ -246,22 +246,22 @@ def _plain(
     """A weight that is not quantised, its pieces one below the other."""
     if len(places) == 1:
         return _placed(places[0], stored.read(places[0]).view(shape), dtype, device)
-    made = torch.empty(shape, dtype=dtype, device=device)
-    flat, first = made.view(-1), 0
-    for place in places:
-        piece = _placed(place, stored.read(place), dtype, device).reshape(-1)
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    flat, first = tensor.view(-1), 0
+    for name in places:
+        piece = _placed(name, stored.read(name), dtype, device).reshape(-1)
         flat[first : first + piece.numel()] = piece
         first += piece.numel()
-    return made
+    return tensor
 
 
 def _pieces(
     config: PreTrainedConfig, name: str, shape: tuple[int, ...], family: Family
 ) -> list[str]:
     """The tensors of the files that ``name`` is, one below the other; itself where it is not."""
-    found = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
-    same = {piece[1:] for piece in found.values()} == {shape[1:]}
-    return list(found) if same and sum(p[0] for p in found.values()) == shape[0] else [name]
+    pieces = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
+    same = {piece[1:] for piece in pieces.values()} == {shape[1:]}
+    return list(pieces) if same and sum(p[0] for p in pieces.values()) == shape[0] else [name]
 
 
 def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tensor:

@@ -41,8 +41,8 @@ def load_model(
         quantization: "nf4" or "int8" holds experts and linear layers so, read one expert at a time;
             they are frozen, and train through an adapter. See
             :mod:`moe_finetune.checkpoint.load_quantized`.
-        expert_ranks: how many ranks together hold the routed experts, of which this one reads its
-            part alone; all ranks of the run call it.
+        expert_ranks: how many ranks share the routed experts; each reads only its part, and all
+            ranks of the run call this function.
         options: more arguments of ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
@@ -79,9 +79,11 @@ def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
     """Leave a checkpoint's penalties and sampling out of ``generate``; its end tokens stay."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
+    stored = model.generation_config
     model.generation_config = GenerationConfig(
-        eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, pad_token_id=pad_token_id
+        eos_token_id=stored.eos_token_id,
+        bos_token_id=stored.bos_token_id,
+        pad_token_id=pad_token_id,
     )
 
 

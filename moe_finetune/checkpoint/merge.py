@@ -127,8 +127,8 @@ def merge_adapter(
 
 def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
     """The export's model card, from what the adapters say of their training."""
-    told = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
-    methods = dict.fromkeys(str(extra["method"]) for extra in told if extra.get("method"))
+    trainings = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
+    methods = dict.fromkeys(str(extra["method"]) for extra in trainings if extra.get("method"))
     named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
     hub = named if named and is_hub_id(named) else None
     method = ", ".join(methods) or None
@@ -136,7 +136,9 @@ def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
         hub or base.folder,
         f"{public_name(hub or base.folder)}, fine-tuned" + (f" with {method}" if method else ""),
         method=method,
-        data=list(dict.fromkeys(str(name) for extra in told for name in extra.get("data") or ())),
+        data=list(
+            dict.fromkeys(str(name) for extra in trainings for name in extra.get("data") or ())
+        ),
         folder=base.folder,
     )
 
@@ -173,13 +175,13 @@ def apply_plan(
         else:
             merged = Merged(tensor, factors, norms)
             contents[name] = merged
-            if tensor.whole is not None and plan.base.quantized is not None:
+            if tensor.float_name is not None and plan.base.quantized is not None:
                 contents[name] = Requantized(merged, plan.base.quantized, sums)
     with _one_thread_each():
         write_checkpoint(
             output, plan.files, contents, plan.small_files, overwrite, progress, workers
         )
-    order = {name: number for number, name in enumerate(plan.base.tensors)}
+    order = {name: position for position, name in enumerate(plan.base.tensors)}
     return dict(sorted(norms.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -188,17 +190,17 @@ def _one_thread_each() -> Iterator[None]:
     """Torch's own threads off while ours work, and back as they were."""
     import torch
 
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, list[float]]:
     disk = base.family.disk
-    found: dict[int, list[float]] = {}
+    by_layer: dict[int, list[float]] = {}
     for layer, experts in base.experts.items():
         parts = [
             [
@@ -209,5 +211,5 @@ def _expert_norms(base: Checkpoint, norms: Mapping[str, float]) -> dict[int, lis
             for expert in range(experts)
         ]
         if any(norm is not None for expert in parts for norm in expert):
-            found[layer] = [math.hypot(*(norm or 0.0 for norm in expert)) for expert in parts]
-    return found
+            by_layer[layer] = [math.hypot(*(norm or 0.0 for norm in expert)) for expert in parts]
+    return by_layer

@@ -43,14 +43,14 @@ class TensorPlan:
         source: the base tensor, or None for one that the base does not have.
         updates: what is added to or put in place of the source, in order.
         value: raw bytes that replace the source altogether.
-        whole: the float tensor that the updates change, where this is a packed part of it.
+        float_name: the float tensor that the updates change, where this is a packed part of it.
     """
 
     target: TensorInfo
     source: TensorInfo | None
     updates: tuple[Update, ...] = ()
     value: bytes | None = field(default=None, repr=False)
-    whole: str | None = None
+    float_name: str | None = None
 
     @property
     def stacked(self) -> int:
@@ -101,16 +101,16 @@ class MergePlan:
 
     def kinds(self) -> list[str]:
         """A line for each kind of changed tensor: its name without numbers, how, and how many."""
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for plan in self.changed:
             name = ".".join("*" if part.isdigit() else part for part in plan.target.name.split("."))
             how = "routing bias" if plan.value is not None else "low-rank update"
             if any(isinstance(update, Replace) for update in plan.updates):
                 how = "replaced by the adapter's own"
-            if plan.whole is not None:
+            if plan.float_name is not None:
                 how += ", requantized"
-            found[name, how] += 1
-        return [f"  {name}: {how}, {count}" for (name, how), count in sorted(found.items())]
+            counts[name, how] += 1
+        return [f"  {name}: {how}, {count}" for (name, how), count in sorted(counts.items())]
 
     def table(self, limit: int | None = None) -> str:
         changed = self.changed
@@ -161,7 +161,7 @@ def plan_merge(
         )
     packed = base.quantized.packed() if base.quantized is not None else {}
     updates: dict[str, list[Update]] = {}
-    for number, (adapter, weight) in enumerate(adapters):
+    for index, (adapter, weight) in enumerate(adapters):
         if not math.isfinite(weight):
             raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
         if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
@@ -169,28 +169,28 @@ def plan_merge(
                 f"{adapter.folder}: use_dora is set, and DoRA's change is no sum of products: it "
                 "cannot be weighted or added to another adapter's; merge it by itself first"
             )
-        for name, update in resolve(adapter, base, number):
+        for name, update in resolve(adapter, base, index):
             updates.setdefault(name, []).append(update)
     values, config_changes, notes = plan_bias(base, bias, bias_export)
     files: dict[str, Header] = {}
     tensors: dict[str, TensorPlan] = {}
     for name, header in base.files.items():
         file = name if len(base.files) > 1 or (base.folder / INDEX).is_file() else SINGLE
-        here = {k: v for k, v in values.items() if v.file == name}
-        files[file] = _target_header(header, Path(file), dtype, here)
+        in_file = {k: v for k, v in values.items() if v.file == name}
+        files[file] = _target_header(header, Path(file), dtype, in_file)
         for target in files[file].tensors.values():
             value = values.get(target.name)
-            whole = packed.get(target.name)
-            changes = updates.get(whole or target.name, ())
+            quantized_name = packed.get(target.name)
+            changes = updates.get(quantized_name or target.name, ())
             tensors[target.name] = TensorPlan(
                 target,
                 header.tensors.get(target.name),
                 tuple(_in_order(changes)) if value is None else (),
                 value.content if value else None,
-                whole,
+                quantized_name,
             )
     for plan in tensors.values():
-        floats = plan.whole is not None or plan.source is None or plan.source.dtype in FLOATS
+        floats = plan.float_name is not None or plan.source is None or plan.source.dtype in FLOATS
         if plan.updates and plan.source and not floats:
             raise CheckpointError(
                 f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
@@ -209,16 +209,16 @@ def plan_merge(
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
     """The index for ``files``: the base's own bytes where they still hold, none for one file."""
-    held = [info for header in files.values() for info in header.tensors.values()]
-    weight_map, total = {info.name: info.file.name for info in held}, sum(i.size for i in held)
+    infos = [info for header in files.values() for info in header.tensors.values()]
+    weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)
     old = base.folder / INDEX
     if old.is_file():
         content = old.read_bytes()
         index = read_object(old, CheckpointError, COPY_AGAIN)
-        known = (index.get("metadata") or {}).get("total_size", total)
-        if index["weight_map"] == weight_map and (known == total or total == base.size):
+        total_size = (index.get("metadata") or {}).get("total_size", total)
+        if index["weight_map"] == weight_map and (total_size == total or total == base.size):
             return {INDEX: content}
-    return {} if list(files) == [SINGLE] else {INDEX: index_text(held).encode()}
+    return {} if list(files) == [SINGLE] else {INDEX: index_text(infos).encode()}
 
 
 def _in_order(updates: Sequence[Update]) -> list[Update]:
@@ -275,8 +275,8 @@ def _describe(update: Update) -> str:
         return f"adapter {update.adapter}: {update.key}"
     if isinstance(update, Magnitude):
         return f"adapter {update.adapter}: norms of rows (DoRA)"
-    place = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
+    experts = f" expert slot {update.slot}/{update.slots}" if update.slots > 1 else ""
     if update.expert is not None:
-        place = f" on each of {update.slots} experts"
+        experts = f" on each of {update.slots} experts"
     rows = f" rows {update.rows[0]}-{update.rows[1]}" if update.rows else ""
-    return f"adapter {update.adapter}: {update.scale:g} B A, rank {update.rank}{place}{rows}"
+    return f"adapter {update.adapter}: {update.scale:g} B A, rank {update.rank}{experts}{rows}"

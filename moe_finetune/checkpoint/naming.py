@@ -78,11 +78,11 @@ def _patterns(
         if not loaded.startswith(heads):
             continue
         saved = [pattern_of(name) for name in pieces_on_disk(mapping, loaded)]
-        found = [pattern_of(name) for name in pieces_on_disk(mapping, loaded, spelling)]
-        if len(saved) == len(found):
-            patterns.update(zip(saved, found, strict=True))
+        stored = [pattern_of(name) for name in pieces_on_disk(mapping, loaded, spelling)]
+        if len(saved) == len(stored):
+            patterns.update(zip(saved, stored, strict=True))
         else:
-            stacks[loaded.rpartition(".")[2]] = found[0]
+            stacks[loaded.rpartition(".")[2]] = stored[0]
     return patterns, stacks
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder, known from its headers alone: which tensor lies where, checked."""
+"""Open and check a checkpoint folder by its headers: which tensor lies where."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
 
     Args:
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
-            otherwise headers alone are read, whatever the checkpoint's size.
+            otherwise only headers are read, whatever the checkpoint's size.
         stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.
 
     Raises:
@@ -95,11 +95,11 @@ def _check_values(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    found = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
-    wanted = language_keys(checkpoint.config).get("num_hidden_layers")
-    missing = sorted(set(range(wanted)) - found) if isinstance(wanted, int) else []
+    layers = {layer_number(name, checkpoint.family) for name in checkpoint.tensors}
+    expected = language_keys(checkpoint.config).get("num_hidden_layers")
+    missing = sorted(set(range(expected)) - layers) if isinstance(expected, int) else []
     others = Counter(match[1] for name in checkpoint.tensors if (match := _LAYERS.match(name)))
-    if missing and not found - {None} and others:
+    if missing and not layers - {None} and others:
         raise CheckpointError(
             f"{checkpoint.folder}: its layers are called '{others.most_common(1)[0][0]}N', and "
             f"loaders of model_type '{checkpoint.config['model_type']}' look for "
@@ -109,6 +109,6 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     if missing:
         raise CheckpointError(
             f"{checkpoint.folder}: no tensor of layer {missing[0]}, config.json says "
-            f"num_hidden_layers {wanted}; a shard is missing"
+            f"num_hidden_layers {expected}; a shard is missing"
         )
     _ = checkpoint.experts

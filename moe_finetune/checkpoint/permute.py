@@ -53,9 +53,9 @@ class Rows:
 
         check_values([self.source], CheckpointError)
         size = self.source.size // len(self.order)
-        for place, row in enumerate(self.order):
+        for position, row in enumerate(self.order):
             one = read_bytes(self.source.file, self.source.offset + row * size, size)
-            out.write(one, target.offset + place * size)
+            out.write(one, target.offset + position * size)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def permute_experts(
     small[CARD_FILE] = model_card(
         opened.folder,
         f"{public_name(opened.folder)}, experts reordered",
-        made="{} with its experts in another order, written by moe-finetune; it computes the same.",
+        origin="{} with its experts reordered by moe-finetune; it computes the same.",
     ).encode()
     if (opened.folder / INDEX).is_file():
         small[INDEX] = (opened.folder / INDEX).read_bytes()
@@ -154,9 +154,9 @@ def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
     for layer, order in permutation.items():
         experts = base.experts.get(layer)
         if experts is None:
-            known = f"{min(base.experts)}-{max(base.experts)}" if base.experts else "none"
+            layers = f"{min(base.experts)}-{max(base.experts)}" if base.experts else "none"
             raise CheckpointError(
-                f"permutation: layer {layer} of {base.folder} has no experts; layers with: {known}"
+                f"permutation: layer {layer} of {base.folder} has no experts; layers with: {layers}"
             )
         if sorted(order) != list(range(experts)):
             raise CheckpointError(
@@ -179,7 +179,7 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
     from moe_finetune.checkpoint.writer import Copy
 
     disk = base.family.disk
-    found: dict[str, Content] = {}
+    contents: dict[str, Content] = {}
     block = disk.block.format(layer=layer)
     stacks = (disk.gate_up, disk.down) if disk.fused else ()
     for part in (disk.router, disk.router_bias, *stacks, *disk.per_expert):
@@ -187,23 +187,23 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
         if name in base.tensors:
             # Rows beyond the experts' are of shared ones, and stay.
             rows = (*order, *range(len(order), base.tensors[name].shape[0]))
-            found[name] = Rows(base.tensors[name], rows)
+            contents[name] = Rows(base.tensors[name], rows)
     ids = f"{block}.{disk.expert_ids}"
     if ids in base.tensors:
-        found[ids] = Renumbered(base.tensors[ids], order)
+        contents[ids] = Renumbered(base.tensors[ids], order)
     if disk.fused:
-        return found
+        return contents
     # Whatever else an expert has on disk (scales of a quantised one) moves with it.
     head = f"{block}.{disk.down.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
-        number, dot, rest = name.removeprefix(head).partition(".")
-        if not (name.startswith(head) and dot and number.isdigit()):
+        expert, dot, leaf = name.removeprefix(head).partition(".")
+        if not (name.startswith(head) and dot and expert.isdigit()):
             continue
-        source = base.tensors.get(f"{head}{order[int(number)]}.{rest}")
+        source = base.tensors.get(f"{head}{order[int(expert)]}.{leaf}")
         if source is None or (source.dtype, source.shape) != (target.dtype, target.shape):
             raise CheckpointError(
-                f"{base.folder}: experts {number} and {order[int(number)]} of layer {layer} differ "
-                f"in dtype or shape of '{rest}'; they cannot change places"
+                f"{base.folder}: experts {expert} and {order[int(expert)]} of layer {layer} differ "
+                f"in dtype or shape of '{leaf}'; they cannot change places"
             )
-        found[name] = Copy(source)
-    return found
+        contents[name] = Copy(source)
+    return contents

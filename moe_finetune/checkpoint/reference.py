@@ -33,13 +33,14 @@ def compare_logits(
     """
     with tempfile.TemporaryDirectory() as scratch:
         model = apply_adapters(load(base), base, adapters, Path(scratch))
-        wanted = logits_of(model, ids, base, bias)
+        expected = logits_of(model, ids, base, bias)
         del model
-    found = logits_of(load(merged), ids)
-    differences = [a - b for a, b in zip(found, wanted, strict=True)]
-    max_abs = max(each.abs().max().item() for each in differences)
+    merged_logits = logits_of(load(merged), ids)
+    differences = [a - b for a, b in zip(merged_logits, expected, strict=True)]
+    max_abs = max(difference.abs().max().item() for difference in differences)
     norm, error = (
-        sum(each.square().sum().item() for each in group) ** 0.5 for group in (wanted, differences)
+        sum(difference.square().sum().item() for difference in group) ** 0.5
+        for group in (expected, differences)
     )
     return max_abs, error / norm if norm else math.inf if error else 0.0
 
@@ -61,18 +62,18 @@ def apply_adapters(
 
     from moe_finetune.moe.lora_factors import quiet_patterns
 
-    for number, (adapter, weight) in enumerate(adapters):
-        name = f"adapter{number}"
+    for index, (adapter, weight) in enumerate(adapters):
+        name = f"adapter{index}"
         folder = peft_folder(adapter, base, scratch / name)
         with quiet_patterns():
-            if number == 0:
+            if index == 0:
                 model = PeftModel.from_pretrained(model, folder, adapter_name=name)
             else:
                 model.load_adapter(folder, adapter_name=name)
         for module in model.modules():
             if isinstance(module, LoraLayer) and name in module.scaling:
                 module.scaling[name] *= weight
-    model.base_model.set_adapter([f"adapter{number}" for number in range(len(adapters))])
+    model.base_model.set_adapter([f"adapter{index}" for index in range(len(adapters))])
     return model.eval()
 
 
@@ -86,7 +87,7 @@ def logits_of(
     """Float64 logits of each row of token ids, with the routing ``bias`` put into ``base``'s."""
     if base is not None and bias and base.family.bias_export == "tensor":
         _set_bias(model, bias)
-    return [model(input_ids=each).logits.double() for each in ids]
+    return [model(input_ids=row).logits.double() for row in ids]
 
 
 def _set_bias(model: Any, bias: Mapping[int, Sequence[float]]) -> None:

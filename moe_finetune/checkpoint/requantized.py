@@ -99,25 +99,25 @@ class Requantized:
 
     def write(self, out: Output, target: TensorInfo) -> None:
         plan = self.merged.plan
-        assert plan.whole is not None
-        number = [info.name for info in self.stored.stored(plan.whole)].index(target.name)
+        assert plan.float_name is not None
+        index = [info.name for info in self.stored.stored(plan.float_name)].index(target.name)
         matrices = plan.stacked
         size = target.size // matrices
         all_sums = []
         for expert in range(matrices):
-            part, sums = self._matrix(plan.whole, expert, matrices, number)
+            part, sums = self._matrix(plan.float_name, expert, matrices, index)
             out.write(part.contiguous().view(-1).view(torch.uint8), target.offset + expert * size)
             all_sums.append(sums)
-        if number == 0:
+        if index == 0:
             norms = self.merged.norms
             if matrices > 1:
                 for expert, sums in enumerate(all_sums):
-                    norms[f"{plan.whole}[{expert}]"] = math.sqrt(sums.change)
-            self.sums[plan.whole] = sum(all_sums, Sums())
-            norms[plan.whole] = math.sqrt(self.sums[plan.whole].change)
+                    norms[f"{plan.float_name}[{expert}]"] = math.sqrt(sums.change)
+            self.sums[plan.float_name] = sum(all_sums, Sums())
+            norms[plan.float_name] = math.sqrt(self.sums[plan.float_name].change)
 
     def _matrix(
-        self, name: str, expert: int, matrices: int, number: int
+        self, name: str, expert: int, matrices: int, part: int
     ) -> tuple[torch.Tensor, Sums]:
         """A part of one matrix (the tensor's only one, or an expert's), and its sums."""
         merged = self.merged
@@ -130,11 +130,11 @@ class Requantized:
         if not finite(work_OI):
             raise merged.not_finite()
         packed = self.stored.pack(work_OI, parts)
-        if number:
-            return packed[number], Sums()
+        if part:
+            return packed[part], Sums()
         after_OI = self.stored.values(name, packed)
         change_OI, written_OI = work_OI - before_OI, after_OI - before_OI
-        return packed[number], Sums(
+        return packed[part], Sums(
             error=(after_OI - work_OI).square().sum(dtype=torch.float64).item(),
             change=change_OI.square().sum(dtype=torch.float64).item(),
             weight=work_OI.square().sum(dtype=torch.float64).item(),

@@ -26,26 +26,26 @@ _MAGNITUDE = ".lora_magnitude_vector"
 _EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
 
 
-def resolve(adapter: Adapter, base: Checkpoint, number: int = 0) -> list[tuple[str, Update]]:
+def resolve(adapter: Adapter, base: Checkpoint, index: int = 0) -> list[tuple[str, Update]]:
     """All updates of ``adapter`` as (base tensor name, update); ``number`` is the adapter's index.
 
     Raises:
         AdapterError: a key has no place in the base, a shape or rank does not fit, a factor has no
             partner, or a tensor is left over.
     """
-    return list(_Resolver(adapter, base, number).run())
+    return list(_Resolver(adapter, base, index).run())
 
 
 def _shares(names: list[str], sizes: list[int]) -> Iterator[tuple[str, tuple[int, int] | None]]:
     """Each tensor with its range of rows, or None where there is one tensor."""
-    for place, name in enumerate(names):
-        first = sum(sizes[:place])
-        yield name, (first, first + sizes[place]) if len(names) > 1 else None
+    for index, name in enumerate(names):
+        first = sum(sizes[:index])
+        yield name, (first, first + sizes[index]) if len(names) > 1 else None
 
 
 class _Resolver:
-    def __init__(self, adapter: Adapter, base: Checkpoint, number: int):
-        self.adapter, self.base, self.number = adapter, base, number
+    def __init__(self, adapter: Adapter, base: Checkpoint, index: int):
+        self.adapter, self.base, self.number = adapter, base, index
         self.parameters = base.family.expert_parameters
         family = base.family
         layers = re.escape(f"{family.backbone}.layers.")
@@ -125,9 +125,9 @@ class _Resolver:
         sizes = [self._matrix(name)[0] for name in names]
         self._shape(a, (rank, self._matrix(names[0])[1]), names[0])
         self._shape(b, (sum(sizes), rank), names[0])
-        whole = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
+        update = LowRank(self.number, a, b, rank, self.adapter.scaling(rule))
         for name, rows in _shares(names, sizes):
-            yield name, replace(whole, rows=rows)
+            yield name, replace(update, rows=rows)
 
     def _linear_names(self, parameter: str, key: str) -> list[str]:
         """Tensors in the files that make up a linear layer's weight, one below the other."""
@@ -189,11 +189,11 @@ class _Resolver:
         ends = ends[::-1] if swapped else ends
         self._shape(a, (len(chosen) * rank, ends[1]), name)
         self._shape(b, (ends[0], rank * len(chosen)), name)
-        whole = LowRank(
+        stack_update = LowRank(
             self.number, a, b, rank, scale, 0, len(chosen), grouped=grouped, outputs_first=swapped
         )
         for slot, expert in enumerate(chosen):
-            update = replace(whole, slot=slot)
+            update = replace(stack_update, slot=slot)
             if disk.fused:
                 in_turn = disk.interleaved and name.endswith(f".{disk.gate_up}")
                 yield (
@@ -210,13 +210,13 @@ class _Resolver:
         disk, config = self.base.family.disk, self.adapter.config
         if self.adapter.metadata.experts is not None:
             return False, False  # this toolkit's own
-        place = self.adapter.folder / CONFIG
+        config_file = self.adapter.folder / CONFIG
         a_shape, b_shape = (self.adapter.tensors[key].shape for key in (a, b))
         # Where the class holds (E, I, O), every version of PEFT has the inputs in A.
         class_transposed = disk.transposed and not disk.either
         return (
-            grouped_by_expert(config, parameter, place),
-            not class_transposed and outputs_first(config, a_shape, b_shape, *sizes, place),
+            grouped_by_expert(config, parameter, config_file),
+            not class_transposed and outputs_first(config, a_shape, b_shape, *sizes, config_file),
         )
 
     def _saved(self, key: str) -> Iterator[tuple[str, Update]]:
@@ -248,10 +248,10 @@ class _Resolver:
             return
         out_size, in_size = self._matrix(disk.name(parts[0], layer, 0))
         self._shape(key, (total, len(parts) * out_size, in_size), parameter)
-        for place in range(total * len(parts)):
-            expert, half = divmod(place, len(parts))
+        for index in range(total * len(parts)):
+            expert, half = divmod(index, len(parts))
             name = disk.name(parts[half], layer, expert)
-            yield name, Replace(self.number, key, place * out_size * in_size)
+            yield name, Replace(self.number, key, index * out_size * in_size)
 
     # Checks
 
@@ -276,10 +276,10 @@ class _Resolver:
             if (lora := _LORA.fullmatch(key))
             and (layer := self._experts_layer(lora["path"])) is not None
         }
-        left = sorted(set(self.adapter.metadata.experts or ()) - with_factors)
-        if left:
+        bare = sorted(set(self.adapter.metadata.experts or ()) - with_factors)
+        if bare:
             raise AdapterError(
-                f"{self.adapter.folder}: moe_finetune.json names experts of layer {left[0]}, for "
+                f"{self.adapter.folder}: moe_finetune.json names experts of layer {bare[0]}, for "
                 "which the adapter has no factors"
             )
 
@@ -308,13 +308,13 @@ class _Resolver:
             )  # fmt: skip
         return rank
 
-    def _shape(self, key: str, wanted: tuple[int, ...], target: str) -> None:
-        found = self.adapter.tensors[key].shape
-        if found != wanted:
+    def _shape(self, key: str, expected: tuple[int, ...], target: str) -> None:
+        shape = self.adapter.tensors[key].shape
+        if shape != expected:
             raise self._error(
                 key,
-                f"shape {list(found)}, but '{target}' of the base {self.base.folder} needs "
-                f"{list(wanted)}; the adapter was trained on another base",
+                f"shape {list(shape)}, but '{target}' of the base {self.base.folder} needs "
+                f"{list(expected)}; the adapter was trained on another base",
             )
 
     def _no_experts(self, key: str, layer: int) -> AdapterError:

@@ -41,27 +41,27 @@ def compare_tensors(
     deltas: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as scratch:
         parts = []
-        for number, (adapter, weight) in enumerate(adapters):
-            folder = peft_folder(adapter, base, Path(scratch) / str(number))
+        for index, (adapter, weight) in enumerate(adapters):
+            folder = peft_folder(adapter, base, Path(scratch) / str(index))
             opened = adapter if folder == adapter.folder else open_adapter(folder)
             parts.append((opened, weight, _peft_modules(base, opened)))
-        known = {name for _, _, modules in parts for name in modules}
-        for name in _spread_sample(sorted(known), samples, random.Random(seed)):
+        module_names = {name for _, _, modules in parts for name in modules}
+        for name in _spread_sample(sorted(module_names), samples, random.Random(seed)):
             for opened, weight, modules in parts:
                 if name in modules:
                     for target, delta in _deltas(base, opened, *modules[name], seed):
                         deltas[target] = deltas.get(target, 0) + weight * delta
     errors = {}
     for name, delta in deltas.items():
-        wanted = _read(base, name) + delta
-        apart = _read(merged, name) - wanted
-        difference = apart.abs().max().item()
-        relative = difference / max(wanted.abs().max().item(), 1e-30)
+        expected = _read(base, name) + delta
+        error_OI = _read(merged, name) - expected
+        difference = error_OI.abs().max().item()
+        relative = difference / max(expected.abs().max().item(), 1e-30)
         if (
             merged.quantized is not None
             and len(merged.quantized.stored(name.partition("[")[0])) > 1
         ):
-            relative = apart.norm().item() / max(delta.norm().item(), 1e-30)
+            relative = error_OI.norm().item() / max(delta.norm().item(), 1e-30)
         errors[name] = difference, relative
     if not errors:
         raise CheckpointError("this adapter has no LoRA factors to sample; verify by logits")
@@ -142,10 +142,10 @@ def _deltas(
         delta = module.scaling["default"] * (lora_b @ lora_a)
         norms = adapter.tensors.get(f"{path}.lora_magnitude_vector")
         if norms is not None:
-            before = _read(base, name)
-            changed = before + delta
+            base_value = _read(base, name)
+            changed = base_value + delta
             scales = read_tensor(norms).float() / torch.linalg.norm(changed, dim=1)
-            delta = scales[:, None] * changed - before
+            delta = scales[:, None] * changed - base_value
         yield name, delta
         return
     layer, parameter = int(head.rpartition(".")[2]), module.parameter_name

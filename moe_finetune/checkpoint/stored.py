@@ -106,12 +106,12 @@ class QuantizedTensors:
             lonely = not any(f"{stem}{s}" in stored for s in others)
             if suffix == form.of and lonely and stored[name].dtype not in form.dtypes[0]:
                 continue  # a float that the format leaves as it is
-            whole = f"{stem}{form.of}"
-            infos = form.parts(whole, stored)
+            float_name = f"{stem}{form.of}"
+            infos = form.parts(float_name, stored)
             parts.update(part.name for part in infos)
-            self._parts[whole] = infos
-            self.tensors[whole] = replace(
-                infos[0], name=whole, dtype="BF16", shape=form.shape(infos, _read)
+            self._parts[float_name] = infos
+            self.tensors[float_name] = replace(
+                infos[0], name=float_name, dtype="BF16", shape=form.shape(infos, _read)
             )
         if not parts:
             raise CheckpointError(

@@ -37,12 +37,12 @@ def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
     Their address and the file offset ``offset`` differ by a multiple of a page, so that they can be
     written there directly. The next call with the same name may hand out the same bytes.
     """
-    held: Tensor | None = getattr(_held, name, None)
-    if held is None or len(held) < size + PAGE:
-        held = torch.empty(size + PAGE, dtype=torch.uint8)
-        setattr(_held, name, held)
-    start = (offset - held.data_ptr()) % PAGE
-    return held[start : start + size]
+    buffer: Tensor | None = getattr(_held, name, None)
+    if buffer is None or len(buffer) < size + PAGE:
+        buffer = torch.empty(size + PAGE, dtype=torch.uint8)
+        setattr(_held, name, buffer)
+    start = (offset - buffer.data_ptr()) % PAGE
+    return buffer[start : start + size]
 
 
 def typed(raw: Tensor, dtype: str) -> Tensor:

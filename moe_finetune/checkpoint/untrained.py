@@ -1,4 +1,4 @@
-"""Tensors that published files hold beside the model's own: MTP heads, and what classes ignore.
+"""Tensors in published files that are not the model's own: MTP heads, and what classes ignore.
 
 transformers declares what its class leaves out (``_keys_to_ignore_on_load_unexpected``). Where it
 names a layer by its number, that is the published model's first layer after the decoder's, and a
@@ -45,12 +45,12 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
         config: transformers' config.
         family: whose names the files have; None for a dense model.
     """
-    found = list(names)
+    file_names = list(names)
     patterns = list(_patterns(config))
-    predicting = _predicting_layers(found, config, family)
+    predicting = _predicting_layers(file_names, config, family)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     parts = {}
-    for name in found:
+    for name in file_names:
         if name.endswith(_INVERSE_FREQUENCIES):
             parts[name] = COMPUTED
         elif tied and name.endswith(_HEAD):
@@ -85,15 +85,15 @@ def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
 
 
 def _patterns(config: Any) -> Iterator[re.Pattern[str]]:
-    """What transformers and the config declare, layers of larger models apart."""
+    """What transformers and the config declare, without layers of larger models."""
     text = config.get_text_config()
     layers = text.num_hidden_layers
     declared = list(ignored_names(config))
     if any(_counts(text)):
         declared.append(r"(^|\.)mtp(_\w+)?\.")
     for pattern in declared:
-        number = _NUMBERED.search(pattern)
-        if number is None or int(number[1]) >= layers:
+        layer = _NUMBERED.search(pattern)
+        if layer is None or int(layer[1]) >= layers:
             yield re.compile(pattern)
 
 

@@ -68,21 +68,21 @@ def fingerprint(tensors: Iterable[TensorInfo]) -> str:
     """SHA-256 over names, dtypes, shapes and contents of a checkpoint's tensors.
 
     Equal for copies however they are split into files. Above 256 MiB four parts of 16 KiB of each
-    tensor stand for it: that tells apart any two trainings, in a second.
+    tensor are hashed, which takes a second and distinguishes any two trained checkpoints.
     """
-    held = sorted(tensors, key=lambda info: info.name)
-    files = frozenset(map(_stamp, {info.file for info in held}))
+    infos = sorted(tensors, key=lambda info: info.name)
+    files = frozenset(map(_stamp, {info.file for info in infos}))
     if files not in _known_prints:
-        _known_prints[files] = _fingerprint(held)
+        _known_prints[files] = _fingerprint(infos)
     return _known_prints[files]
 
 
-def _fingerprint(held: list[TensorInfo]) -> str:
-    whole = sum(info.size for info in held) <= _WHOLE_BYTES
+def _fingerprint(infos: list[TensorInfo]) -> str:
+    read_whole = sum(info.size for info in infos) <= _WHOLE_BYTES
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        parts = list(pool.map(lambda info: digest(info, whole).digest(), held))
+        parts = list(pool.map(lambda info: digest(info, read_whole).digest(), infos))
     over_all = hashlib.sha256()
-    for info, part in zip(held, parts, strict=True):
+    for info, part in zip(infos, parts, strict=True):
         over_all.update(f"{info.name}\0{info.dtype}\0{list(info.shape)}\0".encode() + part)
     return over_all.hexdigest()
 
@@ -92,10 +92,10 @@ def _stamp(file: Path) -> tuple[str, int, int]:
     return str(file.resolve()), state.st_size, state.st_mtime_ns
 
 
-def digest(info: TensorInfo, whole: bool = True) -> hashlib._Hash:
+def digest(info: TensorInfo, read_whole: bool = True) -> hashlib._Hash:
     """SHA-256 of a stored tensor's bytes, or of four parts of 16 KiB of them."""
     parts = stored_parts(info, "values")
-    if not whole and info.size > _PARTS * _PART_BYTES:
+    if not read_whole and info.size > _PARTS * _PART_BYTES:
         last = info.size - _PART_BYTES
         starts = [last * part // (_PARTS - 1) for part in range(_PARTS)]
         parts = stored_parts(info, "values", starts, _PART_BYTES)

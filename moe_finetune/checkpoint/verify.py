@@ -39,7 +39,7 @@ REQUANTIZED_TOLERANCE = 1.0 + 1e-3
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared and how far apart it was.
+    """What was compared, and the largest difference.
 
     Attributes:
         mode: "logits" (whole models) or "tensors" (sampled layers).
@@ -98,9 +98,9 @@ def verify_merge(
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
     if mode == "auto":
         saved = any(isinstance(update, Replace) for plan in plans for update in plan.updates)
-        alone = len(adapters) == 1 and adapters[0][1] == 1.0
+        unweighted = len(adapters) == 1 and adapters[0][1] == 1.0
         runs = result.config.get("topk_method") == opened.config.get("topk_method")
-        mode = "logits" if runs and (alone or not saved) and fits(opened) else "tensors"
+        mode = "logits" if runs and (unweighted or not saved) and fits(opened) else "tensors"
     if mode == "logits":
         ids = _token_ids(opened, prompts, seed)
         bound = LOGIT_TOLERANCE[coarsest] if tolerance is None else tolerance

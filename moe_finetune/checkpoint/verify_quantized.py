@@ -1,8 +1,8 @@
 """A merged checkpoint against the quantised model that its adapter was trained on.
 
-The adapter has learned beside rounded weights and is merged into unrounded ones, so the two differ
-by what quantising moves. That is measured on the base alone, on the same tokens, and the merge may
-differ by ``FACTOR`` times as much: a wrong merge differs by more than rounding.
+The adapter was trained on quantized weights and is merged into unquantized ones, so the logits
+differ by the quantization error. That error is measured on the base without an adapter and the same
+tokens; the merge may differ by ``FACTOR`` times as much, which a wrong merge exceeds.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def verify_quantized(
         model = apply_adapters(_quantised(opened, kind), opened, [(trained, 1.0)], Path(scratch))
         adapted = logits_of(model, ids, opened, bias)
         del model
-    found = logits_of(load(open_checkpoint(merged)), ids)
-    shift, apart = _relative(rounded, plain), _relative(found, adapted)
-    report = QuantizedReport(kind, shift, apart, FACTOR * shift)
-    if not apart <= report.tolerance:
+    merged_logits = logits_of(load(open_checkpoint(merged)), ids)
+    shift, difference = _relative(rounded, plain), _relative(merged_logits, adapted)
+    report = QuantizedReport(kind, shift, difference, FACTOR * shift)
+    if not difference <= report.tolerance:
         raise NumericsError(
             f"{merged}: {report.text()}: not within it; merge again, and report this if it stays"
         )
@@ -97,6 +97,6 @@ def _quantised(base: Checkpoint, kind: Kind) -> Any:
     return load_model(base.folder, dtype="float32", device_map="cpu", quantization=kind)
 
 
-def _relative(found: list[Tensor], wanted: list[Tensor]) -> float:
-    one, other = torch.cat([f[0] for f in found]), torch.cat([w[0] for w in wanted])
+def _relative(logits: list[Tensor], reference: list[Tensor]) -> float:
+    one, other = torch.cat([f[0] for f in logits]), torch.cat([w[0] for w in reference])
     return float((one - other).norm() / other.norm())

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Examples:
-    """What a run learns from and is measured on.
+    """The training, validation and measured rows of a run.
 
     Attributes:
         train: shuffled by the seed.
@@ -46,7 +46,7 @@ class Examples:
             order, by the source's path.
         date: the day (ISO) that the chat templates write; None where they write none.
         tokenizer: for a trainer that renders turns itself; its chat template writes that date and
-            reads what rows carry beside their turns.
+            reads what rows carry with their turns.
     """
 
     train: Dataset
@@ -60,8 +60,8 @@ def load_dataset_for(
     data: DataSection, tokenizer: Any, seed: int
 ) -> tuple[Dataset, Dataset | None]:
     """Training and validation examples of :func:`load_examples`."""
-    found = load_examples(data, tokenizer, seed)
-    return found.train, found.validation
+    examples = load_examples(data, tokenizer, seed)
+    return examples.train, examples.validation
 
 
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
@@ -110,9 +110,9 @@ def _prepare(
     chosen = listed(sources, name)
     drawn = data.limit is not None or any(source.limit is not None for source in chosen)
     identities = [_identity(source, data) for source in chosen]
-    apart = {"train", "validation", "seed", "num_proc", "split", "date"}
+    excluded = {"train", "validation", "seed", "num_proc", "split", "date"}
     decides = [
-        data.model_dump(mode="json", exclude=apart),
+        data.model_dump(mode="json", exclude=excluded),
         identities,
         [name, seed] if drawn else [],
     ]
@@ -138,12 +138,12 @@ def _prepare(
 
     for line in detected(chosen, data):
         log.info("%s data: %s", name, line)
-    dataset, counted, found = prepared_once(key, make)
+    dataset, counted, was_prepared = prepared_once(key, make)
     counts = Counts(**counted)
     if counts.date is not None:
         log.info("%s data: the chat template writes the date %s (data.date)", name, counts.date)
     summary, *losses = counts.lines(data.max_length)
-    log.info("%s data: %s%s", name, summary, " (prepared before)" if found else "")
+    log.info("%s data: %s%s", name, summary, " (prepared before)" if was_prepared else "")
     for loss in losses:
         log.warning("%s data: %s", name, loss)
     return dataset, counts
@@ -173,7 +173,7 @@ def _rows(
 ) -> Iterator[Placed]:
     """Formed rows of all sources; ``unread`` gets the columns that nothing read."""
     rows = itertools.chain.from_iterable(
-        _source_rows(source, data, seed, number, unread) for number, source in enumerate(sources)
+        _source_rows(source, data, seed, index, unread) for index, source in enumerate(sources)
     )
     if data.limit is None:
         return rows
@@ -190,12 +190,12 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
 
 
 def _source_rows(
-    source: DataSource, data: DataSection, seed: int, number: int, unread: set[str]
+    source: DataSource, data: DataSection, seed: int, index: int, unread: set[str]
 ) -> Iterator[Placed]:
     """Rows of the source, each with its ``number`` in the field ``source``."""
-    reader = SourceReader.of(source, data, seed + number)
-    for place, row in reader:
-        yield place, {**row, "source": number}
+    reader = SourceReader.of(source, data, seed + index)
+    for location, row in reader:
+        yield location, {**row, "source": index}
     unread.update(reader.unread)
     _check_form(reader.source.path, reader.former.form, data)
 

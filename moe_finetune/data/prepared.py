@@ -60,19 +60,19 @@ def prepared_once(
     folder = cache_folder() / "data" / key
     try:
         with output_lock(folder, wait=True):
-            found = (folder / _COUNTS).is_file()
-            if not found:
+            was_prepared = (folder / _COUNTS).is_file()
+            if not was_prepared:
                 _fill(folder, make)
     except OSError as error:
-        own = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be made"
-        said = own if isinstance(error, OutputError) else error.strerror or error
+        problem = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be made"
+        reason = problem if isinstance(error, OutputError) else error.strerror or error
         raise DataError(
-            f"data: {folder.parent} cannot hold the prepared data ({said}); "
+            f"data: {folder.parent} cannot hold the prepared data ({reason}); "
             "make room there, or name another folder in MOE_FINETUNE_CACHE"
         ) from error
     counts = read_object(folder / _COUNTS, DataError, "remove the folder")
     dataset: Any = load_from_disk(str(folder / "rows"))
-    return dataset, counts, found
+    return dataset, counts, was_prepared
 
 
 def date_of(key: str) -> str | None:

@@ -22,8 +22,8 @@ def listed(sources: Paths, name: str) -> list[DataSource]:
     """
     if not sources:
         raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
-    each = [sources] if isinstance(sources, str) else sources
-    return [DataSource(path=source) if isinstance(source, str) else source for source in each]
+    entries = [sources] if isinstance(sources, str) else sources
+    return [DataSource(path=source) if isinstance(source, str) else source for source in entries]
 
 
 @dataclass
@@ -45,11 +45,11 @@ class SourceReader:
 
         ``seed`` decides which rows a source with a ``limit`` gives.
         """
-        own = bool(source.columns or source.template)
+        has_columns = bool(source.columns or source.template)
         former = Former(
             source.format or data.format,
-            source.columns if own else data.columns,
-            source.template if own else data.template,
+            source.columns if has_columns else data.columns,
+            source.template if has_columns else data.template,
             data.ignore,
         )
         return cls(source, former, source.split or data.split, seed)
@@ -65,19 +65,19 @@ class SourceReader:
         if source.limit is not None:
             rows = draw(rows, source.limit, self.seed, f"{source.path} (data limit)")
         empty = True
-        for place, row in rows:
+        for location, row in rows:
             empty = False
-            yield place, self.former(place, _worded(place, row, source.words))
+            yield location, self.former(location, _worded(location, row, source.words))
         if empty:
             raise DataError(f"{source.path} is empty; wanted at least one row")
 
     def _matching(self) -> Iterator[Placed]:
-        source, found = self.source, False
-        for place, row in read_rows(source.path, self.split):
-            if _wanted(place, row, source.where):
-                found = True
-                yield place, row
-        if not found and source.where:
+        source, any_match = self.source, False
+        for location, row in read_rows(source.path, self.split):
+            if _wanted(location, row, source.where):
+                any_match = True
+                yield location, row
+        if not any_match and source.where:
             raise DataError(
                 f"{source.path} has no row where "
                 + " and ".join(
@@ -86,46 +86,48 @@ class SourceReader:
             )
 
 
-def draw(rows: Iterator[Placed], limit: int, seed: int, asked: str) -> Iterator[Placed]:
+def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> Iterator[Placed]:
     """``limit`` of ``rows``, each as likely as any other, in their order; the seed decides which.
 
     One pass, with ``limit`` rows in memory (reservoir sampling).
 
     Raises:
-        DataError: there are fewer; ``asked`` says who wanted them.
+        DataError: there are fewer; ``requested_by`` names the setting.
     """
     generator = np.random.default_rng([seed, limit])
-    held: list[tuple[int, Placed]] = []
+    reservoir: list[tuple[int, Placed]] = []
     seen = 0
     for seen, row in enumerate(rows, 1):
         if seen <= limit:
-            held.append((seen, row))
-        elif (place := int(generator.integers(seen))) < limit:
-            held[place] = (seen, row)
+            reservoir.append((seen, row))
+        elif (slot := int(generator.integers(seen))) < limit:
+            reservoir[slot] = (seen, row)
     if seen < limit:
-        raise DataError(f"{asked}: asks for {limit} rows, and there are only {seen}; lower it")
-    for _, row in sorted(held, key=lambda item: item[0]):
+        raise DataError(
+            f"{requested_by}: asks for {limit} rows, and there are only {seen}; lower it"
+        )
+    for _, row in sorted(reservoir, key=lambda item: item[0]):
         yield row
 
 
-def _wanted(place: str, row: Row, where: dict[str, list[str | int]]) -> bool:
-    return all(_field(place, row, field, "where") in values for field, values in where.items())
+def _wanted(location: str, row: Row, where: dict[str, list[str | int]]) -> bool:
+    return all(_field(location, row, field, "where") in values for field, values in where.items())
 
 
-def _worded(place: str, row: Row, words: dict[str, list[str]]) -> Row:
+def _worded(location: str, row: Row, words: dict[str, list[str]]) -> Row:
     changed = dict(row)
     for field, names in words.items():
-        number = _field(place, row, field, "words")
-        if not isinstance(number, int) or not 0 <= number < len(names):
+        label = _field(location, row, field, "words")
+        if not isinstance(label, int) or not 0 <= label < len(names):
             raise DataError(
-                f"{place}: '{field}': wanted a number from 0 to {len(names) - 1} (data words), got "
-                f"{number!r}"
+                f"{location}: '{field}': wanted a number from 0 to {len(names) - 1} (data words), "
+                f"got {label!r}"
             )
-        changed[field] = names[number]
+        changed[field] = names[label]
     return changed
 
 
-def _field(place: str, row: Row, field: str, key: str) -> object:
+def _field(location: str, row: Row, field: str, key: str) -> object:
     if field not in row:
-        raise DataError(f"{place}: no field '{field}' (data {key}){did_you_mean(field, row)}")
+        raise DataError(f"{location}: no field '{field}' (data {key}){did_you_mean(field, row)}")
     return row[field]

@@ -8,8 +8,8 @@ assistant's text (``{% generation %}``), or TRL brings a copy of it that does an
 text, only marked characters are learned. An answer that the template writes otherwise once the
 conversation goes on is not learned.
 
-What a template leaves out is found by changing a field and rendering again: where the text stays
-the same, nothing reads the field. Each kind of turn is tried once.
+What a template omits is found by changing a field and rendering again: if the text stays the same,
+the template does not read the field. Each kind of turn is tried once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Turn = dict[str, Any]
 Span = tuple[int, int]
@@ -31,6 +33,14 @@ class RenderingError(Exception):
     """A conversation that this template cannot render, or would render without a part of it."""
 
 
+CHARACTERS = 64 << 20
+"""The longest text of a conversation."""
+
+
+class OutOfMemory(BaseException):
+    """A rendering is too large; handlers of the errors that templates raise do not catch it."""
+
+
 class Template:
     """A chat template with what was found out about it.
 
@@ -38,21 +48,20 @@ class Template:
         text: the template.
         marked: a copy of it that marks the assistant's text; None where there is none.
         variables: names of special tokens, as the tokenizer gives them to a template.
-        limited: called around each rendering.
     """
 
-    def __init__(
-        self,
-        text: str,
-        marked: str | None,
-        variables: Mapping[str, Any],
-        limited: Callable[[Callable[[], Any]], Any] = lambda call: call(),
-    ):
+    def __init__(self, text: str, marked: str | None, variables: Mapping[str, Any]):
         self.text, self.marked, self.variables = text, marked, dict(variables)
-        self._limited = limited
         self._seen: dict[Any, bool] = {}
         self._kinds: dict[str, str] = {}
         self._calls: tuple[bool, bool] | None = None
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What :meth:`learned` or :meth:`shown` returns for a request's turns."""
+        turns, extra = request["turns"], request["extra"]
+        if request["purpose"] == "learned":
+            return self.learned(turns, extra)
+        return self.shown(turns, extra, request["purpose"] == "prompt", request["checked"])
 
     def render(self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool = False) -> str:
         """The text of ``turns``; with ``prompt`` followed by what opens an answer."""
@@ -70,20 +79,22 @@ class Template:
         prompt: bool,
         marked: bool,
     ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if not turns and not prompt:
             return "", []
-        texts, marks = self._limited(
-            lambda: render_jinja_template(
+        try:
+            rendered: Any = render_jinja_template(
                 conversations=[list(turns)],
                 chat_template=template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marked,
                 **{"tools": None, **self.variables, **extra},
             )
-        )
-        return texts[0], marks[0] if marked else []
+        except MemoryError:
+            raise OutOfMemory from None
+        texts, marks = rendered
+        if len(texts[0]) > CHARACTERS:
+            raise OutOfMemory
+        return texts[0], list(marks[0]) if marked else []
 
     def adapted(self, turns: Sequence[Turn]) -> list[Turn]:
         """``turns`` with contents and calls in the kind that the template takes."""
@@ -116,17 +127,17 @@ class Template:
 
     def _probe(self, role: str, content: Any) -> list[Turn]:
         """A conversation that ends with a turn of ``role``."""
-        turn, asked = {"role": role, "content": content}, {"role": "user", "content": "x"}
+        turn, question = {"role": role, "content": content}, {"role": "user", "content": "x"}
         if role == "assistant":
-            return [asked, turn]
+            return [question, turn]
         if role != "tool":
-            return [turn] if role == "user" else [turn, asked]
+            return [turn] if role == "user" else [turn, question]
         text, null = self._call_kind()
         called = {"role": "assistant", "content": None if null else "", "tool_calls": [_call(text)]}
-        return [asked, called, {**turn, "name": _NAME, "tool_call_id": "a1b2c3d4e"}]
+        return [question, called, {**turn, "name": _NAME, "tool_call_id": "a1b2c3d4e"}]
 
     def _call_kind(self) -> tuple[bool, bool]:
-        """Whether a call's arguments are JSON text, and whether content beside it may be null."""
+        """Whether a call's arguments are JSON text, and whether its turn's content may be null."""
         if self._calls is None:
             for text, null in ((False, True), (False, False), (True, True), (True, False)):
                 content = None if null else ""
@@ -147,8 +158,6 @@ class Template:
         """The text of ``turns`` where it has all ``parts``."""
         try:
             text = self.render(turns, {})
-        except MemoryError:
-            raise
         except Exception:  # templates raise what they like
             return None
         return text if all(part in text for part in parts) else None
@@ -159,8 +168,8 @@ class Template:
         """``text`` of the conversation, and its ``turns`` in the kind that the template takes.
 
         Raises:
-            RenderingError: the template refuses the turns or, if ``checked``, leaves a part of
-                them out.
+            RenderingError: the template refuses the turns or, if ``checked``, omits a part of
+                them.
         """
         turns = self.adapted(turns)
         text = self._refusing(turns, extra, prompt)
@@ -179,7 +188,7 @@ class Template:
             earlier answer otherwise; ``unread``, fields that nothing reads.
 
         Raises:
-            RenderingError: the template refuses the turns or leaves a part of them out.
+            RenderingError: the template refuses the turns or omits a part of them.
         """
         train = [turn.get("train", True) for turn in turns]
         turns = self.adapted(turns)
@@ -205,11 +214,11 @@ class Template:
                 "data.completion_only_loss=false"
             )
         flat = [list(span) for pieces in spans for span in pieces]
-        left = [list(span) for pieces in others for span in pieces]
+        unlearned_spans = [list(span) for pieces in others for span in pieces]
         return {
             "text": text,
             "spans": flat,
-            "others": left,
+            "others": unlearned_spans,
             "rewritten": rewritten,
             "unread": unread,
         }
@@ -219,8 +228,6 @@ class Template:
     ) -> str:
         try:
             return self.render(turns, extra, prompt)
-        except MemoryError:
-            raise
         except Exception as error:  # templates raise what they like, through jinja
             raise RenderingError(f"the chat template refuses these messages: {error}") from error
 
@@ -229,8 +236,6 @@ class Template:
             return []
         try:
             rendered, marks = self.marks(turns, extra)
-        except MemoryError:
-            raise
         except Exception:
             return []
         return marks if rendered == text else []
@@ -253,11 +258,11 @@ class Template:
         start = len(opened)
         if not until.startswith(opened):
             shared = os.path.commonprefix([opened, until])
-            before = len(self.render(turns[:index], extra).rstrip())
-            if len(shared) < before:
+            length_before = len(self.render(turns[:index], extra).rstrip())
+            if len(shared) < length_before:
                 return None
             # The prompt's `<think>` and the answer's `<tool_call>` share letters, not a tag.
-            tag = shared.rfind("<", before)
+            tag = shared.rfind("<", length_before)
             start = tag if tag > shared.rfind(">") else len(shared)
         if start >= end:
             return None
@@ -275,8 +280,8 @@ class Template:
         pieces: Sequence[Span] | None,
     ) -> None:
         """Refuse a template that writes other turns' texts into an answer's characters."""
-        before = turns[index - 1]["role"] if index else ""
-        key = ("own", before, *_kind(turns[index]))
+        previous_role = turns[index - 1]["role"] if index else ""
+        key = ("own", previous_role, *_kind(turns[index]))
         if pieces is None or key in self._seen:
             return
         changed = [
@@ -288,8 +293,6 @@ class Template:
             other = self.render(changed, extra)
             marks = self._marks(changed, extra, other)
             moved = self._answer(changed, index, extra, other, marks)
-        except MemoryError:
-            raise
         except Exception:  # it checks what the other turns say
             self._seen[key] = False
             return
@@ -317,12 +320,12 @@ class Template:
                 )
             self._seen["tools"] = False
         for i, turn in enumerate(turns):
-            before = turns[i - 1]["role"] if i else ""
+            previous_role = turns[i - 1]["role"] if i else ""
             for field, value in turn.items():
                 if field == "role" or value in (None, "", [], {}):
                     continue
                 thought = isinstance(value, str) and "</think>" in value
-                key = (field, i == 0, before, thought, *_kind(turn))
+                key = (field, i == 0, previous_role, thought, *_kind(turn))
                 if key not in self._seen:
                     self._seen[key] = self._is_unread(turns, i, field, extra)
                 if self._seen[key]:
@@ -333,9 +336,14 @@ class Template:
     ) -> bool:
         turn = turns[index]
         answered = [i for i in range(index, len(turns)) if turns[i]["role"] == "assistant"]
-        shown = turns[: answered[0] + 1] if answered else turns
+        conversation = turns[: answered[0] + 1] if answered else turns
         for changed in _changes(turn, field):
-            if self._same(shown, extra, [*shown[:index], changed, *shown[index + 1 :]], extra):
+            if self._same(
+                conversation,
+                extra,
+                [*conversation[:index], changed, *conversation[index + 1 :]],
+                extra,
+            ):
                 named = field == "name" and turn["role"] == "tool"
                 if named or field not in ("content", "tool_calls", "name", *REASONING):
                     return True
@@ -355,12 +363,12 @@ class Template:
     def _other_name(self, turns: Sequence[Turn], field: str, extra: Mapping[str, Any]) -> str:
         """A remedy: the name under which the template would read the last turn's reasoning."""
         for name in REASONING:
-            *before, last = turns
+            *earlier, last = turns
             renamed = {**last, name: last.get(field)}
             if (
                 field in REASONING
                 and name not in last
-                and not self._same(turns, extra, [*before, renamed], extra)
+                and not self._same(turns, extra, [*earlier, renamed], extra)
             ):
                 return f"rename it to '{name}', which this one reads"
         return "name another with data.chat_template"
@@ -375,8 +383,6 @@ class Template:
         prompt = turns[-1]["role"] != "assistant"
         try:
             return self.render(turns, extra, prompt) == self.render(changed, changed_extra, prompt)
-        except MemoryError:
-            raise
         except Exception:  # it reads the field, and does not like it
             return False
 
@@ -391,10 +397,10 @@ def _with_arguments(call: Mapping[str, Any], text: bool) -> dict[str, Any]:
     function = dict(call["function"])
     if text:
         # The row's own text, where it had one: models write it in other ways than we would.
-        own = function.pop("arguments_text", None)
+        original = function.pop("arguments_text", None)
         arguments = function["arguments"]
         if not isinstance(arguments, str):
-            function["arguments"] = own or json.dumps(arguments, ensure_ascii=False)
+            function["arguments"] = original or json.dumps(arguments, ensure_ascii=False)
     function.pop("arguments_text", None)
     return {**call, "function": function}
 
@@ -408,15 +414,15 @@ def _changes(turn: Turn, field: str) -> Iterator[Turn]:
     """``turn`` with something of ``field`` changed, in each way that a template may miss."""
     value = turn[field]
     if field == "tool_calls":
-        named, given = copy.deepcopy(value), copy.deepcopy(value)
+        named, with_argument = copy.deepcopy(value), copy.deepcopy(value)
         named[-1]["function"]["name"] += _MARK
         yield {**turn, field: named}
-        function = given[-1]["function"]
+        function = with_argument[-1]["function"]
         text = isinstance(function["arguments"], str)
         arguments = json.loads(function["arguments"]) if text else function["arguments"]
         arguments = {**arguments, _KEY: _VALUE}
         function["arguments"] = json.dumps(arguments) if text else arguments
-        yield {**turn, field: given}
+        yield {**turn, field: with_argument}
         return
     yield _changed(turn, field)
     if turn["role"] == "assistant" and isinstance(value, str) and "</think>" in value:

@@ -67,27 +67,27 @@ class Former:
         for field, pattern in self.template.items():
             _names(pattern, f"data.template.{field}")
 
-    def __call__(self, place: str, row: Row) -> Row:
+    def __call__(self, location: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
-        whole, row = row, self._mapped(place, row)
+        all_fields, row = row, self._mapped(location, row)
         if self.form == "auto" and not self.detected:
-            self.detected = " and ".join(FIELDS[_detect(place, row)])
+            self.detected = " and ".join(FIELDS[_detect(location, row)])
         if self.form == "auto":
-            self.form = _detect(place, row)
-        self._note_unread(whole)
+            self.form = _detect(location, row)
+        self._note_unread(all_fields)
         if self.form == "messages":
-            return self._conversation(place, row)
+            return self._conversation(location, row)
         for field in FIELDS[self.form]:
             if field not in row:
                 raise DataError(
-                    f"{place}: no field '{field}', wanted {' and '.join(FIELDS[self.form])} "
+                    f"{location}: no field '{field}', wanted {' and '.join(FIELDS[self.form])} "
                     f"(data.format {self.form}); the row has {', '.join(row) or 'no fields'}"
                 )
             if not isinstance(row[field], str):
-                raise DataError(f"{place}: '{field}': wanted text, got {short(row[field])}")
+                raise DataError(f"{location}: '{field}': wanted text, got {short(row[field])}")
         last = FIELDS[self.form][-1]
         if not row[last].strip():
-            raise DataError(f"{place}: '{last}' is empty; there is nothing to learn from it")
+            raise DataError(f"{location}: '{last}' is empty; there is nothing to learn from it")
         return {field: row[field] for field in FIELDS[self.form]}
 
     def _note_unread(self, row: Row) -> None:
@@ -103,7 +103,7 @@ class Former:
             read.update((*COLUMNS, "conversations", "prompt", "completion"))
         self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
 
-    def _conversation(self, place: str, row: Row) -> Row:
+    def _conversation(self, location: str, row: Row) -> Row:
         """The row's turns; a prompt and a completion become a user and an assistant turn."""
         turns = row.get("messages")
         if turns is None and {"prompt", "completion"} <= row.keys():
@@ -114,16 +114,16 @@ class Former:
                     {"role": "user", "content": row["prompt"]},
                     {"role": "assistant", "content": row["completion"]},
                 ]
-        formed = conversation(place, turns, row, self.ignore)
+        formed = conversation(location, turns, row, self.ignore)
         last = formed["messages"][-1]["role"]
         if last != "assistant":
             raise DataError(
-                f"{place}: the last message is from '{last}'; wanted the assistant's answer, which "
-                "is what is learned"
+                f"{location}: the last message is from '{last}'; wanted the assistant's answer, "
+                "which is what is learned"
             )
         return formed
 
-    def _mapped(self, place: str, row: Row) -> Row:
+    def _mapped(self, location: str, row: Row) -> Row:
         template = self.template
         if not template and not self.columns and not _has_form(row):
             if isinstance(row.get("conversations"), list):
@@ -132,20 +132,21 @@ class Former:
             template = self._known(row)
         if template:
             filled = {
-                f: _fill(text, row, f"{place}: data.template.{f}") for f, text in template.items()
+                f: _fill(text, row, f"{location}: data.template.{f}")
+                for f, text in template.items()
             }
-            # A chat built from columns may have tools and a system prompt beside them.
-            beside = {
+            # A chat built from columns may also have tools and a system prompt.
+            extras = {
                 name: row[name] for name in COLUMNS if name in row and self.form == "messages"
             }
-            return {**beside, **filled}
-        return renamed(place, row, self.columns)
+            return {**extras, **filled}
+        return renamed(location, row, self.columns)
 
     def _known(self, row: Row) -> Mapping[str, str]:
         """The template of a layout that many data sets share; none for any other row."""
         if {"question", "answer"} <= row.keys():
-            asked = str(row["question"]).lstrip().startswith("Question:")
-            template = _ASKED if asked else QUESTION_TEMPLATE
+            has_prefix = str(row["question"]).lstrip().startswith("Question:")
+            template = _ASKED if has_prefix else QUESTION_TEMPLATE
             self.detected = self.detected or _wrapped("question and answer", template)
             return template
         if {"instruction", "output"} <= row.keys():
@@ -160,15 +161,15 @@ class Former:
         return {}
 
 
-def renamed(place: str, row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with ``columns`` (our field -> the file's field) beside its own fields."""
-    for ours, theirs in columns.items():
-        if theirs not in row:
+def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with ``columns`` (our field -> the file's field) added."""
+    for ours, column in columns.items():
+        if column not in row:
             raise DataError(
-                f"{place}: no field '{theirs}' (data.columns.{ours})"
-                f"{did_you_mean(theirs, map(str, row))}"
+                f"{location}: no field '{column}' (data.columns.{ours})"
+                f"{did_you_mean(column, map(str, row))}"
             )
-    return {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    return {**row, **{ours: row[column] for ours, column in columns.items()}}
 
 
 def _wrapped(name: str, template: Mapping[str, str]) -> str:
@@ -180,16 +181,16 @@ def _has_form(row: Row) -> bool:
     return any(set(fields) <= row.keys() for fields in FIELDS.values())
 
 
-def _detect(place: str, row: Row) -> Form:
-    found: list[Form] = [form for form, fields in FIELDS.items() if set(fields) <= row.keys()]
-    if len(found) == 1:
-        form = found[0]
+def _detect(location: str, row: Row) -> Form:
+    fitting: list[Form] = [form for form, fields in FIELDS.items() if set(fields) <= row.keys()]
+    if len(fitting) == 1:
+        form = fitting[0]
         return "messages" if form == "prompt_completion" and _is_chat(row) else form
     has = f"the row has {', '.join(map(str, row)) or 'no fields'}"
-    if found:
-        raise DataError(f"{place}: fits {' and '.join(found)}; set data.format. {has}")
+    if fitting:
+        raise DataError(f"{location}: fits {' and '.join(fitting)}; set data.format. {has}")
     raise DataError(
-        f"{place}: wanted 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
+        f"{location}: wanted 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
         f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. "
         "Name yours with data.columns, for example data.columns={prompt: ask, completion: reply}"
     )
@@ -202,22 +203,22 @@ def _is_chat(row: Row) -> bool:
     )
 
 
-def _names(pattern: str, place: str) -> list[str]:
+def _names(pattern: str, location: str) -> list[str]:
     """Fields in braces; plain names only, because a format string can reach into objects."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None]
     except ValueError as error:
-        raise DataError(f"{place}: {error}; write a literal brace twice") from error
+        raise DataError(f"{location}: {error}; write a literal brace twice") from error
     for name in names:
         if not name.isidentifier():
-            raise DataError(f"{place}: '{{{name}}}' is not a field's name")
+            raise DataError(f"{location}: '{{{name}}}' is not a field's name")
     return names
 
 
-def _fill(pattern: str, row: Row, place: str) -> str:
-    for name in _names(pattern, place):
+def _fill(pattern: str, row: Row, location: str) -> str:
+    for name in _names(pattern, location):
         if name not in row:
-            raise DataError(f"{place}: no field '{name}'{did_you_mean(name, map(str, row))}")
+            raise DataError(f"{location}: no field '{name}'{did_you_mean(name, map(str, row))}")
     lines = {k: "\n".join(v) for k, v in row.items() if _is_lines(v)}
     return pattern.format_map({**row, **lines})
 

@@ -80,8 +80,8 @@ def _from_datasets(name: str, dataset: Any, split: str) -> Iterator[Placed]:
         if split not in dataset:
             raise DataError(f"{name} has no split '{split}'{did_you_mean(split, dataset)}")
         dataset = dataset[split]
-    for number, row in enumerate(dataset, 1):
-        yield f"{name}: row {number}", without_nulls(row)
+    for index, row in enumerate(dataset, 1):
+        yield f"{name}: row {index}", without_nulls(row)
 
 
 def _hub_dataset(source: str, split: str) -> Any:

@@ -58,75 +58,76 @@ class StageFormer:
             if field not in self._fields and stage.form != "prompts":
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self._fields)}")
 
-    def __call__(self, place: str, row: Row) -> Row:
+    def __call__(self, location: str, row: Row) -> Row:
         """The row in its form; raise DataError with ``place`` when it has none."""
-        row = _published(renamed(place, row, self.columns), self.form)
+        row = _published(renamed(location, row, self.columns), self.form)
         if self.form == "preference" and "prompt" not in row:
-            row = {**row, **_common_prompt(place, row)}
+            row = {**row, **_common_prompt(location, row)}
         for field in self._fields:
             if field not in row:
                 raise DataError(
-                    f"{place}: no field '{field}', wanted {' and '.join(self._fields)}; the row "
+                    f"{location}: no field '{field}', wanted {' and '.join(self._fields)}; the row "
                     f"has {', '.join(map(str, row)) or 'no fields'}. Name yours with data.columns"
                 )
         texts = [field for field in self._fields if field != "label"]
         if len({type(row[field]) for field in texts}) > 1:
             raise DataError(
-                f"{place}: {', '.join(texts)} are texts and turns mixed; wanted all texts, or all "
-                "lists of {role, content}"
+                f"{location}: {', '.join(texts)} are texts and turns mixed; wanted all texts, or "
+                "all lists of {role, content}"
             )
         formed = {field: row[field] for field in self._fields}
         for field in texts:
-            formed |= self._checked(place, field, row)
+            formed |= self._checked(location, field, row)
         if "label" in self._fields and not isinstance(row["label"], bool):
-            raise DataError(f"{place}: 'label': wanted true or false, got {short(row['label'])}")
+            raise DataError(f"{location}: 'label': wanted true or false, got {short(row['label'])}")
         if self.form == "preference" and row["chosen"] == row["rejected"]:
-            raise DataError(f"{place}: 'chosen' and 'rejected' are equal; nothing is preferred")
+            raise DataError(f"{location}: 'chosen' and 'rejected' are equal; nothing is preferred")
         for field, reward in self._read.items():
-            _check_read(place, row, field, reward)
+            _check_read(location, row, field, reward)
         read = {*self._fields, *self.columns.values(), *self.ignore, *_BESIDE}
         self.unread.update(k for k, v in row.items() if k not in read and v not in (None, "", []))
         return {**row, **formed} if self.form == "prompts" else formed
 
-    def _checked(self, place: str, field: str, row: Row) -> Row:
-        """A field of texts or turns; with what a template reads beside the turns."""
+    def _checked(self, location: str, field: str, row: Row) -> Row:
+        """A field of texts or turns; and what else a template reads."""
         value, answer = row[field], field != "prompt"
         if isinstance(value, str):
             if not value.strip():
-                raise DataError(f"{place}: '{field}' is empty")
+                raise DataError(f"{location}: '{field}' is empty")
             return {field: value}
         if not isinstance(value, list) or not value:
             raise DataError(
-                f"{place}: '{field}': wanted text or a list of turns, got {short(value)}"
+                f"{location}: '{field}': wanted text or a list of turns, got {short(value)}"
             )
-        beside = {} if answer else {name: row[name] for name in _BESIDE if name in row}
-        formed = conversation(place, value, beside, self.ignore, field)
+        extras = {} if answer else {name: row[name] for name in _BESIDE if name in row}
+        formed = conversation(location, value, extras, self.ignore, field)
         turns = formed.pop("messages")
         last = turns[-1]["role"]
         if answer and last != "assistant":
             raise DataError(
-                f"{place}: '{field}': the last turn is from '{last}'; wanted the assistant's answer"
+                f"{location}: '{field}': the last turn is from '{last}'; wanted the assistant's "
+                "answer"
             )
         if not answer and last == "assistant":
             raise DataError(
-                f"{place}: '{field}': ends with the assistant's turn; wanted what it answers to"
+                f"{location}: '{field}': ends with the assistant's turn; wanted what it answers to"
             )
-        for number, turn in enumerate(turns if answer else ()):
+        for index, turn in enumerate(turns if answer else ()):
             if turn["role"] != "assistant":
                 raise DataError(
-                    f"{place}: '{field}'[{number}]: a turn of '{turn['role']}', which would be "
+                    f"{location}: '{field}'[{index}]: a turn of '{turn['role']}', which would be "
                     "learned with the answer; move the turns before the last answer to 'prompt'"
                 )
             if not turn.get("train", True):
-                raise DataError(f"{place}: '{field}'[{number}]: an answer that is not learned")
+                raise DataError(f"{location}: '{field}'[{index}]: an answer that is not learned")
         return {field: [_without_train(turn) for turn in turns], **formed}
 
 
-def _check_read(place: str, row: Row, field: str, reward: str) -> None:
+def _check_read(location: str, row: Row, field: str, reward: str) -> None:
     """Refuse a row whose ``field`` the reward of this name cannot read."""
     if field not in row:
         raise DataError(
-            f"{place}: no field '{field}', which rewards: '{reward}' reads; the row has "
+            f"{location}: no field '{field}', which rewards: '{reward}' reads; the row has "
             f"{', '.join(map(str, row))}{did_you_mean(field, row)}. Name yours with "
             f"data.columns: {{{field}: ...}}"
         )
@@ -135,13 +136,13 @@ def _check_read(place: str, row: Row, field: str, reward: str) -> None:
         texts = [value] if isinstance(value, str) else value
         good = isinstance(texts, list) and bool(texts)
         good = good and all(isinstance(text, str) and _has_code(text) for text in texts)
-        wanted = "Python code, or a list of such texts,"
+        expected = "Python code, or a list of such texts,"
     else:
         good = isinstance(value, str | int | float) and bool(str(value).strip())
-        wanted = "text or a number"
+        expected = "text or a number"
     if not good:
         raise DataError(
-            f"{place}: '{field}': wanted {wanted}, which rewards: '{reward}' reads, got "
+            f"{location}: '{field}': wanted {expected}, which rewards: '{reward}' reads, got "
             f"{short(value)}"
         )
 
@@ -152,7 +153,7 @@ def _has_code(text: str) -> bool:
     return any(line and not line.startswith("#") and line != "pass" for line in lines)
 
 
-def _common_prompt(place: str, row: Row) -> Row:
+def _common_prompt(location: str, row: Row) -> Row:
     """Prompt and answers of two whole conversations: the turns that both begin with."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -161,8 +162,8 @@ def _common_prompt(place: str, row: Row) -> Row:
                                                 zip(chosen, rejected, strict=False))]  # fmt: skip
     if not common or len(common) in (len(chosen), len(rejected)):
         raise DataError(
-            f"{place}: 'chosen' and 'rejected' do not begin with the same turns and then differ; "
-            "add the field 'prompt'"
+            f"{location}: 'chosen' and 'rejected' do not begin with the same turns and then "
+            "differ; add the field 'prompt'"
         )
     cut = len(common)
     return {"prompt": common, "chosen": chosen[cut:], "rejected": rejected[cut:]}
@@ -174,8 +175,8 @@ def _published(row: Row, form: str) -> Row:
     if isinstance(row.get("input"), dict) and {"preferred_output", "non_preferred_output"} <= set(
         row
     ):
-        asked = row.pop("input")
-        row |= {"prompt": asked.get("messages"), "tools": asked.get("tools")}
+        request = row.pop("input")
+        row |= {"prompt": request.get("messages"), "tools": request.get("tools")}
         row["chosen"] = row.pop("preferred_output")
         row["rejected"] = row.pop("non_preferred_output")
     if "kto_tag" in row and "label" not in row:

@@ -110,29 +110,29 @@ def _read(
 ) -> tuple[Dataset, list[tuple[str, list[Row]]]]:
     from datasets import Dataset
 
-    kept: list[Row] = []
+    fitting: list[Row] = []
     parts, overlong, unread = [], 0, set[str]()
-    for number, source in enumerate(listed(sources, name)):
-        first = len(kept)
-        reader = _source(stage, source, data, seed + number, rewards)
+    for index, source in enumerate(listed(sources, name)):
+        first = len(fitting)
+        reader = _source(stage, source, data, seed + index, rewards)
         rows = iter(reader)
         if data.limit is not None:
             rows = draw(rows, data.limit, seed, f"data.limit of data.{name}")
-        for place, row in rows:
-            adapted, length = _adapted(place, row, tokenizer)
+        for location, row in rows:
+            adapted, length = _adapted(location, row, tokenizer)
             # A cut answer would change what is preferred, so none is cut.
-            if _fits(place, length + room, data):
-                kept.append(adapted)
+            if _fits(location, length + room, data):
+                fitting.append(adapted)
             else:
                 overlong += 1
         if stage.form != "prompts":
             unread |= reader.unread
-        parts.append((source.path, kept[first : first + MEASURED]))
-    if not kept:
+        parts.append((source.path, fitting[first : first + MEASURED]))
+    if not fitting:
         raise DataError(
             f"data.{name}: none of its rows fits data.max_length {data.max_length}; raise it"
         )
-    log.info("%s data: %d rows of %s", name, len(kept), " and ".join(FIELDS[stage.form]))
+    log.info("%s data: %d rows of %s", name, len(fitting), " and ".join(FIELDS[stage.form]))
     if overlong:
         log.warning(
             "%s data: %d rows are longer than data.max_length %d and were left out",
@@ -143,7 +143,7 @@ def _read(
     if unread:
         log.warning("%s data: nothing reads %s", name, ", ".join(sorted(unread)))
     try:
-        return Dataset.from_list(kept, features=_features(kept)), parts
+        return Dataset.from_list(fitting, features=_features(fitting)), parts
     except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
         raise DataError(
             f"data.{name}: a field holds values of different kinds in different rows: {error}"
@@ -179,29 +179,29 @@ def _features(rows: list[Row]) -> Any:
     return Features({**inferred, **{name: Json() for name in turns}})
 
 
-def _fits(place: str, length: int, data: DataSection) -> bool:
+def _fits(location: str, length: int, data: DataSection) -> bool:
     if length > data.max_length and data.overlong == "error":
         raise DataError(
-            f"{place}: {length} tokens, longer than data.max_length {data.max_length}; raise it, "
-            "or set data.overlong: drop"
+            f"{location}: {length} tokens, longer than data.max_length {data.max_length}; raise "
+            "it, or set data.overlong: drop"
         )
     return length <= data.max_length
 
 
-def _adapted(place: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
+def _adapted(location: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
     """The row as TRL takes it, and the tokens of its prompt with the longest answer.
 
-    Turns are in the kind that the chat template takes; what it reads beside them, the row's tools
+    Turns are in the kind that the chat template takes; what else it reads, the row's tools
     and variables, travels on the first turn.
     """
     row = dict(row)
-    beside = {"tools": row.pop("tools", None), **(row.pop("variables", None) or {})}
-    beside = {name: value for name, value in beside.items() if value is not None}
+    extras = {"tools": row.pop("tools", None), **(row.pop("variables", None) or {})}
+    extras = {name: value for name, value in extras.items() if value is not None}
     answers = [name for name in TURNS if name != "prompt" and name in row]
     if isinstance(row["prompt"], str):
         texts = [row["prompt"] + row[name] for name in answers] or [row["prompt"]]
         return row, max(len(tokenizer(text)["input_ids"]) for text in texts)
-    prompt, extra = row["prompt"], {"tools": beside.get("tools"), "variables": beside}
+    prompt, extra = row["prompt"], {"tools": extras.get("tools"), "variables": extras}
     try:
         text, row["prompt"] = rendered({"messages": prompt, **extra}, tokenizer, True)
         texts = [text]
@@ -209,10 +209,10 @@ def _adapted(place: str, row: Row, tokenizer: Any) -> tuple[Row, int]:
             text, turns = rendered({"messages": prompt + row[name], **extra}, tokenizer)
             row[name] = turns[len(prompt) :]
             texts.append(text)
-        if beside:
-            row["prompt"][0]["carried"] = beside
+        if extras:
+            row["prompt"][0]["carried"] = extras
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     return row, max(lengths)
 

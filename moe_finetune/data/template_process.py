@@ -1,8 +1,8 @@
-"""The process that renders chat templates, each rendering within a limit of time and of memory.
+"""The process that renders chat templates, with a limit on the time and memory of a conversation.
 
-A template is a program of somebody else, and can run for ever. The kernel ends the process when a
-rendering has used its time, whatever it is doing; the next rendering starts another one. What goes
-to and fro is JSON.
+A template is somebody else's program and may never end. The kernel ends the process when a
+conversation has used its time, whatever the template is doing; the next one starts another process.
+Requests and answers are JSON, one line for a batch of requests and one for each answer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,143 +22,113 @@ from moe_finetune.errors import DataError
 
 
 class TemplateLimitError(DataError):
-    """A chat template takes more time or memory than a rendering gets."""
+    """A chat template takes more time or memory than a conversation gets."""
 
 
 SECONDS = 10.0
-"""Processor time of one rendering; usual templates take less than a millisecond."""
+"""Processor time for one conversation; usual templates take a few milliseconds."""
 BYTES = 2 << 30
-"""Memory beyond that of the process when it starts."""
-CHARACTERS = 64 << 20
-"""Of a rendered conversation."""
+"""Memory beyond what the process has when it starts."""
 _RUN = "from moe_finetune.data.template_process import serve; serve()"
+_REMEDY = "use the template of the base model, or name one with data.chat_template"
+_processes: dict[int, subprocess.Popen[bytes]] = {}
 
 
-class TemplateProcess:
-    """Starts at once; :meth:`ask` sends requests and yields their answers in order."""
+def answers_to(requests: Sequence[Mapping[str, Any]]) -> Generator[dict[str, Any]]:
+    """Yield the answer to each request while the process works on those that follow.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
+    Raises:
+        TemplateLimitError: a template reached its limit.
+        DataError: a conversation cannot be rendered.
+    """
+    if not requests:
+        return
+    process = _running_process()
+    assert process.stdin is not None and process.stdout is not None
+    answered = 0
+    try:
+        process.stdin.write(json.dumps(list(requests)).encode() + b"\n")
+        process.stdin.flush()
+        for _ in requests:
+            line = process.stdout.readline()
+            if not line:
+                raise TemplateLimitError(_why_it_ended(process.wait()))
+            answered += 1
+            answer = json.loads(line)
+            if "error" in answer:
+                raise (TemplateLimitError if answer["limit"] else DataError)(answer["error"])
+            yield answer
+    finally:
+        if answered < len(requests):
+            stop_process()  # its remaining answers would be read as those to the next requests
+
+
+def _running_process() -> subprocess.Popen[bytes]:
+    """This process's own renderer; forked children start one each."""
+    process = _processes.get(os.getpid())
+    if process is None or process.poll() is not None:
+        process = _processes[os.getpid()] = subprocess.Popen(
             [sys.executable, "-c", _RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "USE_TORCH": "0"},
-            start_new_session=True,  # Ctrl-C is for the one who asks
+            start_new_session=True,  # Ctrl-C is meant for the parent
         )
+        atexit.register(stop_process)
+    return process
 
-    def ask(self, requests: Sequence[Mapping[str, Any]]) -> Generator[dict[str, Any]]:
-        """Yield the answer to each request; it is worked on while the caller does something else.
 
-        Raises:
-            TemplateLimitError: a rendering ran into its limit; no more are answered then.
-            DataError: a conversation cannot be rendered.
-        """
-        assert self._process.stdout is not None
-        writer = threading.Thread(target=self._send, args=(requests,), daemon=True)
-        writer.start()
-        answered = 0
-        try:
-            for _ in requests:
-                line = self._process.stdout.readline()
-                if not line:
-                    raise TemplateLimitError(self._end())
-                answered += 1
-                answer = json.loads(line)
-                if "error" in answer:
-                    raise (TemplateLimitError if answer["limit"] else DataError)(answer["error"])
-                yield answer
-        finally:
-            if answered < len(requests):
-                self.stop()  # what it still answers would be taken for the next answers
-
-    def _send(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):  # it has ended; the reader says why
-            for request in requests:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _end(self) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGPROF:
-            return (
-                f"the chat template takes more than {SECONDS:.0f} seconds for this conversation; "
-                "take the template of the base model, or name one with data.chat_template"
-            )
-        return (
-            f"the process that renders the chat template ended ({code}); take the template of the "
-            "base model, or name one with data.chat_template"
-        )
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+def stop_process() -> None:
+    """End this process's renderer, if there is one."""
+    process = _processes.pop(os.getpid(), None)
+    if process is not None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
 
 
-_processes: dict[int, TemplateProcess] = {}
-
-
-def template_process() -> TemplateProcess:
-    """This process's own; started when it is first needed, and again when it was ended."""
-    process = _processes.get(os.getpid())
-    if process is None or not process.running:
-        process = TemplateProcess()
-        _processes[os.getpid()] = process
-        atexit.register(process.stop)
-    return process
+def _why_it_ended(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return (
+            f"the chat template takes more than {SECONDS:.0f} seconds for this conversation; "
+            f"{_REMEDY}"
+        )
+    return f"the process that renders the chat template ended ({code}); {_REMEDY}"
 
 
 # -- in the process -------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answer requests, one JSON object a line, until there are no more."""
+    """Answer requests until the parent closes the pipe."""
     import resource
 
-    from moe_finetune.data.rendering import Template
+    from moe_finetune.data.rendering import CHARACTERS, OutOfMemory, Template
 
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # its default ends the process
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries may print; only answers go to the parent
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also within one C call
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
     templates: dict[str, Template] = {}
-    for line in requests:
-        request = json.loads(line)
+    for request in (request for line in sys.stdin.buffer for request in json.loads(line)):
         definition = json.dumps(request["template"])
         if definition not in templates:
-            templates[definition] = Template(**request["template"], limited=_limited)
+            templates[definition] = Template(**request["template"])
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
-            answer = _answer(templates[definition], request)
-        except MemoryError:
-            problem = f"the chat template needs more than {BYTES >> 30} GiB of memory"
+            answer = templates[definition].answer(request)
+        except (MemoryError, OutOfMemory):
+            problem = (
+                f"the chat template needs more than {BYTES >> 30} GiB of memory, or writes more "
+                f"than {CHARACTERS >> 20} million characters; {_REMEDY}"
+            )
             answer = {"error": problem, "limit": True}
         except Exception as error:
             answer = {"error": str(error) or type(error).__name__, "limit": False}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-
-
-def _answer(template: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    turns, extra = request["turns"], request["extra"]
-    if request["wanted"] == "learned":
-        return template.learned(turns, extra)
-    return template.shown(turns, extra, request["wanted"] == "prompt", request["checked"])
-
-
-def _limited(call: Callable[[], Any]) -> Any:
-    # The timer goes on until the answer, so that work on the text is limited as well.
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    rendered = call()
-    if len(rendered[0][0]) > CHARACTERS:
-        raise MemoryError
-    return rendered

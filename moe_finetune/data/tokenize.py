@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.data.template_process import template_process
+from moe_finetune.data.template_process import answers_to
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row
 from moe_finetune.models.chat_template import (
@@ -151,12 +151,12 @@ def tokenize_rows(
     learns all but answers with ``train: False``.
 
     Raises:
-        DataError: the chat template is missing, refuses the messages, leaves a part of them out or
+        DataError: the chat template is missing, refuses the messages, omits a part of them or
             does not render a prompt as the beginning of the whole.
     """
     chats = [row for row in rows if row.get("messages") is not None]
     requests = [_request(row, tokenizer, "learned") for row in chats]
-    with closing(template_process().ask(requests)) as answers:
+    with closing(answers_to(requests)) as answers:
         for row in rows:
             if row.get("messages") is not None:
                 yield _chat(next(answers), tokenizer, completion_only)
@@ -174,19 +174,19 @@ def rendered(
     Args:
         row: ``messages``, ``tools`` and ``variables``, see :mod:`moe_finetune.data.turns`.
         prompt: end with what opens an answer.
-        checked: refuse a template that leaves a part of the turns out.
+        checked: refuse a template that omits a part of the turns.
 
     Raises:
         TemplateLimitError: the chat template takes more than its time or memory.
-        DataError: the chat template is missing, refuses the messages or leaves a part of them out.
+        DataError: the chat template is missing, refuses the messages or omits a part of them.
     """
     request = _request(row, tokenizer, "prompt" if prompt else "text")
-    with closing(template_process().ask([{**request, "checked": checked}])) as answers:
+    with closing(answers_to([{**request, "checked": checked}])) as answers:
         answer = next(answers)
     return answer["text"], answer["turns"]
 
 
-def _request(row: Mapping[str, Any], tokenizer: Any, wanted: str) -> dict[str, Any]:
+def _request(row: Mapping[str, Any], tokenizer: Any, purpose: str) -> dict[str, Any]:
     if not tokenizer.chat_template:
         raise DataError(
             "the data are chat messages and the tokenizer has no chat template; name one with "
@@ -203,7 +203,7 @@ def _request(row: Mapping[str, Any], tokenizer: Any, wanted: str) -> dict[str, A
             "marked": _marked(template),
             "variables": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
         },
-        "wanted": wanted,
+        "purpose": purpose,
         "turns": row["messages"],
         "extra": {**(row.get("variables") or {}), "tools": tools},
     }

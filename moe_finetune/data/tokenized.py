@@ -46,36 +46,36 @@ class Counts:
 
     def lines(self, max_length: int) -> list[str]:
         """Sentences for the log; the first always, the others where something was lost."""
-        said = [f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned"]
+        lines = [f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned"]
         if self.truncated:
-            said.append(
+            lines.append(
                 f"{self.truncated} rows are longer than data.max_length {max_length} and were cut, "
                 f"{self.cut} tokens in all"
             )
         if self.dropped:
-            said.append(
+            lines.append(
                 f"{self.dropped} rows are longer than data.max_length {max_length} and were left "
                 "out (data.overlong 'drop', or the cut left nothing to learn)"
             )
         if self.unlearned:
-            said.append(f"{self.unlearned} rows have no answer to learn and were left out")
+            lines.append(f"{self.unlearned} rows have no answer to learn and were left out")
         if self.rewritten:
-            said.append(
+            lines.append(
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
                 "once the conversation goes on; those answers are not learned (data.turns: each "
                 "makes an example of every answer)"
             )
         if self.straddled:
-            said.append(
+            lines.append(
                 f"{self.straddled} rows: prompt and completion meet inside one token, which is "
                 "learned; end the prompt without a space to avoid it"
             )
         if self.unread:
-            said.append(
+            lines.append(
                 f"nothing reads {', '.join(self.unread)}; data.ignore leaves them out without this "
                 "line"
             )
-        return said
+        return lines
 
 
 def write_tokenized(
@@ -86,20 +86,20 @@ def write_tokenized(
     name: str,
     folder: Path,
 ) -> Counts:
-    """Tokenize ``rows`` into the dataset ``folder / "rows"``, through files beside it."""
+    """Tokenize ``rows`` into the dataset ``folder / "rows"``."""
     from datasets import Dataset, Features, Value
     from datasets.arrow_writer import ArrowWriter
 
-    text, number, flag = Value("string"), Value("int32"), Value("bool")
-    read = {"place": text, "source": number, "prompt": text, "completion": text, "text": text,
+    text, index, flag = Value("string"), Value("int32"), Value("bool")
+    read = {"place": text, "source": index, "prompt": text, "completion": text, "text": text,
             "chat": text}  # fmt: skip
     with ArrowWriter(path=str(folder / "read.arrow"), features=Features(read)) as writer:
-        for place, row in rows:
+        for location, row in rows:
             for example in _examples(row, data):
                 values = {field: example.get(field) for field in _READ}
                 if "messages" in example:
-                    values["chat"] = _chat_text(place, example)
-                writer.write({"place": place, **values})
+                    values["chat"] = _chat_text(location, example)
+                writer.write({"place": location, **values})
         writer.finalize()
     tokenized = Dataset.from_file(str(folder / "read.arrow")).map(
         _tokenize,
@@ -109,7 +109,7 @@ def write_tokenized(
         num_proc=data.num_proc,
         remove_columns=["place", *_READ],
         features=Features(
-            {"input_ids": [number], "labels": [number], "source": number, "unread": text}
+            {"input_ids": [index], "labels": [index], "source": index, "unread": text}
             | dict.fromkeys(("tokens", "learned", "cut"), Value("int64"))
             | dict.fromkeys(("dropped", "unlearned", "rewritten", "straddled"), flag)
         ),
@@ -119,28 +119,28 @@ def write_tokenized(
         desc=f"Tokenizing {name}",
     )
     columns = tokenized.remove_columns(list(COLUMNS)).with_format("numpy")[:]
-    kept = ~(columns["dropped"] | columns["unlearned"])
-    if not kept.any():
+    kept_rows = ~(columns["dropped"] | columns["unlearned"])
+    if not kept_rows.any():
         raise DataError(
-            f"data.{name}: none of the {len(kept)} rows has anything to learn within "
+            f"data.{name}: none of the {len(kept_rows)} rows has anything to learn within "
             f"data.max_length {data.max_length}; raise it"
         )
-    chosen = tokenized if kept.all() else tokenized.select(kept.nonzero()[0])
+    chosen = tokenized if kept_rows.all() else tokenized.select(kept_rows.nonzero()[0])
     chosen.select_columns(list(COLUMNS)).save_to_disk(str(folder / "rows"))
-    for left in folder.glob("*.arrow"):
-        left.unlink()
+    for file in folder.glob("*.arrow"):
+        file.unlink()
     return Counts(
-        rows=len(kept),
-        tokens=int(columns["tokens"][kept].sum()),
-        learned=int(columns["learned"][kept].sum()),
+        rows=len(kept_rows),
+        tokens=int(columns["tokens"][kept_rows].sum()),
+        learned=int(columns["learned"][kept_rows].sum()),
         dropped=int(columns["dropped"].sum()),
         unlearned=int(columns["unlearned"].sum()),
         truncated=int((columns["cut"] > 0).sum()),
         cut=int(columns["cut"].sum()),
         rewritten=int(columns["rewritten"].sum()),
         straddled=int(columns["straddled"].sum()),
-        sources=np.bincount(columns["source"][kept], minlength=num_sources).tolist(),
-        unread=sorted({name for each in set(columns["unread"]) for name in each.splitlines()}),
+        sources=np.bincount(columns["source"][kept_rows], minlength=num_sources).tolist(),
+        unread=sorted({name for names in set(columns["unread"]) for name in names.splitlines()}),
     )
 
 
@@ -148,11 +148,11 @@ def _examples(row: Row, data: DataSection) -> list[Row]:
     return (each_answer(row) if data.turns == "each" and "messages" in row else []) or [row]
 
 
-def _chat_text(place: str, row: Row) -> str:
+def _chat_text(location: str, row: Row) -> str:
     try:
         return as_text({name: value for name, value in row.items() if name != "source"})
     except (TypeError, ValueError) as error:
-        raise DataError(f"{place}: a value that is neither text nor number: {error}") from error
+        raise DataError(f"{location}: a value that is neither text nor number: {error}") from error
 
 
 def _tokenize(
@@ -166,9 +166,11 @@ def _tokenize(
         for tokens in tokenize_rows(formed, tokenizer, data.completion_only_loss is not False):
             tokenized.append(_within(tokens, rows[len(tokenized)], data))
     except DataError as error:
-        place = rows[len(tokenized)]["place"]
+        location = rows[len(tokenized)]["place"]
         message = str(error)
-        raise DataError(message if message.startswith(place) else f"{place}: {message}") from error
+        raise DataError(
+            message if message.startswith(location) else f"{location}: {message}"
+        ) from error
     return {name: [row[name] for row in tokenized] for name in tokenized[0]}
 
 

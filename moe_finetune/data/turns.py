@@ -3,7 +3,7 @@
 OpenAI's (``messages``, ``tools``, ``tool_calls`` with arguments as JSON text, per-turn ``weight``),
 TRL's (arguments as objects, ``chat_template_kwargs``) and ShareGPT's (``from`` and ``value``,
 ``function_call``, ``observation``, a column ``system``) become one: ``role``, ``content`` (text, a
-list of text parts, or null beside a call), ``tool_calls``, ``reasoning_content`` and whatever else
+list of text parts, or null with a call), ``tool_calls``, ``reasoning_content`` and whatever else
 a turn has. ``train: False`` stays with an answer that is not to be learned.
 """
 
@@ -63,9 +63,9 @@ def conversation(
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: '{field}': wanted a list of turns, got {short(turns)}")
     formed: Row = {"messages": []}
-    for number, turn in enumerate(turns):
-        checked = turn_of(f"{where}: {field}[{number}]", turn, ignore)
-        calls = number and _is_call(turn) and _is_call(turns[number - 1])
+    for index, turn in enumerate(turns):
+        checked = turn_of(f"{where}: {field}[{index}]", turn, ignore)
+        calls = index and _is_call(turn) and _is_call(turns[index - 1])
         if calls and formed["messages"][-1].get("train") == checked.get("train"):
             # Each call has a turn in this layout; those that follow each other are one answer.
             formed["messages"][-1]["tool_calls"] += checked["tool_calls"]
@@ -100,13 +100,13 @@ def each_answer(formed: Row) -> list[Row]:
     """An example of every answer that is learned, each with the turns before it."""
     turns = formed["messages"]
     examples = []
-    for number, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if turn["role"] == "assistant" and turn.get("train", True):
-            before = [
+            context = [
                 {**other, "train": False} if other["role"] == "assistant" else other
-                for other in turns[:number]
+                for other in turns[:index]
             ]
-            examples.append({**formed, "messages": [*before, turn]})
+            examples.append({**formed, "messages": [*context, turn]})
     return examples
 
 
@@ -196,11 +196,11 @@ def _content(where: str, role: str, content: Any, fields: Row, ignore: Collectio
 
 def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
     checked = []
-    for number, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
-            raise DataError(f"{where}[{number}]: wanted {{type, text}}, got {short(part)}")
+            raise DataError(f"{where}[{index}]: wanted {{type, text}}, got {short(part)}")
         kind = str(part.get("type", "text" if "text" in part else None))
         if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             checked.append({"type": "text", "text": part["text"]})
@@ -209,7 +209,7 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
         if {kind, medium, f"{medium}s"} & set(ignore):
             continue
         raise DataError(
-            f"{where}[{number}]: a part of kind '{kind}'; only text is trained; leave the rows "
+            f"{where}[{index}]: a part of kind '{kind}'; only text is trained; leave the rows "
             f"out, or such parts with data.ignore: [{medium}]"
         )
     return checked
@@ -218,7 +218,7 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
 def _calls(where: str, calls: Any) -> list[Row]:
     """Calls as ``{type, function: {name, arguments}}``, arguments as an object.
 
-    Arguments that were JSON text stay beside it as ``arguments_text``, for templates that write
+    Arguments that were JSON text are also kept as ``arguments_text``, for templates that write
     text as it is.
     """
     if isinstance(calls, str):
@@ -228,23 +228,25 @@ def _calls(where: str, calls: Any) -> list[Row]:
     if not isinstance(calls, list):
         raise DataError(f"{where}: wanted a list of calls, got {short(calls)}")
     checked = []
-    for number, call in enumerate(calls):
-        here = f"{where}[{number}]"
+    for index, call in enumerate(calls):
+        location = f"{where}[{index}]"
         if not isinstance(call, dict):
-            raise DataError(f"{here}: wanted {{function: {{name, arguments}}}}, got {short(call)}")
+            raise DataError(
+                f"{location}: wanted {{function: {{name, arguments}}}}, got {short(call)}"
+            )
         call = {key: value for key, value in call.items() if value is not None}
         function = call.pop("function", None)
         if function is None:
             function = {k: call.pop(k) for k in ("name", "arguments", "parameters") if k in call}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{here}: no name of a function; got {short(function)}")
+            raise DataError(f"{location}: no name of a function; got {short(function)}")
         arguments = function.get("arguments", function.get("parameters"))
         function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
         if isinstance(arguments, str):
-            function["arguments"] = _parsed(f"{here}: arguments", arguments)
+            function["arguments"] = _parsed(f"{location}: arguments", arguments)
             function["arguments_text"] = arguments
         if not isinstance(function["arguments"], dict):
-            raise DataError(f"{here}: arguments: wanted an object, got {short(arguments)}")
+            raise DataError(f"{location}: arguments: wanted an object, got {short(arguments)}")
         checked.append({"type": "function", **call, "function": function})
     return checked
 

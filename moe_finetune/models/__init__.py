@@ -35,10 +35,10 @@ def family_of(config: Any) -> Family:
     if family is None:
         raise UnsupportedModelError(_refusal(config if mapping else config.to_dict()))
     if mapping and family in table.PARTS:
-        whole = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
+        composite = next(f.model_type for f in FAMILIES.values() if f.part == model_type)
         raise UnsupportedModelError(
             f"model_type '{model_type}': transformers has this language model only as a part "
-            f"of '{whole}'; give the whole checkpoint"
+            f"of '{composite}'; give the whole checkpoint"
         )
     if not mapping:
         family.check(config)
@@ -57,15 +57,15 @@ def _refusal(config: dict[str, Any]) -> str:
         )
     if isinstance(model_type, str) and model_type in table.REFUSED:
         return f"'{model_type}' cannot be trained: {table.REFUSED[model_type]}"
-    known = sorted({family.model_type for family in known_families().values()})
-    near = did_you_mean(str(model_type), known) if _near(str(model_type), known) else ""
+    model_types = sorted({family.model_type for family in known_families().values()})
+    near = did_you_mean(str(model_type), model_types) if _near(str(model_type), model_types) else ""
     lines = [
         f"model_type '{model_type}' is not supported{near}",
         suggestion(config),
-        f"supported: {', '.join(known)}",
+        f"supported: {', '.join(model_types)}",
     ]
     return "\n".join(line for line in lines if line)
 
 
-def _near(name: str, known: Iterable[str]) -> bool:
-    return bool(difflib.get_close_matches(name, list(known), n=1))
+def _near(name: str, names: Iterable[str]) -> bool:
+    return bool(difflib.get_close_matches(name, list(names), n=1))

@@ -28,9 +28,9 @@ class DiskLayout:
 
     ``per_expert`` are further tensors of the block with one row an expert, ``expert_ids`` one whose
     values are numbers of experts; a layer may lack these and the ``router_bias``. With ``either``
-    some checkpoints store the stacks transposed, and loaders tell by the shape. ``interleaved``
-    stacks have rows of gate and up in turn. ``spelling`` is set where the files' names are not as
-    the class saves them.
+    some checkpoints store the stacks transposed, which loaders recognize by the shape.
+    ``interleaved`` stacks have rows of gate and up in turn. ``spelling`` is set where the files'
+    names are not as the class saves them.
     """
 
     block: str = "model.layers.{layer}.mlp"
@@ -125,7 +125,7 @@ class Family:
         router_logits: the module in the router whose output the logits are, where it returns none.
         self_ranking: whether the module at ``router_name`` holds a part of each expert, which ranks
             it, instead of a row for it; such experts run themselves and train in full.
-        gated: whether experts have a gate projection, ``gate_up_proj``, or ``up_proj`` alone.
+        gated: whether experts have a gate projection, ``gate_up_proj``, or only ``up_proj``.
         renormalize, scaling: what happens to the selected scores before they weight the experts.
         own_weights: why the weights do not follow from these, and no selection can be made again.
         groups: number of groups of experts, and how many of them a token may select from.
@@ -245,12 +245,12 @@ SHARED_EXPERTS = under("mlp.shared_experts", *GATED_MLP)
 SHARED_EXPERT = under("mlp.shared_expert", *GATED_MLP)
 
 
-def require(config: Any, **wanted: Any) -> None:
-    """Raise UnsupportedModelError where a field that ``config`` has is not one of those wanted.
+def require(config: Any, **supported_values: Any) -> None:
+    """Raise UnsupportedModelError where a field that ``config`` has is not one of those supported.
 
     For options of the public config that transformers' class ignores and vLLM's does not.
     """
-    for key, allowed in wanted.items():
+    for key, allowed in supported_values.items():
         value = getattr(config, key, None)
         if value is not None and value not in allowed:
             supported = ", ".join(str(option) for option in allowed)

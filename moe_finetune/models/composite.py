@@ -41,7 +41,7 @@ def composite(
         model_type: of the composite's config.
         title: how the README calls it.
         part: the facts of its language part.
-        stack: what the composite's files put before ``layers`` in the place of ``model.``.
+        stack: what the composite's files put before ``layers`` instead of ``model.``.
         backbone: where the decoder is in the loaded model.
         name: the family's, where it is not the ``model_type``.
         disk: fields of the layout on disk that differ from the part's.
@@ -67,7 +67,7 @@ def _of_language(fact: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def part_of(config: Any) -> str | None:
     """The ``model_type`` of the language part of a config or ``config.json``; None without one.
 
-    Of a ``config.json`` also None where it leaves the part to the composite's class.
+    Of a ``config.json`` also None where only the composite's class names the part.
     """
     if isinstance(config, Mapping):
         text = config.get("text_config")

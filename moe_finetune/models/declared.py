@@ -41,8 +41,8 @@ def find_family(model_type: object, part: str | None = None) -> Family | None:
     if model_type in _stands_for:
         return _stands_for[model_type]
     section = DECLARED.get(model_type)
-    found = [f for f in (*FAMILIES.values(), *PARTS) if f.model_type == model_type]
-    fitting = [f for f in found if (part or f.part) == f.part]
+    candidates = [f for f in (*FAMILIES.values(), *PARTS) if f.model_type == model_type]
+    fitting = [f for f in candidates if (part or f.part) == f.part]
     family = fitting[0] if fitting else None
     if family is None:
         family = _plugins().get(model_type)
@@ -74,14 +74,14 @@ def declare_family_of(source: str | Path) -> None:
 def using(family: Family) -> Iterator[None]:
     """Let ``family`` stand for its ``model_type``, whoever else has declared that."""
     types = [family.model_type, *([family.part] if family.part else [])]
-    before = {name: _stands_for[name] for name in types if name in _stands_for}
+    previous = {name: _stands_for[name] for name in types if name in _stands_for}
     _stands_for.update(dict.fromkeys(types, family))
     try:
         yield
     finally:
         for name in types:
             del _stands_for[name]
-        _stands_for.update(before)
+        _stands_for.update(previous)
 
 
 def family_from(section: FamilySection) -> Family:
@@ -138,17 +138,21 @@ def _fact(
 
 @lru_cache(maxsize=1)
 def _plugins() -> dict[str, Family]:
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for point in entry_points(group=GROUP):
         for family in _families_of(point):
-            taken = [known for known in FAMILIES.values() if known.model_type == family.model_type]
-            if taken or family.model_type in found:
+            duplicates = [
+                registered
+                for registered in FAMILIES.values()
+                if registered.model_type == family.model_type
+            ]
+            if duplicates or family.model_type in families:
                 raise UnsupportedModelError(
                     f"plugin '{point.name}' ({point.value}): model_type '{family.model_type}' is "
                     "known already; remove the plugin, or its declaration of that type"
                 )
-            found[family.model_type] = family
-    return found
+            families[family.model_type] = family
+    return families
 
 
 def _families_of(point: Any) -> Iterable[Family]:

@@ -43,15 +43,15 @@ def fresh_config(path: str | Path, changes: Mapping[str, Any]) -> PreTrainedConf
     changes = dict(changes)
     base = _extended(base, changes.pop("model_type", base.model_type))
     real = base.attribute_map
-    known = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
+    keys = (raw.keys() | base.to_dict().keys() | real.keys()) - set(FIXED)
     for key, value in changes.items():
-        if key not in known:
+        if key not in keys:
             raise RecipeError(
                 f"model.config.{key}: is not a key of {base.model_type}'s config that can be "
-                f"changed{did_you_mean(str(key), known)}"
+                f"changed{did_you_mean(str(key), keys)}"
             )
-        wanted = _kind(getattr(base, key, None))
-        if value is not None and wanted is not None and not isinstance(value, wanted):
+        expected_type = _kind(getattr(base, key, None))
+        if value is not None and expected_type is not None and not isinstance(value, expected_type):
             raise RecipeError(
                 f"model.config.{key}: must be a value such as {getattr(base, key)!r}, not {value!r}"
             )
@@ -88,7 +88,7 @@ def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:
-    """What another value of the same key must be; None where this one does not tell."""
+    """What another value of the same key must be; None where this one is null."""
     if value is None:
         return None
     return (int, float) if isinstance(value, float) else type(value)

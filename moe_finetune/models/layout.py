@@ -47,7 +47,7 @@ class Site:
 
         Some have rows for shared experts below.
         """
-        found = [
+        candidates = [
             (parts[0], parts[2], parameter.shape[0])
             for name, parameter in self.block.named_parameters()
             if parameter.dim() == 2
@@ -56,16 +56,16 @@ class Site:
             and (parts := name.partition("."))[0] != self.experts_name
             and parts[2]
         ]
-        fewest = min((rows for *_, rows in found), default=0)
-        return [(name, path) for name, path, rows in found if rows == fewest]
+        fewest = min((rows for *_, rows in candidates), default=0)
+        return [(name, path) for name, path, rows in candidates if rows == fewest]
 
     @property
     def biases(self) -> list[str]:
-        """Names in the block of vectors with one number an expert, routers' own biases apart."""
-        held = [*self.block.named_parameters(), *self.block.named_buffers()]
+        """Names in the block of vectors with one number an expert; not the routers' own biases."""
+        tensors = [*self.block.named_parameters(), *self.block.named_buffers()]
         return [
             name
-            for name, tensor in held
+            for name, tensor in tensors
             if tensor.shape[-1:].numel() == tensor.numel() == self.num_experts
             and not name.endswith(".bias")
         ]
@@ -102,18 +102,20 @@ class Site:
 def sites(model: nn.Module) -> list[Site]:
     """Every layer of ``model`` with experts that follow transformers' experts interface."""
     modules = dict(model.named_modules())
-    found = []
+    layer_sites = []
     for name, experts in modules.items():
         match = _EXPERTS.fullmatch(name)
         if match is None or not follows_interface(experts):
             continue
         size, first, second = experts.down_proj.shape
         hidden, width = (second, first) if experts.is_transposed else (first, second)
-        block, _, own = match["path"].rpartition(".")
+        block, _, experts_name = match["path"].rpartition(".")
         layer = modules[f"{match['stack']}.{match['layer']}"]
-        site = Site(int(match["layer"]), layer, block, own, experts.has_gate, size, hidden, width)
-        found.append(site)
-    return sorted(found, key=lambda site: site.index)
+        site = Site(
+            int(match["layer"]), layer, block, experts_name, experts.has_gate, size, hidden, width
+        )
+        layer_sites.append(site)
+    return sorted(layer_sites, key=lambda site: site.index)
 
 
 def follows_interface(module: Any) -> bool:

@@ -57,9 +57,9 @@ def local_folder(path: str | Path, weights: bool = True, revision: str | None = 
 
     check_hub()
     named = str(path) if revision is None else f"{path} at revision '{revision}'"
-    wanted = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises types of four libraries here
         reason = reason_of(error)
         raise CheckpointError(
@@ -97,8 +97,8 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     from transformers.activations import ACT2FN
 
     native.register()
-    place = folder / "config.json"
-    raw = read_object(place, CheckpointError, COPY_AGAIN, finite=False)
+    config_file = folder / "config.json"
+    raw = read_object(config_file, CheckpointError, COPY_AGAIN, finite=False)
     try:
         if raw.get("model_type") in SAME_CLASS:
             config = AutoConfig.for_model(**raw | {"model_type": SAME_CLASS[raw["model_type"]]})
@@ -107,7 +107,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the library's class makes of a value that it expected not
         raise CheckpointError(
-            f"{place} has a value that this model type refuses: {first_line(error)}"
+            f"{config_file} has a value that this model type refuses: {first_line(error)}"
         ) from error
     for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
         if getattr(config, key) is None:
@@ -119,7 +119,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     activation = getattr(config, "hidden_act", None)
     if activation is not None and activation not in ACT2FN:
         hint = did_you_mean(str(activation), ACT2FN)
-        raise CheckpointError(f"{place}: hidden_act {activation!r:.60} is unknown{hint}")
+        raise CheckpointError(f"{config_file}: hidden_act {activation!r:.60} is unknown{hint}")
     return config
 
 
@@ -148,9 +148,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         named = templates if isinstance(templates, dict) else {"default": templates}
         for template in named.values():
             check_template(template, folder)
-        settings = folder / "tokenizer_config.json"
-        held = read_object(settings, CheckpointError, COPY_AGAIN) if settings.is_file() else {}
-        if held.get("add_bos_token"):
+        file = folder / "tokenizer_config.json"
+        settings = read_object(file, CheckpointError, COPY_AGAIN) if file.is_file() else {}
+        if settings.get("add_bos_token"):
             bos = tokenizer.bos_token_id
             if bos is not None and tokenizer.encode("")[:1] != [bos]:
                 tokenizer.add_bos_token = True

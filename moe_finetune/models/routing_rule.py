@@ -31,8 +31,8 @@ def declared_rule(
 ) -> WeightRule:
     """The rule that ``family`` declares, with its largest difference relative to the weights."""
     renormalize, scaling = family.renormalize(config), family.scaling(config)
-    wanted = _weights(family.score, renormalize, logits_TE, index_TK) * scaling
-    return WeightRule(family.score, renormalize, scaling, _relative(wanted, weights_TK))
+    expected = _weights(family.score, renormalize, logits_TE, index_TK) * scaling
+    return WeightRule(family.score, renormalize, scaling, _relative(expected, weights_TK))
 
 
 def nearest_rule(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> WeightRule:
@@ -40,9 +40,9 @@ def nearest_rule(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Wei
     rules = []
     for score in get_args(Score):
         for renormalize in (False, True):
-            wanted = _weights(score, renormalize, logits_TE, index_TK)
-            scaling = float((weights_TK / wanted).median())
-            difference = _relative(wanted * scaling, weights_TK)
+            unscaled = _weights(score, renormalize, logits_TE, index_TK)
+            scaling = float((weights_TK / unscaled).median())
+            difference = _relative(unscaled * scaling, weights_TK)
             rules.append(WeightRule(score, renormalize, scaling, difference))
     return min(rules, key=lambda rule: rule.difference)
 
@@ -53,8 +53,8 @@ def _weights(score: Score, renormalize: bool, logits_TE: Tensor, index_TK: Tenso
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights
 
 
-def _relative(wanted: Tensor, found: Tensor) -> float:
-    return float((wanted - found.float()).abs().max() / found.float().abs().max())
+def _relative(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual.float()).abs().max() / actual.float().abs().max())
 
 
 def selected(
@@ -64,13 +64,13 @@ def selected(
     choice = scores_of(logits_TE.float(), score)
     if bias_E is not None:
         choice = choice + bias_E.float()
-    count, kept = groups
+    count, top_groups = groups
     if count > 1:
         grouped = choice.view(choice.shape[0], count, -1)
         # Softmax routers take a group by its best expert, others by the two best.
         best = grouped.topk(1 if score == "softmax" else 2, dim=-1).values.sum(-1)
         kept_TG = torch.zeros_like(best, dtype=torch.bool).scatter_(
-            1, best.topk(kept).indices, True
+            1, best.topk(top_groups).indices, True
         )
         choice = grouped.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).view_as(choice)
     return choice.topk(top_k, dim=-1).indices.sort(-1).values
@@ -81,11 +81,13 @@ def nearest_groups(
 ) -> tuple[int, int] | None:
     """Groups and kept groups whose selection is the router's own, or None."""
     experts, top_k = logits_TE.shape[1], index_TK.shape[1]
-    own = index_TK.sort(-1).values
+    router_index = index_TK.sort(-1).values
     for count in (n for n in range(1, experts // 2 + 1) if experts % n == 0):
-        for kept in range(1, count) if count > 1 else (1,):
-            if kept * experts // count < top_k:
+        for top_groups in range(1, count) if count > 1 else (1,):
+            if top_groups * experts // count < top_k:
                 continue
-            if torch.equal(selected(score, logits_TE, bias_E, top_k, (count, kept)), own):
-                return count, kept
+            if torch.equal(
+                selected(score, logits_TE, bias_E, top_k, (count, top_groups)), router_index
+            ):
+                return count, top_groups
     return None

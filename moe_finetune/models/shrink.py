@@ -61,12 +61,12 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 def _shallow(tower: dict[str, Any]) -> None:
     """Leave a vision or audio tower two layers: text does not run through it."""
     for key in ("depth", "num_hidden_layers", "encoder_layers"):
-        before = tower.get(key)
-        if not isinstance(before, int) or before <= _TOWER:
+        depth = tower.get(key)
+        if not isinstance(depth, int) or depth <= _TOWER:
             continue
         tower[key] = _TOWER
         for name, value in tower.items():
-            if isinstance(value, list | tuple) and len(value) == before:
+            if isinstance(value, list | tuple) and len(value) == depth:
                 tower[name] = value[:_TOWER]
             elif isinstance(value, list | tuple) and "index" in name:
                 tower[name] = [layer for layer in value if layer < _TOWER]
@@ -96,10 +96,10 @@ def _attempts(config: Any, family: Family) -> Iterator[dict[str, Any]]:
 
 
 def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
-    before = text.num_hidden_layers
+    layers_before = text.num_hidden_layers
     changes: dict[str, Any] = {"num_hidden_layers": layers}
     for key, value in text.to_dict().items():
-        if isinstance(value, list) and len(value) == before:
+        if isinstance(value, list) and len(value) == layers_before:
             changes[key] = value[:layers]
         elif key == "first_k_dense_replace" and value:
             changes[key] = 1
@@ -110,16 +110,16 @@ def _fewer_layers(text: Any, layers: int) -> dict[str, Any]:
 
 def _fewer_experts(text: Any, family: Family) -> dict[str, Any]:
     """Four experts a group, or ten without groups; at most three of them selected."""
-    before, selected = family.num_experts(text), family.top_k(text)
+    experts_before, selected = family.num_experts(text), family.top_k(text)
     plain = text.to_dict()
-    groups, kept = family.groups(text)
+    groups, top_groups = family.groups(text)
     if groups == 1:  # if that is wrong, the class would not run with what no group fits
-        groups, kept = int(plain.get("n_group") or 1), int(plain.get("topk_group") or 1)
-    experts = min(before, 4 * groups if groups > 1 else 10)
-    top_k = min(selected, 3, kept * experts // groups - 1 if groups > 1 else 3)
+        groups, top_groups = int(plain.get("n_group") or 1), int(plain.get("topk_group") or 1)
+    experts = min(experts_before, 4 * groups if groups > 1 else 10)
+    top_k = min(selected, 3, top_groups * experts // groups - 1 if groups > 1 else 3)
     changes: dict[str, Any] = {}
     for key, value in plain.items():
-        if "expert" in key and value == before and value is not True:
+        if "expert" in key and value == experts_before and value is not True:
             changes[key] = experts
         elif key in _TOP_K and value == selected:
             changes[key] = top_k
@@ -130,10 +130,10 @@ def _narrower(text: Any) -> dict[str, Any]:
     """Small widths, no two equal, and a small vocabulary."""
     plain, widths = text.to_dict(), iter(_WIDTHS)
     changes: dict[str, Any] = {"vocab_size": min(text.vocab_size, 320)}
-    known: dict[int, int] = {}
+    width_of: dict[int, int] = {}
     for key, value in plain.items():
         if "intermediate" in key and isinstance(value, int) and value > 128:
-            changes[key] = known.setdefault(value, next(widths, 120))
+            changes[key] = width_of.setdefault(value, next(widths, 120))
         elif key.endswith("_token_id") and isinstance(value, int) and value >= 320:
             changes[key] = 3
     return changes

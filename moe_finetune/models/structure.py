@@ -37,20 +37,20 @@ def layers_with_experts(config: Any) -> list[int]:
     Raises:
         UnsupportedModelError: none does.
     """
-    found = _layers(config.model_type, _text(config.to_dict()))
-    if not found:
+    layers = _layers(config.model_type, _text(config.to_dict()))
+    if not layers:
         raise UnsupportedModelError(f"this {config.model_type} config has no layer with experts")
-    return list(found)
+    return list(layers)
 
 
 @functools.lru_cache(maxsize=64)
 def _layers(model_type: str, text: str) -> tuple[int, ...]:
-    found = {
+    layers = {
         int(match[1])
         for name, module in _on_meta(model_type, text).named_modules()
         if (match := _EXPERTS.search(name)) and hasattr(module, "has_gate")
     }
-    return tuple(sorted(found))
+    return tuple(sorted(layers))
 
 
 def name_on_disk(config: Mapping[str, Any], name: str, spelling: Spelling | None = None) -> str:
@@ -73,12 +73,12 @@ def pieces_on_disk(
     Empty for a name that the model does not have.
     """
     key = (config["model_type"], _text(config))
-    known, tensor = _known_pieces(*key, spelling), _state(*key).get(name)
+    cache, tensor = _known_pieces(*key, spelling), _state(*key).get(name)
     if tensor is None:
         return {}
-    if name not in known:
-        known[name] = _in_files(key, {name: tensor}, spelling)
-    return dict(known[name])
+    if name not in cache:
+        cache[name] = _in_files(key, {name: tensor}, spelling)
+    return dict(cache[name])
 
 
 def loaded_names(config: Mapping[str, Any]) -> Iterable[str]:
@@ -96,7 +96,7 @@ def patterns_on_disk(config: Mapping[str, Any], name: str) -> list[str]:
 
     model = _on_meta(config["model_type"], _text(config))
     names = revert_weight_conversion(model, {name: model.state_dict()[name]})
-    return list(dict.fromkeys(pattern_of(found) for found in names))
+    return list(dict.fromkeys(pattern_of(stored_name) for stored_name in names))
 
 
 def pattern_of(name: str) -> str:
@@ -126,13 +126,13 @@ def _in_files(key: tuple[str, str], state: dict[str, Any], spelling: Spelling | 
     standard, other = model._weight_conversions, {}
     if spelling is not None:
         other = dict(spelling.renamed)
-        dropped = [_changes(*key)[number] for number in spelling.unconverted]
+        dropped = [_changes(*key)[index] for index in spelling.unconverted]
         model._weight_conversions = [c for c in standard if c not in dropped]
     try:
-        found = revert_weight_conversion(model, state)
+        stored = revert_weight_conversion(model, state)
     finally:
         model._weight_conversions = standard
-    return {_respelled(name, other): tuple(tensor.shape) for name, tensor in found.items()}
+    return {_respelled(name, other): tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def _respelled(name: str, renamed: Mapping[str, str]) -> str:
@@ -170,7 +170,7 @@ def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
 
     stored_whole = [loaded for _, loaded, converter, _ in samples if converter is None]
     undone = {_loaded(piece, changes)[1] for name in stored_whole for piece in saved(name)[:1]}
-    unconverted = Spelling(tuple(sorted(number for number in undone if number is not None)))
+    unconverted = Spelling(tuple(sorted(index for index in undone if index is not None)))
     renamed: dict[str, str] = {}
     for alike, loaded, converter, source in samples:
         if converter is None:
@@ -198,11 +198,11 @@ def _loaded(name: str, changes: list[Any]) -> tuple[str, int | None, str | None]
     for change in changes:
         if not isinstance(change, WeightConverter):
             name = change.rename_source_key(name)[0]
-    for number, change in enumerate(changes):
+    for index, change in enumerate(changes):
         if isinstance(change, WeightConverter):
             renamed, source = change.rename_source_key(name)
             if source is not None:
-                return renamed, number, source
+                return renamed, index, source
     return name, None, None
 
 
@@ -225,8 +225,8 @@ def renamed_as_loaded(config: Any, name: str) -> str:
 
 def _text(config: Mapping[str, Any]) -> str:
     """The config without what neither names nor shapes depend on: one model serves them all."""
-    kept = {key: value for key, value in config.items() if key not in _IDLE}
-    return json.dumps(kept, sort_keys=True, default=str)
+    relevant = {key: value for key, value in config.items() if key not in _IDLE}
+    return json.dumps(relevant, sort_keys=True, default=str)
 
 
 _IDLE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -270,15 +270,15 @@ def _special_float(entry: dict[str, Any]) -> Any:
 def class_of(config: Any) -> Any:
     """transformers' auto class of the whole model of ``config``, vision part included.
 
-    For a language part that exists in a composite alone, the class without a head.
+    For a language part that only exists in a composite, the class without a head.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     if config.get_text_config() is not config:
         return AutoModelForImageTextToText
-    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING
-    return AutoModelForCausalLM if alone else AutoModel
+    has_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING
+    return AutoModelForCausalLM if has_head else AutoModel
 
 
 def meta_model(config: Any, attn_implementation: str | None = None) -> Any:

@@ -37,16 +37,16 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
     if "text_config" in config:
         return (
             f"a '{model_type}' is a composite of several models, and only those listed above "
-            "can be trained; give a checkpoint of its language model alone"
+            "can be trained; give a checkpoint of only its language model"
         )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))
-        found = sites(meta_model(parsed))
+        class_sites = sites(meta_model(parsed))
     except (CheckpointError, ValueError, TypeError, AttributeError, KeyError):
         return None
-    if not found or not found[0].routers:
+    if not class_sites or not class_sites[0].routers:
         return None
-    lines = "\n".join(f"    {line}" for line in declaration(parsed, found))
+    lines = "\n".join(f"    {line}" for line in declaration(parsed, class_sites))
     return (
         f"transformers' class of '{model_type}' has the standard experts interface, so a recipe "
         "can declare it; read what is marked off the class, then compare with the stock model by\n"
@@ -55,12 +55,12 @@ def suggestion(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def declaration(config: Any, found: Sequence[Site]) -> list[str]:
+def declaration(config: Any, class_sites: Sequence[Site]) -> list[str]:
     """The lines of ``model.family`` for ``config``: facts that the class shows, and marked ones.
 
     What is as :class:`FamilySection` has it by default is left out.
     """
-    site = found[-1]
+    site = class_sites[-1]
     router, weight = site.routers[0]
     facts: dict[str, Any] = {"model_type": config.model_type}
     facts["score"] = f"softmax{_ASK}: softmax or sigmoid over the experts"
@@ -69,7 +69,7 @@ def declaration(config: Any, found: Sequence[Site]) -> list[str]:
     grouped = hasattr(config, "n_group") and hasattr(config, "topk_group")
     if grouped:
         facts["groups"] = f"[n_group, topk_group]{_ASK}: groups of experts, and how many to use"
-    shown = {
+    read_facts = {
         "num_experts": _named(config, site.num_experts, "expert"),
         "top_k": _key(config, _TOP_K, "num_experts_per_tok"),
         "expert_width": _named(config, site.width, "intermediate"),
@@ -78,11 +78,11 @@ def declaration(config: Any, found: Sequence[Site]) -> list[str]:
         "router_weight": weight,
         "experts_name": site.experts_name,
         "gated": site.gated,
-        "attention_targets": _attention(found),
+        "attention_targets": _attention(class_sites),
         "shared_targets": [*site.other_linears, *site.beside(())],
         "disk": _unlike(DiskSection, _disk(config, site, f"{router}.{weight}")),
     }
-    facts |= {key: _flow(value) for key, value in _unlike(FamilySection, shown).items()}
+    facts |= {key: _flow(value) for key, value in _unlike(FamilySection, read_facts).items()}
     return [f"{key}: {value}" for key, value in facts.items()]
 
 
@@ -109,11 +109,11 @@ def _named(config: Any, size: int, word: str) -> str:
     return keys[0] if keys and word in keys[0] else str(size)
 
 
-def _attention(found: Sequence[Site]) -> list[str]:
+def _attention(class_sites: Sequence[Site]) -> list[str]:
     """The decoder layers' own linear layers outside of their blocks."""
     names = [
         name
-        for site in found
+        for site in class_sites
         for name, module in site.layer.named_modules()
         if isinstance(module, nn.Linear)
         and not name.startswith(f"{site.block_path}.")

@@ -1,4 +1,4 @@
-"""Composites with a MoE language part, and the language parts that exist in a composite alone."""
+"""Composites with a MoE language part, and the language parts that only exist in a composite."""
 
 from __future__ import annotations
 

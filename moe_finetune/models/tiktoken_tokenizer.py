@@ -45,7 +45,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         CheckpointError: naming file and line.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for line_number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
             continue
         token, _, rank = line.partition(b" ")
@@ -53,7 +53,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise CheckpointError(
-                f"{file}, line {number}: not a base64 token and its rank; copy the file again"
+                f"{file}, line {line_number}: not a base64 token and its rank; copy the file again"
             ) from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise CheckpointError(

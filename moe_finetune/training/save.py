@@ -59,7 +59,7 @@ def save_trained(
             assert recipe.lora is not None
             describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
             tokenizer.save_pretrained(partial)
-            _card(recipe, partial, "adapter", library="peft", made=_ADAPTER)
+            _card(recipe, partial, "adapter", library="peft", origin=_ADAPTER)
         else:
             _write_model(model, tokenizer, weights, recipe, partial, balancer)
         for path in partial.rglob("*"):

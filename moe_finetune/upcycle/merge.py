@@ -160,7 +160,7 @@ def _card(experts: Sequence[Expert], top_k: int) -> str:
         first,
         f"Mixture of {len(experts)} experts",
         options={"Experts": len(experts), "Experts a token": top_k},
-        made="A mixture of the feed-forwards of {} and its siblings, everything else averaged "
+        origin="A mixture of the feed-forwards of {} and its siblings, everything else averaged "
         "(Branch-Train-MiX), written by moe-finetune. Its routers are random until they are "
         "trained.",
     )

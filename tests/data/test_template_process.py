@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
-from moe_finetune.data import template_process as process
+from moe_finetune.data import template_process
 from moe_finetune.data.examples import load_dataset_for
-from moe_finetune.data.template_process import TemplateLimitError, TemplateProcess
+from moe_finetune.data.template_process import TemplateLimitError
 from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
@@ -30,14 +29,12 @@ LARGE = [
 
 @pytest.fixture
 def limited(monkeypatch):
-    """A process whose renderings get half a second; the fixture's own is left as it is."""
+    """Conversations get half a second."""
     code = "from moe_finetune.data import template_process as p; p.SECONDS = 0.5; p.serve()"
-    monkeypatch.setattr(process, "_RUN", code)
-    started = TemplateProcess()
-    monkeypatch.setitem(process._processes, os.getpid(), started)
+    template_process.stop_process()
+    monkeypatch.setattr(template_process, "_RUN", code)
     yield
-    started.stop()
-    process.template_process().stop()
+    template_process.stop_process()
 
 
 @pytest.fixture
@@ -85,14 +82,14 @@ def test_answers_that_nobody_read_are_not_taken_for_others(tokenizer):
     requests = [
         {
             "template": {"text": "{{ messages[0].content }}", "marked": None, "variables": {}},
-            "wanted": "text",
+            "purpose": "text",
             "checked": False,
             "extra": {},
             "turns": row["messages"],
         }
         for row in rows
     ]
-    answers = process.template_process().ask(requests)
+    answers = template_process.answers_to(requests)
     assert next(answers)["text"] == "a"
     answers.close()
-    assert [a["text"] for a in process.template_process().ask(requests)] == ["a", "b"]
+    assert [a["text"] for a in template_process.answers_to(requests)] == ["a", "b"]

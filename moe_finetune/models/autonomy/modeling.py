@@ -142,13 +142,15 @@ def _rows_of_experts(flat_S: Tensor, experts: int) -> list[int]:
     numbers of the same sum take the same memory.
     """
     if isinstance(flat_S, FakeTensor):
-        each = flat_S.numel() // experts
-        return [each] * (experts - 1) + [flat_S.numel() - each * (experts - 1)]
+        rows_per_expert = flat_S.numel() // experts
+        return [rows_per_expert] * (experts - 1) + [
+            flat_S.numel() - rows_per_expert * (experts - 1)
+        ]
     return flat_S.bincount(minlength=experts).tolist()
 
 
 class AutonomyBlock(nn.Module):
-    """Self-ranking experts in the place of OLMoE's router and experts."""
+    """Self-ranking experts instead of OLMoE's router and experts."""
 
     def __init__(self, config: AutonomyConfig):
         super().__init__()

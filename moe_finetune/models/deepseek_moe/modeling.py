@@ -1,4 +1,4 @@
-"""DeepSeek-MoE: Llama with fine-grained routed experts beside shared ones.
+"""DeepSeek-MoE: Llama with fine-grained routed and shared experts.
 
 Dai et al., "DeepSeekMoE", arXiv 2401.06066, equations 9-11. Attention is Llama's; dense MLPs and
 fused experts are the same as DeepSeek-V2's. Shape legend: T tokens, E routed experts, K selected
