@@ -50,7 +50,7 @@ def test_same_logits_and_round_trip(family, tmp_path):
     assert len(moved) == 2 * (36 + parts) - 3 * fixed
 
     card = (there / "README.md").read_text()
-    assert f"`{family}` with its experts in another order" in card and str(tmp_path) not in card
+    assert f"`{family}` with its experts reordered" in card and str(tmp_path) not in card
     permute_experts(there, inverse(PLAN), back)
     (back / "README.md").unlink()
     assert contents(back) == contents(base)
