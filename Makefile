@@ -98,9 +98,10 @@ docs: $(STAMP)  ## Build the documentation's site into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
 	@echo "build/docs/index.html (search needs a server: python3 -m http.server --directory build/docs)"
 
-tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figures
+tables: $(STAMP)  ## Write the documentation's tables of keys and of saved figures, and its pictures
 	$(BIN)/python docs/site/keys.py
 	$(BIN)/python docs/site/figures.py
+	$(BIN)/python docs/site/pictures.py
 
 families: $(STAMP)  ## Write the tables of models (tests, fixtures and vLLM's registry)
 	$(BIN)/python -m tests.support_table

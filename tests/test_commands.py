@@ -63,6 +63,8 @@ def place(tmp_path_factory, tiny_checkpoint):
     ]
     choices = [{"prompt": f"{n}?", "chosen": f" {n}", "rejected": " no"} for n in range(20)]
     write_rows(folder / "preferences.jsonl", choices)
+    answers = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(20)]
+    write_rows(folder / "prompts.jsonl", answers)
     write_rows(folder / "DATA" / "gsm8k_test.jsonl", questions)
     write_rows(folder / "DATA" / "gsm8k_train.jsonl", questions)
     for name in ("annotations.csv", "study/sheets/gsm8k/key.json", "table.safetensors"):

@@ -63,6 +63,13 @@ def test_the_examples_figures_are_the_saved_ones():
     assert not old, f"run `make tables`: {', '.join(old)}"
 
 
+def test_the_pictures_of_metrics_are_current():
+    pictures = dict(script("pictures").files())
+    assert len(pictures) == 8
+    old = [path.name for path, content in pictures.items() if path.read_text() != content]
+    assert not old, f"run `make tables`: {', '.join(old)}"
+
+
 def test_links_lead_somewhere():
     dead = []
     for page in documents.pages():

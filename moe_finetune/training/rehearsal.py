@@ -189,7 +189,7 @@ def _check_memory(plan: Plan) -> None:
             f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer "
             f"alone, and this machine has {plan.machine / GIB:.1f} GiB;\n"
             "lower lora.rank, choose fewer lora.targets, or take more devices; where "
-            "weights are offloaded, --ignore-memory starts it all the same"
+            "weights are offloaded, --ignore-memory starts it anyway"
         )
 
 
