@@ -319,9 +319,7 @@ def merge(recipe: Recipe, output: Path) -> None:
     from moe_finetune.checkpoint import merge_adapter
 
     run = RunFolder(output)
-    # A run that was killed after the merge and before its note merges again: what the note says
-    # of the weights cannot be told from the merged checkpoint.
-    if run.merged.exists() and not (run.adapter.exists() and "merge" not in run.read_summary()):
+    if run.merge_done:
         return
     base = base_folder(recipe)
     result = merge_adapter(

@@ -29,30 +29,27 @@ sys.path.insert(0, str(ROOT))
 from moe_finetune.training.checkpoint import checkpoints, newest_checkpoint  # noqa: E402
 from tests.faults.harness import (  # noqa: E402
     METHODS,
-    SAVE_STEPS,
+    SAVE,
     STEPS,
-    Server,
     adapter_hash,
     logged,
+    train,
     write_inputs,
 )
 
-WRITES = 8
-
 
 class Bench:
-    """A server, and per family a recipe and the undisturbed run's hash, log and duration."""
+    """Per family a recipe and the undisturbed run's hash, log and duration."""
 
     def __init__(self, folder: Path, families: list[str]):
         self.folder = folder
-        self.server = Server(folder / "log")
         self.straight = {}
         for family in families:
             (folder / family).mkdir()
             recipe = write_inputs(family, folder / family)
             run = folder / family / "straight"
             started = time.perf_counter()
-            child = self.server.train(recipe, run)
+            child = train(recipe, run)
             assert child.code == 0, child.text
             seconds = time.perf_counter() - started
             self.straight[family] = (recipe, adapter_hash(run), logged(run), seconds)
@@ -60,17 +57,17 @@ class Bench:
     def run(self, family: str, **disturbance) -> tuple[int, bool]:
         """Disturb a run, resume it until it ends; the disturbed part's exit code, and is it right.
 
-        ``disturbance`` is what :meth:`Server.train` takes.
+        ``disturbance`` is what :func:`~tests.faults.harness.train` takes.
         """
         recipe, wanted, log, _ = self.straight[family]
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        child = self.server.train(recipe, run, **disturbance)
+        child = train(recipe, run, **disturbance)
         first = child.code
         for _ in range(3):
             if child.code == 0:
                 break
-            child = self.server.train(recipe, run)
+            child = train(recipe, run)
         right = child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
         if not right:
             print(family, child.code, child.text[-1500:])
@@ -84,8 +81,7 @@ def kills(bench: Bench, repeat: int) -> dict:
         family = families[done % len(families)]
         # Half of them within a save, where a uniform moment seldom falls.
         if done % 2:
-            event = chooser.randint(1, WRITES * (STEPS // SAVE_STEPS))
-            code, fine = bench.run(family, die_at_event=event)
+            code, fine = bench.run(family, die_at=chooser.choice(SAVE))
         else:
             moment = chooser.uniform(0.1, 1.0) * bench.straight[family][3]
             code, fine = bench.run(family, signal_after=moment)
@@ -108,8 +104,8 @@ def signals(bench: Bench, repeat: int) -> dict:
 def writes(bench: Bench, repeat: int) -> dict:
     points = right = 0
     for family in bench.straight:
-        for event in range(WRITES + 1, 2 * WRITES + 1):  # the second save, one before it is whole
-            code, fine = bench.run(family, die_at_event=event)
+        for place in SAVE:
+            code, fine = bench.run(family, die_at=place)
             assert code == -signal.SIGKILL
             points, right = points + 1, right + fine
     return {"points": points, "right": right}
@@ -193,7 +189,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), options.families)
             found = globals()[options.part](bench, options.repeat)
-            bench.server.close()
     from moe_finetune.io.environment import describe_environment
 
     environment = describe_environment()

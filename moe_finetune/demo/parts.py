@@ -8,25 +8,23 @@ else now is removed and made again.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
 from moe_finetune.errors import OutputExistsError
 from moe_finetune.evaluation.suites import eval_root
-from moe_finetune.io import write_atomic
+from moe_finetune.io.done import DoneNote
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.folder import is_taken
 from moe_finetune.io.hashes import sha256_json
-from moe_finetune.io.json_file import read_object
 from moe_finetune.io.terminal import terminal
 
-PARTS_FILE = "demo.json"
+PARTS_FOLDER = "steps"
 DEPENDENCIES = ("torch", "transformers", "trl", "peft", "accelerate", "lm-eval", "vllm")
 
 
 class Parts:
-    """The parts of the demo in ``folder``, as ``demo.json`` notes them.
+    """The parts of the demo in ``folder``, as its ``steps/`` notes them.
 
     Raises:
         OutputExistsError: the folder holds something else.
@@ -34,38 +32,33 @@ class Parts:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        file = folder / PARTS_FILE
-        if not file.is_file() and is_taken(folder):
+        if not (folder / PARTS_FOLDER).is_dir() and is_taken(folder):
             raise OutputExistsError(f"{folder} holds something else; choose another --output")
-        remedy = f"delete {folder} to start over"
-        held = read_object(file, OutputExistsError, remedy) if file.is_file() else {}
-        self._begun: dict[str, str] = held.get("begun", {})
-        self._finished: dict[str, str] = held.get("finished", {})
+        self._begun: dict[str, str] = {}
 
     def kept(self, name: str, identity: str) -> bool:
         """Whether a part was finished under ``identity``; says so."""
-        if self._finished.get(name) != identity or not (self._folder / name).is_dir():
+        if not self._note(name).is_of(identity) or not (self._folder / name).is_dir():
             return False
         terminal().say(f"{name}: kept, its inputs have not changed")
         return True
 
     def begin(self, name: str, identity: str) -> None:
         """Note that a part is being made; what was made from something else is removed."""
-        place = self._folder / name
-        if self._begun.get(name) != identity and place.exists():
+        product, begun = self._folder / name, self._note(f"{name}.begun")
+        if not begun.is_of(identity) and product.exists():
             terminal().say(f"{name}: made again, its inputs have changed")
-            shutil.rmtree(place)
-        self._finished.pop(name, None)
+            shutil.rmtree(product)
+        self._note(name).remove()
+        begun.write(identity)
         self._begun[name] = identity
-        self._write()
 
     def finish(self, name: str) -> None:
-        self._finished[name] = self._begun[name]
-        self._write()
+        self._note(name).write(self._begun[name])
 
-    def _write(self) -> None:
-        noted = {"begun": self._begun, "finished": self._finished}
-        write_atomic(self._folder / PARTS_FILE, json.dumps(noted, indent=2) + "\n")
+    def _note(self, name: str) -> DoneNote:
+        file = self._folder / PARTS_FOLDER / f"{name}.json"
+        return DoneNote(file, OutputExistsError, f"delete {self._folder} to start over")
 
 
 def code_identity() -> str:

@@ -17,6 +17,7 @@ from moe_finetune.errors import OutputExistsError, StudyError
 from moe_finetune.experiments.expand import REFERENCES, Run, reference_of
 from moe_finetune.experiments.recipe import StudyRecipe
 from moe_finetune.io import write_atomic
+from moe_finetune.io.done import DoneNote
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.hashes import sha256_file
 from moe_finetune.io.json_file import read_object
@@ -101,7 +102,7 @@ def check_run(run: Run, output: Path) -> None:
     folder = run_folder(output, run.name)
     saved = RunFolder(folder).recipe
     if not saved.is_file():
-        if RunFolder(folder).finished.is_file():
+        if _note(folder).written:
             raise StudyError(f"{folder}: is finished but has no recipe.yaml; delete the folder")
         return
     if load_recipe(saved).hash != run.recipe.hash:
@@ -114,11 +115,7 @@ def check_run(run: Run, output: Path) -> None:
 
 def check_finished(folder: Path) -> None:
     """Raise StudyError where a finished run's files are not those it finished with."""
-    record = RunFolder(folder).finished
-    if not record.is_file():
-        return
-    content = read_object(record, StudyError, f"delete {folder} to have the run made again")
-    for name, digest in content["files"].items():
+    for name, digest in _note(folder).read().get("files", {}).items():
         file = folder / name
         if not file.is_file() or sha256_file(file) != digest:
             what = "was changed" if file.is_file() else "is missing"
@@ -130,12 +127,13 @@ def check_finished(folder: Path) -> None:
 
 def record_finished(folder: Path, recipe_sha256: str, seconds: float) -> None:
     """Write ``finished.json``: from now on the run is skipped."""
-    record = {
-        "recipe_sha256": recipe_sha256,
-        "seconds": round(seconds, 1),
-        "files": {str(file.relative_to(folder)): sha256_file(file) for file in _tabulated(folder)},
-    }
-    write_atomic(RunFolder(folder).finished, json.dumps(record, indent=1) + "\n")
+    files = {str(file.relative_to(folder)): sha256_file(file) for file in _tabulated(folder)}
+    _note(folder).write(recipe_sha256, seconds=round(seconds, 1), files=files)
+
+
+def _note(folder: Path) -> DoneNote:
+    remedy = f"delete {folder} to have the run made again"
+    return DoneNote(RunFolder(folder).finished, StudyError, remedy)
 
 
 def _tabulated(folder: Path) -> Iterable[Path]:
@@ -149,7 +147,7 @@ def _tabulated(folder: Path) -> Iterable[Path]:
 def state_of(output: Path, name: str) -> State:
     """A run's state, by its files."""
     folder = run_folder(output, name)
-    if RunFolder(folder).finished.is_file():
+    if _note(folder).written:
         return "finished"
     if failed_file(output, name).is_file():
         return "failed"

@@ -126,6 +126,14 @@ def write_small(folder: Path, name: str, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove it so that no half of it can be mistaken for the whole."""
+    if folder.exists():
+        hidden = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def _make(partial: Path) -> int:
     partial.mkdir()
     return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)

@@ -30,8 +30,8 @@ from moe_finetune.errors import (
 )
 from moe_finetune.io.atomic import write_atomic
 from moe_finetune.io.children import Failure
+from moe_finetune.io.done import DoneNote
 from moe_finetune.io.hashes import sha256_json
-from moe_finetune.io.json_file import read_object
 from moe_finetune.io.lock import output_lock
 
 log = logging.getLogger(__name__)
@@ -116,13 +116,13 @@ class Ledger:
         own = self.steps[name].done
         if own is not None:
             return own()
-        return (self.folder / name).is_dir() and self._noted(name).get("inputs") == self._keys[name]
+        return (self.folder / name).is_dir() and self._note(name).is_of(self._keys[name])
 
     def of_stage(self, stage: str) -> list[str]:
         return [name for name, step in self.steps.items() if step.stage == stage]
 
     def seconds(self) -> dict[str, float]:
-        noted = {name: self._noted(name).get("seconds") for name in self.steps}
+        noted = {name: self._note(name).read().get("seconds") for name in self.steps}
         return {name: float(took) for name, took in noted.items() if took is not None}
 
     def failed_file(self, name: str) -> Path:
@@ -199,8 +199,8 @@ class Ledger:
         if step.finish is not None:
             step.finish(seconds)
         if step.done is None:
-            note = {"inputs": self._keys[name], "seconds": seconds, "from": dict(step.inputs)}
-            write_atomic(self._mark(name), json.dumps(note, default=str) + "\n")
+            inputs = {"from": dict(step.inputs)}
+            self._note(name).write(self._keys[name], seconds=seconds, **inputs)
             shutil.rmtree(work)
         log.info("%s: %.1f s", name, seconds)
 
@@ -237,7 +237,7 @@ class Ledger:
         """Remove what was made from other inputs; keep what an interrupted attempt goes on from."""
         self.check_nothing_lost([name])
         target, work = self.folder / name, self.folder / "work" / name
-        self._mark(name).unlink(missing_ok=True)
+        self._note(name).remove()
         if target.exists():
             shutil.rmtree(target)
         if work.exists() and _text(work / INPUTS_FILE) != self._keys[name]:
@@ -256,7 +256,7 @@ class Ledger:
             yield f"work/{name}: checkpoints of a training that was interrupted, with other inputs"
 
     def _difference(self, name: str) -> str:
-        noted, step = self._noted(name), self.steps[name]
+        noted, step = self._note(name).read(), self.steps[name]
         held = noted.get("from")
         if held is None:
             return "made by an earlier version of this package" if noted else "never noted as done"
@@ -268,13 +268,8 @@ class Ledger:
 
     # -- notes --------------------------------------------------------------------------------
 
-    def _mark(self, name: str) -> Path:
-        return self.folder / "steps" / f"{name.replace('/', '.')}.json"
-
-    def _noted(self, name: str) -> dict[str, Any]:
-        if not self._mark(name).is_file():
-            return {}
-        return read_object(self._mark(name), RecipeError, "delete it to do the step again")
+    def _note(self, name: str) -> DoneNote:
+        return DoneNote(self.folder / "steps" / f"{name.replace('/', '.')}.json")
 
     def _note_failure(self, name: str, error: Exception) -> None:
         if not self.keep_failures:

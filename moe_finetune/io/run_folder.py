@@ -72,6 +72,17 @@ class RunFolder:
         """Whether training has ended: it saves its adapter, or its model, last and whole."""
         return any(path.exists() for path in self.weights)
 
+    @property
+    def merge_done(self) -> bool:
+        """Whether ``merged`` is there, and noted where it was made from an adapter.
+
+        A run that was killed after the merge and before the note merges again: what the note says
+        of the weights cannot be read off the merged checkpoint.
+        """
+        return self.merged.exists() and (
+            not self.adapter.exists() or "merge" in self.read_summary()
+        )
+
     def read_summary(self) -> dict[str, Any]:
         remedy = "delete the file and repeat the command with --resume"
         return read_object(self.summary, CheckpointError, remedy) if self.summary.exists() else {}

@@ -1,20 +1,18 @@
 """A training checkpoint on disk: appears whole or not at all, and says whether it still is.
 
-A checkpoint is written as ``.checkpoint-N.partial``; every file is synced, ``manifest.json`` with
-the size and SHA-256 of each comes last, and a rename makes it ``checkpoint-N``. A folder is used
-only when its manifest verifies, so what a killed, full or faulty disk left is passed over.
+``manifest.json``, with the size and SHA-256 of each file, is written last. A folder is used only
+when its manifest verifies, so that what a faulty disk left is passed over.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from moe_finetune.errors import CheckpointError
-from moe_finetune.io import sync, write_small
+from moe_finetune.io import output_folder, sync, write_small
+from moe_finetune.io.folder import remove_folder
 from moe_finetune.io.hashes import sha256_file
 
 MANIFEST = "manifest.json"
@@ -27,45 +25,26 @@ Entry = dict[str, int | str]
 
 
 def write_checkpoint(
-    target: Path, parts: Mapping[str, Writer], hashed: Mapping[str, Entry] | None = None
+    target: Path, parts: Iterable[Writer], hashed: Mapping[str, Entry] | None = None
 ) -> None:
     """Make ``target`` out of ``parts``, each a function that writes files into the folder it gets.
 
-    ``hashed`` are entries of files that other ranks wrote, synced and read already.
-
-    Raises ``sys.audit("moe_finetune.checkpoint", place)`` before each part and step, so that tests
-    can stop a save anywhere.
+    ``hashed`` are entries of files that other ranks have written, synced and read.
 
     Raises:
-        OSError: the disk is full or fails; ``target`` is what it was.
+        OSError, DiskSpaceError: the disk is full or fails; ``target`` is what it was.
     """
-    staged = target.parent / f".{target.name}.partial"
-    known = hashed or {}
-    try:
-        audit("clear", target)
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
-        for name, write in parts.items():
-            audit(name, target)
+    entries = dict(hashed or {})
+    with output_folder(target, 0, overwrite=True) as staged:  # it may replace a damaged one
+        for write in parts:
             write(staged)
-        entries = {}
         for path in sorted(p for p in staged.rglob("*") if p.is_file()):
             name = path.relative_to(staged).as_posix()
-            if name not in known:
+            if name not in entries:
                 sync(path)
-            entries[name] = known[name] if name in known else entry_of(path)
-        audit("manifest", target)
+                entries[name] = entry_of(path)
         manifest = {"format": FORMAT, "step": step_of(target), "files": entries}
         write_small(staged, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        sync(staged)
-        audit("rename", target)
-        remove_checkpoint(target)  # a damaged one of the same step
-        staged.rename(target)
-        audit("sync", target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> None:
@@ -95,8 +74,6 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
         raise CheckpointError(f"{path}: is of another checkpoint, or damaged")
     for number, (name, (size, digest)) in enumerate(entries.items()):
         file = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{path}: names a file outside its folder: {name}")
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:
@@ -153,26 +130,9 @@ def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]
         if kept < keep and _has_its_size(folder):
             kept += 1
             continue
-        remove_checkpoint(folder)
+        remove_folder(folder)
         removed.append(folder)
     return removed
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove it so that no half of it can be taken for a checkpoint."""
-    if not folder.exists():
-        return
-    hidden = folder.parent / f".{folder.name}.removed"
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def clear_leftovers(root: Path) -> None:
-    """Remove what killed saves and removals left under ``root``."""
-    for pattern in (f".{_PREFIX}*.partial", f".{_PREFIX}*.removed"):
-        for left in root.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def step_of(folder: Path) -> int | None:
@@ -192,8 +152,3 @@ def _has_its_size(folder: Path) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
-
-
-def audit(place: str, target: Path) -> None:
-    """Say that a save has come to ``place``; tests stop it there."""
-    sys.audit("moe_finetune.checkpoint", place, str(target))

@@ -34,8 +34,8 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 def checkpoint_parts(
     trainer: Any, target: Path, callbacks: Sequence[Any]
-) -> tuple[dict[str, Writer], dict[str, Entry]]:
-    """Functions that write the checkpoint's files, by what they write; and entries of its shards.
+) -> tuple[list[Writer], dict[str, Entry]]:
+    """Functions that write the checkpoint's files, and entries of its shards.
 
     All ranks call it: it gathers, and writes shards beside ``target``.
 
@@ -85,13 +85,7 @@ def checkpoint_parts(
         _export_callbacks(trainer)
         trainer.state.save_to_json(str(folder / TRAINER_FILE))
 
-    parts: dict[str, Writer] = {
-        "weights": write_weights,
-        "optimizer": write_optimizer,
-        "ranks": write_ranks,
-        "trainer": write_trainer,
-    }
-    return parts, entries
+    return [write_weights, write_optimizer, write_ranks, write_trainer], entries
 
 
 def rows_of(args: Any) -> int:

@@ -21,10 +21,10 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from moe_finetune.errors import CheckpointError
+from moe_finetune.errors import CheckpointError, DiskSpaceError
+from moe_finetune.io import clear_leftovers
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import (
-    clear_leftovers,
     newest_checkpoint,
     rotate,
     verify_checkpoint,
@@ -72,7 +72,7 @@ class ResumableTrainer(_Trainer):
                 write_checkpoint(target, parts, entries)
                 best = self.state.best_model_checkpoint
                 rotate(root, self.args.save_total_limit, Path(best) if best else None)
-            except (OSError, SafetensorError) as error:
+            except (OSError, DiskSpaceError, SafetensorError) as error:
                 problem = error
         if ranks.any_rank(problem is not None):
             self._report_failed_save(root, target, problem)

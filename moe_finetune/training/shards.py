@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training import ranks
-from moe_finetune.training.checkpoint import Entry, audit, entry_of
+from moe_finetune.training.checkpoint import Entry, entry_of
 
 FOLDER = "shards"
 
@@ -42,12 +42,12 @@ def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dic
     Raises:
         OSError: on all ranks, where one of them could not write.
     """
-    staged = target.parent / f".{target.name}.{FOLDER}.partial"
+    # All ranks know the name, and clear_leftovers removes what a killed run left under it.
+    staged = target.parent / f".{target.name}.{FOLDER}.partial-00000000"
     if ranks.rank() == 0:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
     ranks.barrier()
-    audit(FOLDER, target)
     writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
     problem, found = "", {}
     try:

@@ -95,7 +95,7 @@ def test_a_killed_run_scores_each_state_once(ingredients, finished, tmp_path):
     assert train(file, run, signal_at_step=2).code == -signal.SIGKILL
     assert list(RunFolder(run).kept_steps()) and not step_results(run)
     results = "eval/results.json"
-    assert train(file, run, die_at_file=f"steps/2/{results}").code == -signal.SIGKILL
+    assert train(file, run, die_at=f"steps/2/{results}$").code == -signal.SIGKILL
     assert list(step_results(run)) == [1] and not (run / "report").exists()
     scored = run / "steps" / "1" / results
     kept = {path: path.stat().st_mtime_ns for path in (scored, run / "metrics.jsonl")}

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,18 @@ from moe_finetune import cli
 from tests.warm import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
-AUDIT = "moe_finetune.checkpoint"
 STEPS, SAVE_STEPS = 9, 2
+STAGED = r"/checkpoints/\.checkpoint-\d+\.partial-\w+"
+SAVE = (
+    f"{STAGED}$",
+    f"{STAGED}/adapter_config.json$",
+    f"{STAGED}/rank-00000.safetensors$",
+    f"{STAGED}/trainer_state.json$",
+    f"{STAGED}/manifest.json$",
+    r"/checkpoints/checkpoint-\d+$",  # the rename
+    r"/checkpoints$",  # synced after the rename
+)
+"""Places in a save, in order: the path that is made, opened or given to a folder next."""
 METHODS = {
     "qwen3_moe": {
         "preset": "specialization_coupling",
@@ -92,8 +103,7 @@ def train(
     recipe: Path,
     run: Path,
     *,
-    die_at_event: int | None = None,
-    die_at_file: str | None = None,
+    die_at: str | None = None,
     signal_after: float | None = None,
     signal_at_step: int | None = None,
     number: int = signal.SIGKILL,
@@ -103,8 +113,7 @@ def train(
     Args:
         recipe: the recipe's file.
         run: the run's folder.
-        die_at_event: SIGKILL at that part of a save, counted over the run.
-        die_at_file: SIGKILL before a file whose path ends in this gets its name.
+        die_at: SIGKILL before the first path that this pattern finds is made, opened or renamed to.
         signal_after: send ``number`` after so many seconds.
         signal_at_step: send ``number`` to itself at the end of that step.
         number: the signal.
@@ -112,8 +121,7 @@ def train(
     argv = ["train", str(recipe), "--output", str(run)]
     if (run / "recipe.yaml").exists():
         argv.append("--resume")
-    order = {"argv": argv, "event": die_at_event, "step": signal_at_step, "signal": int(number)}
-    order["file"] = die_at_file
+    order = {"argv": argv, "die_at": die_at, "step": signal_at_step, "signal": int(number)}
     command = [sys.executable, "-m", "tests.faults.harness", json.dumps(order)]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -128,31 +136,18 @@ def train(
 
 def main(order: dict) -> int:
     """What the process does."""
-    if order["event"] is not None:
-        _die_at(order["event"])
-    if order["file"] is not None:
-        _die_at_file(order["file"])
+    if order["die_at"] is not None:
+        _die_at(order["die_at"])
     if order["step"] is not None:
         _signal_at(order["step"], order["signal"])
     return cli.main(order["argv"])
 
 
-def _die_at(count: int) -> None:
-    seen = 0
+def _die_at(pattern: str) -> None:
+    paths = {"open": 0, "os.mkdir": 0, "os.rename": 1}  # which argument of the audit event
 
-    def hook(event: str, _: tuple) -> None:
-        nonlocal seen
-        if event == AUDIT:
-            seen += 1
-            if seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def _die_at_file(name: str) -> None:
     def hook(event: str, arguments: tuple) -> None:
-        if event == "os.rename" and str(arguments[1]).endswith(name):
+        if event in paths and re.search(pattern, str(arguments[paths[event]])):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

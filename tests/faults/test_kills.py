@@ -12,24 +12,21 @@ import signal
 import pytest
 
 from moe_finetune.training.checkpoint import checkpoints
-from tests.faults.harness import SAVE_STEPS, adapter_hash, logged, train
+from tests.faults.harness import SAVE, SAVE_STEPS, adapter_hash, logged, train
 
 pytestmark = pytest.mark.faults
-
-# clear, weights, optimizer, ranks, tables, trainer, manifest, rename, sync
-WRITES = 8
 
 
 def test_a_save_killed_before_each_of_its_writes(straight, tmp_path):
     recipe, wanted, log = straight("qwen3_moe")
     run = tmp_path / "run"
     # The kills follow each other in one run: each resume meets what the one before left.
-    for write in range(1, WRITES + 1):
+    for place in SAVE:
         before = [p.name for p in checkpoints(run / "checkpoints")]
-        child = train(recipe, run, die_at_event=write)
+        child = train(recipe, run, die_at=place)
         assert child.code == -signal.SIGKILL
         after = [p.name for p in checkpoints(run / "checkpoints")]
-        assert (after != before) == (write == WRITES), "the rename alone makes a checkpoint"
+        assert (after != before) == (place == SAVE[-1]), "only the rename makes a checkpoint"
     child = train(recipe, run)
     assert child.code == 0, child.text[-2000:]
     assert adapter_hash(run) == wanted

@@ -1,0 +1,47 @@
+"""The one answer to "is it done?": a note, written last, with the hash of what a product is of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moe_finetune.errors import MoeFinetuneError, RecipeError
+from moe_finetune.io.atomic import write_atomic
+from moe_finetune.io.json_file import read_object
+
+
+class DoneNote:
+    """Says that a product is whole, and which inputs it was made from.
+
+    Args:
+        path: the note's file.
+        error, remedy: raised where the note cannot be read, and the end of that message.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        error: type[MoeFinetuneError] = RecipeError,
+        remedy: str = "delete it to do the step again",
+    ):
+        self.path, self.error, self.remedy = path, error, remedy
+
+    @property
+    def written(self) -> bool:
+        return self.path.is_file()
+
+    def read(self) -> dict[str, Any]:
+        """The note; empty where there is none."""
+        return read_object(self.path, self.error, self.remedy) if self.written else {}
+
+    def is_of(self, key: str) -> bool:
+        """Whether the product was finished, and from the inputs whose hash is ``key``."""
+        return self.read().get("inputs") == key
+
+    def write(self, key: str, **details: Any) -> None:
+        note = {"inputs": key, **details}
+        write_atomic(self.path, json.dumps(note, indent=1, default=str) + "\n")
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
