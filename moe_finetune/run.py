@@ -29,7 +29,8 @@ from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.terminal import terminal
 from moe_finetune.io.versions import check_versions
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.training.start import Inputs, base_folder, check_inputs, second_model, start_model
+from moe_finetune.training.preflight import Inputs, check_inputs
+from moe_finetune.training.start import base_folder, second_model, start_model
 
 if TYPE_CHECKING:
     from moe_finetune.io.worker import Worker
@@ -259,11 +260,12 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
 
     if recipe.numerics.deterministic:
         make_deterministic()
-    model: Any = start_model(recipe)
+    start = inputs.start
+    model: Any = start_model(start)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
-    if recipe.lora is not None and recipe.lora.start is not None:
-        continue_adapter(model, Path(recipe.lora.start), base_folder(recipe))
+    if recipe.lora is not None and recipe.lora.start is not None and start.checkpoint is not None:
+        continue_adapter(model, Path(recipe.lora.start), start.checkpoint)
     if recipe.model.offload == "experts":
         offload_experts(model)
     log.debug("LoRA coverage\n%s", lora_coverage(model).table())
@@ -275,12 +277,12 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         inputs.rendering,
         inputs.train,
         inputs.validation,
-        functools.partial(second_model, recipe),
+        functools.partial(second_model, start),
         checkpoint,
     )
     if adapts(recipe.lora, recipe.router.train):
         name_base(model, recipe)  # checkpoints name it, too
-        callback.run_metadata = run_metadata(recipe)
+        callback.run_metadata = run_metadata(recipe, start.checkpoint)
     held_out = inputs.validation is not None
     if not held_out:
         log.warning(
@@ -291,7 +293,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         take_snapshot,
         model,
         sample,
-        tokenizer=inputs.tokenizer,
+        tokenizer=start.tokenizer,
         data="validation" if held_out else "train",
     )
     before = RunFolder(output).routing_before
@@ -299,7 +301,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
         take(before)  # of all ranks, since experts may be spread over them
     if STAGES[recipe.stage].form != "tokens":
         watch_drift(trainer, callback, sample)
-    trainer.add_callback(KeepSteps(recipe, output, model, inputs.tokenizer, callback))
+    trainer.add_callback(KeepSteps(recipe, output, model, start.tokenizer, callback))
     if checkpoint:
         trainer.args.eval_on_start = False
     with StopOnSignal(output) as stop:
@@ -311,7 +313,7 @@ def train(recipe: Recipe, output: Path, inputs: Inputs, resume: bool = False) ->
     method = callback.specialization
     assert method is not None
     take(RunFolder(output).routing_after, perturbation=method.perturbation)
-    save_trained(model, inputs.tokenizer, recipe, output, method.balancer)
+    save_trained(model, start.tokenizer, recipe, output, method.balancer, callback.run_metadata)
 
 
 def merge(recipe: Recipe, output: Path) -> None:

@@ -10,7 +10,7 @@ from moe_finetune.io.run_folder import read_log
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from moe_finetune.training.start import start_model
+from moe_finetune.training.start import open_start, start_model
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_weights_that_train_are_float32(lora, dtype, tiny_checkpoint):
         "lora": lora,
         "data": {"train": "a.jsonl"},
     }
-    model = start_model(recipe_from_tree(Tree(tree)))
+    model = start_model(open_start(recipe_from_tree(Tree(tree))))
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 

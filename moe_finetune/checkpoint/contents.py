@@ -15,6 +15,8 @@ from moe_finetune.models import Family
 from moe_finetune.models.composite import language_keys
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from moe_finetune.checkpoint.stored import QuantizedTensors
 
 
@@ -24,6 +26,7 @@ class Checkpoint:
 
     Attributes:
         config: ``config.json`` as a mapping.
+        model_config: transformers' config of the same; a copy of it goes into each model.
         files: header of every weight file, by file name, in the order of the names.
         tensors: every tensor by name, as an unquantised checkpoint has it.
         quantized: reads them where they are stored quantised.
@@ -32,6 +35,7 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]
+    model_config: PreTrainedConfig
     family: Family
     files: dict[str, Header]
     tensors: dict[str, TensorInfo]

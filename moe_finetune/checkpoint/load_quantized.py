@@ -11,6 +11,7 @@ language-model head.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.fit import places_on_disk
 from moe_finetune.checkpoint.stored import PlainTensors, Stored, Transposed
 from moe_finetune.checkpoint.tensors import DTYPES
@@ -41,8 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def load_quantized(
-    folder: Path,
-    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
     kind: Kind | None,
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
@@ -54,16 +55,13 @@ def load_quantized(
     A checkpoint that is stored quantised is dequantised tensor by tensor, also for ``kind`` None.
 
     Raises:
-        CheckpointError: the folder's tensors are missing, damaged or not those of its config.
         RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
     """
-    from moe_finetune.checkpoint.opened import open_checkpoint
-
     if unknown:
         raise RecipeError(
             f"{next(iter(unknown))}: cannot be combined with quantization; leave one of them out"
         )
-    checkpoint = open_checkpoint(folder, values=True, stored=True)
+    folder, config = checkpoint.folder, copy.deepcopy(checkpoint.model_config)
     if isinstance(dtype, str):
         dtype = stored_dtype(checkpoint.tensors) if dtype == "auto" else getattr(torch, dtype)
     named = str(dtype).removeprefix("torch.")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_finetune.checkpoint.contents import Checkpoint
+from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import (
     CheckpointError,
     DependencyError,
     RecipeError,
     UnsupportedModelError,
 )
-from moe_finetune.io.checkpoint_files import read_config
-from moe_finetune.io.config_file import QUANTIZATION, check_kernel
-from moe_finetune.models.loading import load_config, local_folder
+from moe_finetune.io.config_file import check_kernel
+from moe_finetune.models.loading import local_folder
 from moe_finetune.models.structure import class_of, meta_model
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    path: str | Path,
+    source: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     device_map: str | dict[str, Any] | None = None,
     quantization: str | None = None,
@@ -34,7 +36,7 @@ def load_model(
     """Return the causal language model of a checkpoint, in eval mode.
 
     Args:
-        path: folder or hub id.
+        source: folder or hub id; or a checkpoint that was opened with its values.
         dtype: of the weights; "auto" is the checkpoint's own.
         device_map: as in ``from_pretrained``; with ``quantization`` one device, by default the
             GPU of this process where there is one.
@@ -60,9 +62,13 @@ def load_model(
     from moe_finetune.quantization.codec import check_kind
 
     kind = check_kind(quantization)
-    folder = local_folder(path)
-    config = load_config(folder)
-    if kind is not None or read_config(folder, quantized=True).get(QUANTIZATION) is not None:
+    check_attention(options.get("attn_implementation"))
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    else:
+        checkpoint = open_checkpoint(local_folder(source), values=True, stored=True)
+    folder = checkpoint.folder
+    if kind is not None or checkpoint.quantized is not None:
         if expert_ranks > 1:
             raise RecipeError(
                 f"{folder}: is quantised, or to be held so, which does not go with experts spread "
@@ -70,9 +76,9 @@ def load_model(
             )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
-        check_attention(options.get("attn_implementation"))
-        return load_quantized(folder, config, kind, dtype, device_map, **options)
-    return with_weights(folder, config, expert_ranks, dtype=dtype, device_map=device_map, **options)
+        return load_quantized(checkpoint, kind, dtype, device_map, **options)
+    config = copy.deepcopy(checkpoint.model_config)
+    return read_weights(folder, config, expert_ranks, dtype=dtype, device_map=device_map, **options)
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
@@ -87,19 +93,14 @@ def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
     )
 
 
-def with_weights(
+def read_weights(
     folder: Path, config: PreTrainedConfig, expert_ranks: int = 1, **options: Any
 ) -> Any:
-    """The causal language model of ``config`` with the folder's tensors; none is left random.
+    """The causal language model of ``config`` with a checked folder's tensors; none stays random.
 
     Raises:
-        CheckpointError: files are missing, damaged or do not fit the config, or hold NaN.
-        DependencyError: ``attn_implementation`` needs a package that is not installed.
+        CheckpointError: tensors are missing or do not fit the config.
     """
-    from moe_finetune.checkpoint.opened import check_folder
-
-    check_attention(options.get("attn_implementation"))
-    check_folder(folder, config)
     read = class_of(config).from_pretrained
     if expert_ranks > 1:
         from moe_finetune.moe.spread_loading import load_spread

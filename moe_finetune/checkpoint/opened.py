@@ -62,7 +62,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     if not (family.bias_export == "noaux_tc" and config.get("topk_method") == "noaux_tc"):
         family_of(parsed)
     family = named_as_in(family, parsed, tensors)
-    checkpoint = Checkpoint(folder, config, family, files, tensors, quantized)
+    checkpoint = Checkpoint(folder, config, parsed, family, files, tensors, quantized)
     _check_layers(checkpoint)
     checkpoint = as_stored(checkpoint, parsed)
     checkpoint = checkpoint.changed(untrained=check_fit(checkpoint, parsed))

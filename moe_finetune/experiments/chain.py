@@ -104,7 +104,7 @@ def check_later(runs: Sequence[tuple[Path, Recipe]], ignore_memory: bool = False
     Raises:
         MoeFinetuneError: the error that the stage would raise at its start, with its folder's name.
     """
-    from moe_finetune.training.start import check_inputs
+    from moe_finetune.training.preflight import check_inputs
 
     start = runs[0][1].model
     for folder, recipe in runs[1:]:

@@ -10,7 +10,7 @@ from moe_finetune.errors import CheckpointError, RecipeError, did_you_mean
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.config_file import check_config
 from moe_finetune.models import family_of, native
-from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
+from moe_finetune.models.loading import load_config, local_folder
 from moe_finetune.models.structure import class_of
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ def fresh_model(
     return model
 
 
-def check_vocabulary(config: PreTrainedConfig, tokenizer_path: str | Path) -> None:
-    """Raise where the tokenizer has ids that the model's embedding lacks."""
-    tokens = len(load_tokenizer(tokenizer_path))
+def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, path: str | Path) -> None:
+    """Raise where the tokenizer, of ``path``, has ids that the model's embedding lacks."""
+    tokens = len(tokenizer)
     size = config.get_text_config().vocab_size
     if tokens > size:
         raise CheckpointError(
-            f"{tokenizer_path}: its tokenizer has {tokens} tokens and the config's vocab_size is "
+            f"{path}: its tokenizer has {tokens} tokens and the config's vocab_size is "
             f"{size}; set model.config.vocab_size, or name another model.tokenizer"
         )

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import AdapterError
 
 
 @torch.no_grad()
-def continue_adapter(model: Any, path: Path, base: Path) -> None:
+def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     """Give ``model``'s new factors, as ``add_lora`` leaves them, what an adapter has learned.
 
     The model then computes what base and adapter compute. An adapter of a lower rank than the
@@ -25,7 +26,7 @@ def continue_adapter(model: Any, path: Path, base: Path) -> None:
 
     Args:
         path: the adapter's folder.
-        base: the folder of the checkpoint that it was trained on.
+        checkpoint: the base that it was trained on.
 
     Raises:
         AdapterError: it adapts or replaces what the recipe does not, or has a higher rank.
@@ -35,11 +36,9 @@ def continue_adapter(model: Any, path: Path, base: Path) -> None:
     from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
     from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
-    from moe_finetune.checkpoint.opened import open_checkpoint
     from moe_finetune.checkpoint.tensors import read_tensor
     from moe_finetune.training.whole import live_weights
 
-    checkpoint = open_checkpoint(base)
     with tempfile.TemporaryDirectory() as scratch:
         written = peft_folder(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
         adapter = open_adapter(written)

@@ -150,7 +150,14 @@ class HostRun:
             self._snapshot(work, self._run.routing_after)
             problem = _unsaved(work.model)
             if problem is None:
-                save_trained(work.model, self._tokenizer, self._recipe, self.output, work.balancer)
+                save_trained(
+                    work.model,
+                    self._tokenizer,
+                    self._recipe,
+                    self.output,
+                    work.balancer,
+                    self.metadata,
+                )
             else:
                 log.warning("WARNING: %s has no adapter/: %s", self.output, problem)
             if ranks.rank() == 0:

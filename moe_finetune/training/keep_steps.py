@@ -53,7 +53,14 @@ class KeepSteps(TrainerCallback):
         assert self.method.specialization is not None
         balancer = self.method.specialization.balancer
         try:
-            save_trained(self.model, self.tokenizer, self.recipe, state_folder.path, balancer)
+            save_trained(
+                self.model,
+                self.tokenizer,
+                self.recipe,
+                state_folder.path,
+                balancer,
+                self.method.run_metadata,
+            )
         except (DiskSpaceError, OSError) as problem:  # of rank 0, for whom the others wait
             ranks.barrier()
             log.warning(

@@ -77,7 +77,8 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
         ObjectiveError: a term reaches nothing trainable; a share without a gradient.
     """
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.training.start import check_inputs, start_model
+    from moe_finetune.training.preflight import check_inputs
+    from moe_finetune.training.start import start_model
     from moe_finetune.training.trainer import build_trainer
 
     if STAGES[recipe.stage].form != "tokens":
@@ -90,12 +91,12 @@ def strength_of(checkpoint: str, recipe: Recipe) -> list[dict[str, Any]]:
     if not recipe.method.terms:
         raise RecipeError("--strength: the recipe's method has no losses to measure")
     inputs = check_inputs(recipe)
-    model: Any = start_model(recipe)
+    model: Any = start_model(inputs.start)
     set_seed(recipe.seed)
     model = add_lora(model, recipe.lora, recipe.router.train)
     with tempfile.TemporaryDirectory() as folder:
         trainer, callback = build_trainer(
-            recipe, Path(folder), model, inputs.tokenizer, inputs.train, None
+            recipe, Path(folder), model, inputs.start.tokenizer, inputs.train, None
         )
         model.to(trainer.args.device)
         loader = trainer.get_train_dataloader()

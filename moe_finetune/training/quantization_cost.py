@@ -14,8 +14,8 @@ from moe_finetune.checkpoint.load_quantized import resident_bytes
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.quantization.codec import Kind, bitsandbytes
 from moe_finetune.recipe.schema import Recipe
+from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.snapshot import sample_examples
-from moe_finetune.training.start import base_folder, check_inputs
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
     section = recipe.model.model_copy(update={"path": checkpoint, "quantization": "none"})
     recipe = recipe.model_copy(update={"model": section, "evaluation": None})
     inputs = check_inputs(recipe)
+    base = inputs.start.checkpoint
+    assert base is not None
     rows = [
         torch.tensor(row["input_ids"])
         for row in sample_examples(inputs.sources, recipe.data.max_length)
@@ -59,7 +61,7 @@ def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
     costs: list[Cost] = []
     for kind in (None, *reversed(get_args(Kind))):
         model = load_model(
-            base_folder(recipe),
+            base,
             dtype=recipe.model.dtype,
             device_map=device,
             quantization=kind,

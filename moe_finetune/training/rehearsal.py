@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from moe_finetune.lora.coverage import Coverage
+    from moe_finetune.training.start import Start
 
 ROWS = 8
 """Rows of the data that the rehearsed trainer gets."""
@@ -97,24 +98,19 @@ class Plan:
 
 
 def rehearse(
-    recipe: Recipe,
-    config: Any,
-    tokenizer: Any,
+    start: Start,
     train: Dataset,
     validation: Dataset | None,
     ignore_memory: bool = False,
     activations: bool = False,
-    expert_ranks: int = 1,
 ) -> Plan:
     """Build what the run will build, but for weights.
 
     Args:
-        config: of the model that it starts from.
         train: examples with ``input_ids``.
         validation: such examples or None.
         ignore_memory: allow a run that cannot fit into this machine, however small its batches.
-        activations: tell what a step needs, too, which takes a few seconds.
-        expert_ranks: how many ranks are to hold the routed experts together.
+        activations: also compute what a step needs, which takes a few seconds.
 
     Raises:
         RecipeError: a setting that this machine, the model or the trainer refuses, by its key.
@@ -126,6 +122,7 @@ def rehearse(
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.moe.spread_loading import check_spread
 
+    recipe, config, tokenizer = start.recipe, start.config, start.tokenizer
     attention = recipe.model.attn_implementation
     try:
         with torch.device("meta"):
@@ -137,8 +134,9 @@ def rehearse(
             f"model.attn_implementation: '{attention}' cannot be used here: {_short(error)}; "
             "leave it out"
         ) from error
-    if expert_ranks > 1:
-        check_spread(model, model_facts(model).num_experts, expert_ranks, ranks.world_size())
+    if start.expert_ranks > 1:
+        experts = model_facts(model).num_experts
+        check_spread(model, experts, start.expert_ranks, ranks.world_size())
     with torch.device("meta"):
         model = add_lora(model, recipe.lora, recipe.router.train)
     coverage = lora_coverage(model)
@@ -147,7 +145,7 @@ def rehearse(
     plan = _plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
     if not ignore_memory:
         _check_memory(plan)
-    _check_second(recipe, config, train)
+    _check_second(start, train)
     # Trainers that hold a second model cannot be built without weights; several processes build
     # theirs together, with the launcher's plugins, once.
     if ranks.world_size() == 1 and STAGES[recipe.stage].form == "tokens":
@@ -155,15 +153,16 @@ def rehearse(
     return plan
 
 
-def _check_second(recipe: Recipe, config: Any, train: Dataset) -> None:
+def _check_second(start: Start, train: Dataset) -> None:
     """Rewards that the rows fit, and a teacher that has the model's vocabulary."""
-    from moe_finetune.models.loading import load_config
     from moe_finetune.training.rewards import reward_functions
 
+    recipe = start.recipe
     reward_functions(recipe.rewards, train.column_names)
     if recipe.teacher is not None:
-        teacher = load_config(recipe.teacher).get_text_config()
-        theirs, ours = teacher.vocab_size, config.get_text_config().vocab_size
+        theirs, ours = (
+            config.get_text_config().vocab_size for config in (start.teacher_config, start.config)
+        )
         if theirs != ours:
             raise RecipeError(
                 f"teacher: {recipe.teacher} has a vocabulary of {theirs} tokens and the model one "

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_finetune.checkpoint.card import public_name, write_card
+from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.io import output_folder, sync
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.lora.initial import ordinary_adapter
@@ -32,13 +33,15 @@ def save_trained(
     recipe: Recipe,
     output: Path,
     balancer: BiasBalancer | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
     The tokenizer, as it was trained with, and a model card lie in either.
     A loss-free bias lies beside the adapter in ``router_bias.safetensors``; the merge puts it where
     the family keeps one. The folder appears complete or not at all. All ranks call this, because
-    sharded tensors are gathered; rank 0 writes.
+    sharded tensors are gathered; rank 0 writes. ``metadata``: what :func:`run_metadata` returned,
+    where it was called before.
     """
     from peft import PeftModel
 
@@ -57,7 +60,8 @@ def save_trained(
             weights, config = ordinary_adapter(model, weights, _peft_config(model))
             write_adapter(config, weights, partial)
             assert recipe.lora is not None
-            describe_adapter(model, partial, recipe.lora.dropout, balancer, run_metadata(recipe))
+            metadata = metadata or run_metadata(recipe)
+            describe_adapter(model, partial, recipe.lora.dropout, balancer, metadata)
             tokenizer.save_pretrained(partial)
             _card(recipe, partial, "adapter", library="peft", origin=_ADAPTER)
         else:
@@ -118,7 +122,7 @@ def name_base(model: Any, recipe: Recipe) -> None:
         config.revision = recipe.model.revision
 
 
-def base_fingerprint(recipe: Recipe) -> dict[str, str]:
+def base_fingerprint(recipe: Recipe, checkpoint: Checkpoint | None) -> dict[str, str]:
     """The fingerprint of the recipe's base, as the adapter's metadata hold it."""
     from moe_finetune.checkpoint.gate import named_tensors
     from moe_finetune.checkpoint.opened import open_checkpoint
@@ -127,18 +131,23 @@ def base_fingerprint(recipe: Recipe) -> dict[str, str]:
 
     if recipe.model.init != "checkpoint":
         return {}
-    folder = local_folder(recipe.model.path, revision=recipe.model.revision)
-    key, tensors = named_tensors(open_checkpoint(folder, stored=True))
+    if checkpoint is None:
+        folder = local_folder(recipe.model.path, revision=recipe.model.revision)
+        checkpoint = open_checkpoint(folder, stored=True)
+    key, tensors = named_tensors(checkpoint)
     return {key: fingerprint(tensors)}
 
 
-def run_metadata(recipe: Recipe) -> dict[str, Any]:
-    """What an adapter's metadata say of the run that trained it."""
+def run_metadata(recipe: Recipe, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+    """What an adapter's metadata say of the run that trained it.
+
+    ``checkpoint``: the recipe's base where it is open already.
+    """
     return {
         "method": recipe.method.preset,
         "recipe": recipe.hash,
         "data": _data_names(recipe),
-        **base_fingerprint(recipe),
+        **base_fingerprint(recipe, checkpoint),
     }
 
 

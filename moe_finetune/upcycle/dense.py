@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.checkpoint.loading import with_weights
+from moe_finetune.checkpoint.loading import read_weights
+from moe_finetune.checkpoint.opened import check_folder
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.models.loading import local_folder
@@ -119,7 +120,9 @@ def load_dense(path: str | Path, dtype: str = "auto") -> Any:
         UnsupportedModelError: another model type.
     """
     folder = local_folder(path)
-    return with_weights(folder, load_dense_config(folder), dtype=dtype)
+    config = load_dense_config(folder)
+    check_folder(folder, config)
+    return read_weights(folder, config, dtype=dtype)
 
 
 def new_llama(section: Any, tokenizer: Any, max_length: int) -> Any:

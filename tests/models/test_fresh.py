@@ -14,6 +14,7 @@ from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
 from moe_finetune.models import family_of
 from moe_finetune.models.fresh import check_vocabulary, fresh_config, fresh_model
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.recipe.schema import Recipe, recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
@@ -113,7 +114,7 @@ def test_both_names_of_a_key_are_the_key(key, without_weights):
 def test_a_tokenizer_that_is_too_large_is_refused(without_weights):
     folder = without_weights("qwen3_moe")
     with pytest.raises(CheckpointError, match=r"260 tokens .* vocab_size is 99"):
-        check_vocabulary(fresh_config(folder, {"vocab_size": 99}), folder)
+        check_vocabulary(fresh_config(folder, {"vocab_size": 99}), load_tokenizer(folder), folder)
 
 
 def recipe(path: Path | str, **sections) -> Recipe:

@@ -18,7 +18,7 @@ from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
 from moe_finetune.training.continued import continue_adapter
 from moe_finetune.training.preconditions import check_accelerator
-from moe_finetune.training.start import check_inputs
+from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
 from tests.checkpoint import helpers

@@ -15,8 +15,8 @@ from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
 from moe_finetune.training import trainer as stage_trainer
 from moe_finetune.training.keep_steps import KeepSteps
+from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.run_log import noted_weights
-from moe_finetune.training.start import check_inputs
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from moe_finetune.moe.bias import BiasBalancer
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.save import save_trained
-from moe_finetune.training.start import check_inputs
 from tests import tiny
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
