@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.method import resolve_method
-from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import load_tree, merge_mappings
 from moe_finetune.recipe.validation import from_tree
 

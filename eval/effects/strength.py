@@ -17,7 +17,7 @@ from eval.effects.settings import FinetuneSection, Miniature
 from eval.effects.shards import Shard, begin, read_shards, run_shards
 from moe_finetune.errors import RecipeError
 from moe_finetune.io import output_lock
-from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import load_tree, merge_mappings
 from moe_finetune.recipe.validation import from_tree
 

@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeFinetuneError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        from moe_finetune.recipe.section import hide_secrets
+
+        print(f"error: {hide_secrets(str(error))}", file=sys.stderr)  # overrides may have some
         return 1 if is_machine_failure(error) else 2
     except MemoryError:
         if debug:

@@ -27,7 +27,7 @@ from moe_finetune.data.tokenize import depends_on_date, on_day, set_chat_templat
 from moe_finetune.data.tokenized import Counts, write_tokenized
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed
-from moe_finetune.recipe.sections import DataSection, DataSource, Paths
+from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 if TYPE_CHECKING:
     from datasets import Dataset

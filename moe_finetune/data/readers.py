@@ -11,7 +11,7 @@ from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Placed, Row
-from moe_finetune.recipe.sections import DataSection, DataSource, Paths
+from moe_finetune.recipe.data import DataSection, DataSource, Paths
 
 
 def listed(sources: Paths, name: str) -> list[DataSource]:

@@ -23,8 +23,8 @@ from moe_finetune.data.tokenize import (
 from moe_finetune.data.turns import unlearned
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Row
+from moe_finetune.recipe.data import DataSection, DataSource, Paths
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.sections import DataSection, DataSource, Paths
 from moe_finetune.recipe.stages import STAGES, Stage
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from moe_finetune.data.tokenize import IGNORED, Tokens, tokenize_rows
 from moe_finetune.data.turns import as_text, each_answer
 from moe_finetune.errors import DataError
 from moe_finetune.io.rows import Placed, Row
-from moe_finetune.recipe.sections import DataSection
+from moe_finetune.recipe.data import DataSection
 
 COLUMNS = ("input_ids", "labels")
 _READ = ("source", "chat", "prompt", "completion", "text")

@@ -29,7 +29,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from moe_finetune.errors import StudyError, did_you_mean
 from moe_finetune.recipe.schema import Recipe
-from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.shipped import find_recipe, recipes_folder
 from moe_finetune.recipe.tree import Tree, load_tree
 from moe_finetune.recipe.validation import from_tree

@@ -17,7 +17,6 @@ from moe_finetune.io.json_file import JsonError, parse_json
 Row = dict[str, Any]
 Placed = tuple[str, Row]
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-MAX_FILE = 256 << 20  # characters of a .json or .txt file, which is read whole
 
 
 def kind_of(path: Path) -> str:
@@ -76,7 +75,7 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
             if kind == ".csv":
                 yield from _read_csv(path, file)
             elif kind == ".txt":
-                yield str(path), {"text": _whole(path, file)}
+                yield str(path), {"text": file.read()}
             elif kind == ".json":
                 yield from _read_json(path, file, finite)
             else:
@@ -90,7 +89,7 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
 
 
 def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
-    reader = csv.DictReader(short_lines(file, path), strict=True)
+    reader = csv.DictReader(file, strict=True)
     refuse_twice(path, reader.fieldnames or ())
     for row in reader:
         place = f"{path}:{reader.line_num}"
@@ -101,7 +100,7 @@ def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
 
 
 def _read_lines(path: Path, lines: Iterable[str], finite: bool) -> Iterator[Placed]:
-    for number, line in enumerate(short_lines(lines, path), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{path}:{number}"
             try:
@@ -113,7 +112,7 @@ def _read_lines(path: Path, lines: Iterable[str], finite: bool) -> Iterator[Plac
 
 def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
     """A JSON array of objects, or JSON lines under the name ``.json``."""
-    text = _whole(path, file)
+    text = file.read()
     if not text.lstrip().startswith("["):
         yield from _read_lines(path, text.splitlines(), finite)
         return
@@ -124,13 +123,6 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
     for number, row in enumerate(rows, 1):
         place = f"{path}: row {number}"
         yield place, _object(row, place)
-
-
-def _whole(path: Path, file: IO[str]) -> str:
-    text = file.read(MAX_FILE + 1)
-    if len(text) > MAX_FILE:
-        raise DataError(f"{path}: has more than {MAX_FILE >> 20} MiB of text; write it as .jsonl")
-    return text
 
 
 def _object(row: Any, place: str) -> Row:
@@ -177,26 +169,6 @@ def short(value: Any) -> str:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(to_json(row) + "\n" for row in rows))
-
-
-MAX_LINE = 32 << 20
-
-
-def short_lines(stream: Iterable[str], file: Path) -> Iterator[str]:
-    """The lines of an open file (or of a list); a few kilobytes of gzip can hold one of gigabytes.
-
-    Raises:
-        DataError: a line has more than ``MAX_LINE`` characters.
-    """
-    read = getattr(stream, "readline", None)
-    lines = iter(stream) if read is None else iter(lambda: read(MAX_LINE + 1), "")
-    for number, line in enumerate(lines, 1):
-        if len(line) > MAX_LINE:
-            raise DataError(
-                f"{file}:{number}: the line has more than {MAX_LINE >> 20} Mi characters; split it "
-                "into rows of one line each"
-            )
-        yield line
 
 
 def refuse_twice(file: Path, columns: Sequence[str]) -> None:

@@ -1,8 +1,4 @@
-"""The one reader of YAML: data only, small, finite, and without a key that is set twice.
-
-Aliases and merge keys (``*name``, ``<<``) are read, but what they expand to is counted first: nine
-lines of them can stand for gigabytes.
-"""
+"""The one reader of YAML: data only, and without a key that is set twice."""
 
 from __future__ import annotations
 
@@ -13,10 +9,9 @@ from typing import Any
 import yaml
 
 from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.io.json_file import MAX_DIGITS, MAX_NESTING, TextError, check_nesting
+from moe_finetune.io.json_file import TextError
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 50_000
 
 
 class YamlError(TextError):
@@ -38,8 +33,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     """The document's node (None when it is empty), which knows lines, and its value.
 
     Raises:
-        YamlError: not YAML; too large, too deep, or too many values once aliases are expanded; a
-            key twice in a mapping; a number with too many digits; half a surrogate pair.
+        YamlError: not YAML, too large, or a key twice in a mapping.
     """
     if len(text) > MAX_BYTES:
         raise YamlError(f"has more than {MAX_BYTES >> 10} KiB")
@@ -49,11 +43,10 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
             node = loader.get_single_node()
             if node is None:
                 return None, None
-            _count(node, {})
+            _check_keys(node, set())
             value = loader.construct_document(node)
         finally:
             loader.dispose()
-        check_nesting(value)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
         reason = problem.problem or problem.context or "no reason given"
@@ -61,7 +54,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     except yaml.YAMLError as problem:
         raise YamlError(f"not YAML ({str(problem).splitlines()[0]})") from None
     except RecursionError:
-        raise YamlError(f"nested more than {MAX_NESTING} deep") from None
+        raise YamlError("nested too deep, or an alias inside its own value") from None
     except YamlError:
         raise
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as problem:
@@ -97,42 +90,22 @@ def parse_file(
         raise refused(f"{place}: {problem.problem}{end}") from None
 
 
-def _count(node: yaml.Node, sizes: dict[int, int], path: tuple[str, ...] = ()) -> int:
-    """Values in ``node`` with every alias expanded; ``sizes`` holds those of nodes seen before."""
-    line = node.start_mark.line + 1
-    if len(path) > MAX_NESTING:
-        raise YamlError(f"nested more than {MAX_NESTING} deep", line)
-    known = sizes.get(id(node))
-    if known is not None:
-        if known == 0:
-            raise YamlError("an alias is inside the value that it refers to", line)
-        return known
-    sizes[id(node)] = 0
-    size = 1
-    if isinstance(node, yaml.ScalarNode):
-        _check_scalar(node, line)
-    elif isinstance(node, yaml.SequenceNode):
-        size += sum(_count(item, sizes, (*path, str(i))) for i, item in enumerate(node.value))
+def _check_keys(node: yaml.Node, checked: set[int], path: tuple[str, ...] = ()) -> None:
+    """Refuse a key that a mapping sets twice; PyYAML takes the last in silence."""
+    if id(node) in checked:  # an alias
+        return
+    checked.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _check_keys(item, checked, (*path, str(index)))
     elif isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, child in node.value:
+            line = name.start_mark.line + 1
             if not isinstance(name, yaml.ScalarNode):
                 raise YamlError("a key must be a word, not a list or mapping", line)
-            below = (*path, name.value)
-            if name.value in seen:
-                raise YamlError(
-                    f"{'.'.join(below):.200} is set twice in this file", name.start_mark.line + 1
-                )
-            seen.add(name.value)
-            size += _count(name, sizes, below) + _count(child, sizes, below)
-    if size > MAX_VALUES:
-        raise YamlError(f"expands to more than {MAX_VALUES:,} values", line)
-    sizes[id(node)] = size
-    return size
-
-
-def _check_scalar(node: yaml.ScalarNode, line: int) -> None:
-    if any("\ud800" <= letter <= "\udfff" for letter in node.value):
-        raise YamlError("contains half of a surrogate pair, which is not a character", line)
-    if node.tag.endswith(":int") and len(node.value) > 3 * MAX_DIGITS:
-        raise YamlError(f"a whole number of {len(node.value)} digits", line)
+            child_path = (*path, name.value)
+            if name.value in names:
+                raise YamlError(f"{'.'.join(child_path):.200} is set twice in this file", line)
+            names.add(name.value)
+            _check_keys(child, checked, child_path)

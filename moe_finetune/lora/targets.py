@@ -30,7 +30,7 @@ from moe_finetune.quantization.weight import quantized
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from moe_finetune.recipe.sections import LoraSection
+    from moe_finetune.recipe.lora import LoraSection
 
 log = logging.getLogger(__name__)
 

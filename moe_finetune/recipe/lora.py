@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -84,6 +84,35 @@ class LoraSection(Section):
     def adapted(self, router: str) -> set[str]:
         """The parts that have factors when ``router.train`` is ``router``."""
         return {*self.targets, *(["router"] if router == "lora" else [])}
+
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        yield from self.problems(recipe.router.train)
+        yield from self._start_conflicts(recipe)
+
+    def _start_conflicts(self, recipe: Any) -> Iterator[str]:
+        """Why the adapter cannot begin as ``init``, ``start`` and ``use_dora`` ask."""
+        experts = recipe.parallel.experts
+        others = {
+            f"model.quantization '{recipe.model.quantization}'": (
+                recipe.model.quantization != "none"
+            ),
+            f"model.offload '{recipe.model.offload}'": recipe.model.offload != "none",
+            f"parallel.experts: {experts}": experts != 1,
+        }
+        for other in (name for name, active in others.items() if active):
+            if self.changes_base or (self.init == "orthogonal" and "parallel" in other):
+                yield f"lora.init: '{self.init}' does not go with {other}; set one to its default"
+            if self.loraplus_lr_ratio is not None and "parallel" in other:
+                yield f"lora.loraplus_lr_ratio: does not go with {other}; leave one of them out"
+            if self.start is not None and ("parallel" in other or "offload" in other):
+                yield f"lora.start: does not go with {other}; leave one of them out"
+            if self.use_dora:
+                yield f"lora.use_dora: does not go with {other}; set one to its default"
+        if self.changes_base and recipe.stage not in ("sft", "pretrain"):
+            yield (
+                f"lora.init: '{self.init}' changes the base's weights while it trains, and stage "
+                f"{recipe.stage} needs them as the reference; use kaiming, gaussian or orthogonal"
+            )
 
     def problems(self, router: str) -> Iterator[str]:
         """Combinations of the section's keys that cannot run, one line each."""

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from moe_finetune.errors import RecipeError, did_you_mean
-from moe_finetune.recipe.sections import Section
+from moe_finetune.recipe.section import Section
 from moe_finetune.recipe.tree import dotted, merge_mappings
 from moe_finetune.recipe.validation import describe
 

@@ -15,6 +15,9 @@ SECRET = re.compile(
     r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
 )
 """Names of keys whose values are secrets."""
+_TOKEN = re.compile(r"\b(hf_|sk-|api_org_)[A-Za-z0-9_-]{6,}")
+"""Secrets that their form gives away: tokens of the hub and of OpenAI."""
+_ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}|\btoken)\w*=)[^\s'\",;]+", re.I)
 
 
 class Section(BaseModel):
@@ -41,6 +44,11 @@ class WholeRecipe(Section):
     def to_yaml(self) -> str:
         """The resolved recipe as YAML; what loads recipes reads it back to an equal one."""
         return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+
+
+def hide_secrets(text: str) -> str:
+    """``text`` with stars for tokens, and for what is assigned to a key such as ``hf_token``."""
+    return _TOKEN.sub(r"\1***", _ASSIGNED.sub(r"\1***", text))
 
 
 def _secrets(value: Any, path: str = "") -> Iterator[str]:

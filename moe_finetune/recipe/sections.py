@@ -1,16 +1,22 @@
-"""The sections of a recipe, and their keys. The ``method:`` section is in ``method.py``."""
+"""The sections of a recipe: their keys, and which combinations of them cannot run.
+
+``conflicts(recipe)`` of a section yields a line for each, starting with the key to change; the
+recipe calls it once all sections are valid by themselves.
+"""
 
 from __future__ import annotations
 
-import datetime
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from moe_finetune.recipe.data import DataSection as DataSection
 from moe_finetune.recipe.family import FamilySection
 from moe_finetune.recipe.lora import LoraSection as LoraSection
 from moe_finetune.recipe.section import Section
 
+BEST = "load_best_model_at_end"
 # transformers' own; it would also take a hub id, and fetch code from there.
 Attention = Literal[
     "eager",
@@ -56,6 +62,46 @@ class ModelSection(Section):
         default=None, description="facts of a model type that the toolkit does not know"
     )
 
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        if self.init == "random":
+            if recipe.lora is not None:
+                yield "lora: an adapter over random weights is useless; set lora: null"
+            if recipe.router.train == "frozen":
+                yield "router.train: 'frozen' would keep random routers; set it to full"
+            if recipe.stage not in ("sft", "pretrain"):
+                yield (
+                    f"model.init: 'random' weights cannot begin with stage {recipe.stage}; "
+                    "pretrain first"
+                )
+        elif self.config:
+            yield "model.config: changes a model that is made anew; set model.init: random"
+        if self.quantization != "none":
+            yield from self._quantization_conflicts(recipe)
+        if self.offload != "none":
+            yield from self._offload_conflicts(recipe)
+
+    def _quantization_conflicts(self, recipe: Any) -> Iterator[str]:
+        key = f"model.quantization: '{self.quantization}'"
+        if self.init == "random":
+            yield f"{key} holds a checkpoint's weights; with model.init: random set it to none"
+        elif recipe.lora is None:
+            yield (
+                f"{key} needs an adapter: quantised weights cannot be trained, and `lora: null` "
+                "trains all; give a `lora:` section with a rank, or set model.quantization: none"
+            )
+
+    def _offload_conflicts(self, recipe: Any) -> Iterator[str]:
+        if recipe.lora is None:
+            yield (
+                "model.offload: 'experts' needs an adapter: stacks that train must stay on the "
+                "GPU; give a `lora:` section with a rank, or set model.offload: none"
+            )
+        if self.quantization != "none":
+            yield (
+                "model.offload: 'experts' does not go with model.quantization "
+                f"'{self.quantization}', which it would undo; set one of them to none"
+            )
+
 
 class ParallelSection(Section):
     """What the processes that a launcher starts share; each has batches of its own all the same."""
@@ -72,6 +118,30 @@ class ParallelSection(Section):
             raise ValueError(f"must be 1 or more, or 'all', not {value}")
         return value
 
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        if self.experts == 1:
+            return
+        key, lora, model = f"parallel.experts: {self.experts}", recipe.lora, recipe.model
+        if lora is None or not (lora.targets or recipe.router.train != "full"):
+            yield (
+                f"{key} needs an adapter: the experts stay frozen on their ranks; give a `lora:` "
+                "section with a rank and targets, or train all weights by FSDP2 "
+                "(recipes/hardware/fsdp2_8gpu.yaml)"
+            )
+        if model.quantization != "none":
+            yield (
+                f"{key} does not go with model.quantization '{model.quantization}', whose weights "
+                "cannot be divided; set one of them to its default"
+            )
+        if model.offload != "none":
+            yield (
+                f"{key} does not go with model.offload '{model.offload}'; spread experts take less "
+                "of each GPU already; set one of them to its default"
+            )
+        for name in ("torch_compile", "fsdp", "deepspeed", "use_vllm"):
+            if recipe.trainer.get(name):
+                yield f"trainer.{name}: does not go with {key}; leave one of them out"
+
 
 class RouterSection(Section):
     """How the routers learn: all weights, through LoRA, or not at all.
@@ -87,103 +157,24 @@ class RouterSection(Section):
         default=False, description="of stage grpo: train with the experts of the rollout"
     )
 
-
-class DataSource(Section):
-    """One of several sources, with columns of its own; what is unset is the section's.
-
-    ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
-    place, as a label of a classification task; ``limit`` counts the rows that are kept.
-    """
-
-    path: str = Field(min_length=1, description="file, folder or hub id")
-    format: Literal["auto", "messages", "prompt_completion", "text"] | None = Field(
-        default=None, description="default: the section's"
-    )
-    columns: dict[str, str] | None = Field(default=None, description="default: the section's")
-    template: dict[str, str] | None = Field(default=None, description="default: the section's")
-    split: str | None = Field(default=None, description="of a data set of the hub")
-    limit: int | None = Field(default=None, ge=1, description="rows to draw, by the seed")
-    where: dict[str, list[str | int]] = Field(
-        default={}, description="field -> the values whose rows are kept"
-    )
-    words: dict[str, list[str]] = Field(
-        default={}, description="field -> the words that its numbers stand for"
-    )
-
-    @model_validator(mode="after")
-    def _agree(self) -> DataSource:
-        if self.columns and self.template:
-            raise ValueError("columns and template cannot be combined; keep one of them")
-        return self
-
-
-def _kind(value: Any) -> str:
-    return "Text" if isinstance(value, str) else "Source"
-
-
-# Told apart by their type, so that an error is the one of what was meant.
-Source = Annotated[
-    Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
-]
-Paths = str | list[Source]
-
-
-class DataSection(Section):
-    """The examples, and how they become tokens."""
-
-    train: Paths = Field(description="file, folder, hub id, or a list of them")
-    validation: Paths | None = Field(default=None, description="the same; measured while training")
-    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
-        default="auto", description="`auto` looks at the rows"
-    )
-    columns: dict[str, str] | None = Field(
-        default=None, description="our field -> the file's: {prompt: question, completion: answer}"
-    )
-    template: dict[str, str] | None = Field(
-        default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
-    )
-    chat_template: str | None = Field(
-        default=None, description="chatml, plain, training (TRL's), or a Jinja file"
-    )
-    turns: Literal["all", "each"] = Field(
-        default="all",
-        description="one example of a conversation, or one of each of its answers",
-    )
-    ignore: list[str] = Field(
-        default=[],
-        description="columns, fields of turns and kinds of content to leave out: [images, name]",
-    )
-    date: str | None = Field(
-        default=None,
-        description="the day that chat templates write; default: that of the first preparation",
-    )
-    max_length: int = Field(default=2048, ge=2, le=2**24, description="tokens of a row")
-    overlong: Literal["truncate", "drop", "error"] = Field(
-        default="truncate", description="what happens to a longer row"
-    )
-    packing: bool = Field(default=False, description="several rows in one of `max_length`")
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
-        default="bfd", description="as in TRL; in rows of `wrapped` texts see each other"
-    )
-    completion_only_loss: bool | None = Field(
-        default=None, description="default: on where there is a completion"
-    )
-    split: str = Field(default="train", description="of a data set of the hub")
-    limit: int | None = Field(
-        default=None, ge=1, description="rows to draw from all sources together, by the seed"
-    )
-    seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
-    num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
-
-    @field_validator("date", mode="before")
-    @classmethod
-    def _day(cls, value: Any) -> Any:
-        if value is None:
-            return None
-        try:
-            return datetime.date.fromisoformat(str(value)).isoformat()
-        except ValueError:
-            raise ValueError(f"wanted a day such as 2026-11-23, got {value!r}") from None
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        if recipe.lora is None and self.train == "lora":
+            yield "router.train: 'lora' needs a `lora:` section with a rank"
+        if not self.replay:
+            return
+        if recipe.stage != "grpo":
+            yield f"router.replay: of stage grpo, and this is stage {recipe.stage}"
+        for key in ("use_vllm", "use_transformers_continuous_batching"):
+            if recipe.trainer.get(key):
+                yield (
+                    f"router.replay: with trainer.{key} TRL does not get the experts of a rollout; "
+                    "leave that out, or set router.replay: false"
+                )
+        if recipe.method.perturbations.random_second_choice:
+            yield (
+                "router.replay: method.perturbations.random_second_choice draws experts at random, "
+                "and a replay keeps those of the rollout; set one of them to false"
+            )
 
 
 class RewardSection(Section):
@@ -222,6 +213,12 @@ class ExportSection(Section):
             self.verify = self.merge
         return self
 
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        if self.verify and not self.merge:
+            yield "export.verify: true needs export.merge: true; there is nothing else to verify"
+        if recipe.evaluation and not self.merge:
+            yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
+
 
 class EvaluationSection(Section):
     """What the merged checkpoint is tested on, and, with ``every``, the model on its way there.
@@ -241,6 +238,13 @@ class EvaluationSection(Section):
     )
     data_dir: str | None = Field(default=None, description="folder of local task data")
     vllm: dict[str, Any] = Field(default={}, description="engine arguments")
+
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        if self.every and recipe.trainer.get(BEST):
+            yield (
+                f"evaluation.every: its curve ends with the last step, and trainer.{BEST} goes "
+                "back to another; leave one of them out"
+            )
 
 
 class NumericsSection(Section):

@@ -22,7 +22,6 @@ from moe_finetune.recipe.shipped import find_recipe, recipes_folder
 
 Key = tuple[str | int, ...]
 SHORTHANDS = {"method": "preset"}
-MAX_FILES = 200
 
 
 @dataclass
@@ -67,19 +66,16 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
         RecipeError: a file that is missing, is not YAML or extends itself; a duplicate key; an
             override that cannot be applied. The message names file and line.
     """
-    tree, read = Tree(), [0]
+    tree = Tree()
     for path in paths:
-        tree.merge(_read(find_recipe(Path(path)), (), read))
+        tree.merge(_read(find_recipe(Path(path)), ()))
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
-def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
+def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     resolved = path.resolve()
-    read[0] += 1
-    if read[0] > MAX_FILES:
-        raise RecipeError(f"{path}: `extends` reads more than {MAX_FILES} files; list fewer")
     if resolved in above:
         chain = " -> ".join(str(p) for p in (*above[above.index(resolved) :], resolved))
         raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
@@ -99,7 +95,7 @@ def _read(path: Path, above: tuple[Path, ...], read: list[int]) -> Tree:
                 f"{own.origin(('extends',))}: extends: there is no file {path.parent / parent} "
                 f"(paths are relative to {path.parent})"
             )
-        tree.merge(_read(file, (*above, resolved), read))
+        tree.merge(_read(file, (*above, resolved)))
     tree.merge(own)
     return tree
 

@@ -84,7 +84,7 @@ def _packed(model: nn.Module) -> Check:
 def adapted(model: nn.Module, seed: int = 3) -> nn.Module:
     """LoRA on everything that a recipe can name, with random factors."""
     from moe_finetune.lora.targets import add_lora
-    from moe_finetune.recipe.sections import LoraSection
+    from moe_finetune.recipe.lora import LoraSection
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,9 +15,9 @@ from moe_finetune.io.atomic import refuse_existing, write_new
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import family_of
 from moe_finetune.models.loading import load_config
+from moe_finetune.recipe.data import DataSection, DataSource
 from moe_finetune.recipe.method import WEIGHTED
 from moe_finetune.recipe.schema import recipe_from_tree
-from moe_finetune.recipe.sections import DataSection, DataSource
 from moe_finetune.recipe.tree import Tree
 
 SMALL = 1 << 20

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
+from moe_finetune.recipe.lora import LoraSection
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.recipe.section import Section, WholeRecipe
-from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
 from moe_finetune.upcycle.corpus import SOURCES

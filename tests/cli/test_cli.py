@@ -436,3 +436,11 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
     assert code == 2 and "no place for a routing bias" in err
     code, _, _ = run(capsys, "merge", folders["olmoe"], "--output", tmp_path / "o", "--drop-bias")
     assert code == 0
+
+
+def test_secrets_among_overrides_are_not_repeated(tmp_path, capsys):
+    argv = ["train", "recipes/methods/erc.yaml", "-o", str(tmp_path / "out")]
+    assert cli.main([*argv, "model.hf_token=abcdefghij", "lora.rank=hf_ABCDEFGHIJKL"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "override 'model.hf_token=***': model.hf_token: unknown key" in printed
+    assert "abcdefghij" not in printed and "ABCDEFGHIJKL" not in printed

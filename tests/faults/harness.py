@@ -24,15 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 9, 2
 STAGED = r"/checkpoints/\.checkpoint-\d+\.partial-\w+"
 SAVE = (
-    f"{STAGED}$",
+    f"os.mkdir .*{STAGED}$",
     f"{STAGED}/adapter_config.json$",
     f"{STAGED}/rank-00000.safetensors$",
     f"{STAGED}/trainer_state.json$",
     f"{STAGED}/manifest.json$",
-    r"/checkpoints/checkpoint-\d+$",  # the rename
-    r"/checkpoints$",  # synced after the rename
+    r"os.rename .*/checkpoints/checkpoint-\d+$",
+    r"open .*/checkpoints$",  # synced after the rename
 )
-"""Places in a save, in order: the path that is made, opened or given to a folder next."""
+"""Places in a save, in order: audit event and path of what comes next."""
 METHODS = {
     "qwen3_moe": {
         "preset": "specialization_coupling",
@@ -113,7 +113,7 @@ def train(
     Args:
         recipe: the recipe's file.
         run: the run's folder.
-        die_at: SIGKILL before the first path that this pattern finds is made, opened or renamed to.
+        die_at: SIGKILL at the first audit event and path that this pattern matches.
         signal_after: send ``number`` after so many seconds.
         signal_at_step: send ``number`` to itself at the end of that step.
         number: the signal.
@@ -147,7 +147,7 @@ def _die_at(pattern: str) -> None:
     paths = {"open": 0, "os.mkdir": 0, "os.rename": 1}  # which argument of the audit event
 
     def hook(event: str, arguments: tuple) -> None:
-        if event in paths and re.search(pattern, str(arguments[paths[event]])):
+        if event in paths and re.search(pattern, f"{event} {arguments[paths[event]]}"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

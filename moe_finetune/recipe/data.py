@@ -1,0 +1,135 @@
+"""The ``data:`` section of a recipe: where the examples are, and how they become tokens."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from moe_finetune.recipe.section import Section
+from moe_finetune.recipe.stages import STAGES
+
+
+class DataSource(Section):
+    """One of several sources, with columns of its own; what is unset is the section's.
+
+    ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
+    place, as a label of a classification task; ``limit`` counts the rows that are kept.
+    """
+
+    path: str = Field(min_length=1, description="file, folder or hub id")
+    format: Literal["auto", "messages", "prompt_completion", "text"] | None = Field(
+        default=None, description="default: the section's"
+    )
+    columns: dict[str, str] | None = Field(default=None, description="default: the section's")
+    template: dict[str, str] | None = Field(default=None, description="default: the section's")
+    split: str | None = Field(default=None, description="of a data set of the hub")
+    limit: int | None = Field(default=None, ge=1, description="rows to draw, by the seed")
+    where: dict[str, list[str | int]] = Field(
+        default={}, description="field -> the values whose rows are kept"
+    )
+    words: dict[str, list[str]] = Field(
+        default={}, description="field -> the words that its numbers stand for"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> DataSource:
+        if self.columns and self.template:
+            raise ValueError("columns and template cannot be combined; keep one of them")
+        return self
+
+
+def _kind(value: Any) -> str:
+    return "Text" if isinstance(value, str) else "Source"
+
+
+# Told apart by their type, so that an error is the one of what was meant.
+Source = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[DataSource, Tag("Source")], Discriminator(_kind)
+]
+Paths = str | list[Source]
+
+
+class DataSection(Section):
+    """The examples, and how they become tokens."""
+
+    train: Paths = Field(description="file, folder, hub id, or a list of them")
+    validation: Paths | None = Field(default=None, description="the same; measured while training")
+    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
+        default="auto", description="`auto` looks at the rows"
+    )
+    columns: dict[str, str] | None = Field(
+        default=None, description="our field -> the file's: {prompt: question, completion: answer}"
+    )
+    template: dict[str, str] | None = Field(
+        default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
+    )
+    chat_template: str | None = Field(
+        default=None, description="chatml, plain, training (TRL's), or a Jinja file"
+    )
+    turns: Literal["all", "each"] = Field(
+        default="all",
+        description="one example of a conversation, or one of each of its answers",
+    )
+    ignore: list[str] = Field(
+        default=[],
+        description="columns, fields of turns and kinds of content to leave out: [images, name]",
+    )
+    date: str | None = Field(
+        default=None,
+        description="the day that chat templates write; default: that of the first preparation",
+    )
+    max_length: int = Field(default=2048, ge=2, le=2**24, description="tokens of a row")
+    overlong: Literal["truncate", "drop", "error"] = Field(
+        default="truncate", description="what happens to a longer row"
+    )
+    packing: bool = Field(default=False, description="several rows in one of `max_length`")
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
+        default="bfd", description="as in TRL; in rows of `wrapped` texts see each other"
+    )
+    completion_only_loss: bool | None = Field(
+        default=None, description="default: on where there is a completion"
+    )
+    split: str = Field(default="train", description="of a data set of the hub")
+    limit: int | None = Field(
+        default=None, ge=1, description="rows to draw from all sources together, by the seed"
+    )
+    seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
+    num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return datetime.date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            raise ValueError(f"wanted a day such as 2026-11-23, got {value!r}") from None
+
+    def for_pretraining(self) -> DataSection:
+        """The section as pretraining takes it where a key is unset: texts, cut to rows, packed."""
+        usual = {"format": "text", "packing": True, "packing_strategy": "bfd_split"}
+        unset = {key: value for key, value in usual.items() if key not in self.model_fields_set}
+        return DataSection.model_validate({**self.model_dump(exclude_unset=True), **unset})
+
+    def conflicts(self, recipe: Any) -> Iterator[str]:
+        stage = STAGES[recipe.stage]
+        if stage.name == "pretrain" and self.format != "text":
+            yield f"data.format: '{self.format}' holds answers, but stage pretrain learns from text"
+        if stage.form != "tokens":
+            if self.packing:
+                yield f"data.packing: stage {stage.name} does not pack; leave it out"
+            if self.format != "auto":
+                yield f"data.format: stage {stage.name} has a format of its own; leave it out"
+        if self.columns and self.template:
+            yield "data.template: cannot be combined with data.columns; keep one of them"
+        if self.format == "text" and self.completion_only_loss:
+            yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
+        if self.packing and self.packing_strategy != "bfd" and self.format not in ("text", "auto"):
+            yield (
+                f"data.packing_strategy: '{self.packing_strategy}' cuts examples apart and is for "
+                f"data.format 'text'; wanted 'bfd' for '{self.format}'"
+            )
