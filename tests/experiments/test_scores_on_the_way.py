@@ -130,8 +130,8 @@ def test_scores_that_a_full_disk_cost_are_named(ingredients, finished, tmp_path,
     run = tmp_path / "run"
     shutil.copytree(finished / "runs" / "adapter-long" / "seed_1", run)
     recipe = load_recipe(run / "recipe.yaml")
-    assert lost_steps(recipe, run) == []
+    assert lost_steps(recipe, RunFolder(run)) == []
     shutil.rmtree(run / "steps" / "2")  # as where it could not be written
-    assert lost_steps(recipe, run) == [2]
+    assert lost_steps(recipe, RunFolder(run)) == [2]
     run_recipe(recipe, run, resume=True)
     assert "no scores after step 2: the model could not be kept there" in capsys.readouterr().err

@@ -16,8 +16,10 @@ from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import OutputBusyError
 from moe_finetune.experiments import runner
 from moe_finetune.io import output_lock
+from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
+from moe_finetune.training.output import check_output
 from moe_finetune.upcycle.merge import merge_experts
 
 NOWHERE = "nowhere-at-all"
@@ -118,11 +120,11 @@ def _recipe():
 
 def test_an_empty_folder_is_resumed_from_the_beginning(tmp_path, caplog):
     """A run that was killed before its recipe was written."""
-    run.check_output(_recipe(), tmp_path, resume=True)
+    check_output(_recipe(), RunFolder(tmp_path), resume=True)
     assert "is empty" in caplog.text
     (tmp_path / ".recipe.yaml.partial-0123abcd").write_text("half")
-    run.check_output(_recipe(), tmp_path, resume=True)
-    run.check_output(_recipe(), tmp_path, resume=False)
+    check_output(_recipe(), RunFolder(tmp_path), resume=True)
+    check_output(_recipe(), RunFolder(tmp_path), resume=False)
 
 
 def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
@@ -147,11 +149,11 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "merged").mkdir()
     for _ in range(2):
-        run.merge(_recipe(), tmp_path)
+        run.merge(_recipe(), RunFolder(tmp_path))
     assert done == [tmp_path / "merged"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["merge"] == {"expert_delta_norms": {"0": [1.5]}, "seconds": 2.0}
     (tmp_path / "adapter").rmdir()
     (tmp_path / "summary.json").unlink()
-    run.merge(_recipe(), tmp_path)  # the whole model was trained: nothing to merge
+    run.merge(_recipe(), RunFolder(tmp_path))  # the whole model was trained: nothing to merge
     assert len(done) == 1

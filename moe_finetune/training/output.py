@@ -1,0 +1,81 @@
+"""A run's folder before training: refused, begun or removed again; and the run's date."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+from moe_finetune.errors import RecipeError
+from moe_finetune.evaluation.steps import step_results
+from moe_finetune.io import write_atomic
+from moe_finetune.io.environment import describe_environment
+from moe_finetune.io.folder import enter_folder
+from moe_finetune.io.run_folder import RunFolder
+from moe_finetune.recipe.resume import check_resumable
+from moe_finetune.recipe.schema import Recipe, load_recipe
+from moe_finetune.training.checkpoint import checkpoints
+from moe_finetune.training.run_log import noted_weights, with_weights
+
+log = logging.getLogger(__name__)
+
+
+def check_output(recipe: Recipe, run: RunFolder, resume: bool) -> None:
+    """Refuse a folder that holds something else, or a run that another recipe trained."""
+    saved, output = run.recipe, run.path
+    if enter_folder(output, saved, "a run", resume):
+        changed = check_resumable(load_recipe(saved), recipe, str(saved))
+        if changed:
+            log.warning("--resume: changed since the run was started: %s", ", ".join(changed))
+        scored = [step for step in step_results(output) if "evaluation.every" not in changed]
+        if scored and any(key.startswith("evaluation.") for key in changed):
+            log.warning(
+                "--resume: the scores after steps %s stay those of the earlier evaluation: the "
+                "weights of these steps are gone",
+                ", ".join(map(str, scored)),
+            )
+    elif resume and output.is_dir():
+        log.warning("--resume: %s is empty, so the run starts at its beginning", output)
+    elif resume:
+        raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
+
+
+def on_day_of(recipe: Recipe, run: RunFolder) -> Recipe:
+    """``recipe`` with the date of the run that is in the folder, which its chat template wrote."""
+    if recipe.data.date is not None or not run.recipe.is_file():
+        return recipe
+    return with_date(recipe, load_recipe(run.recipe).data.date)
+
+
+def with_date(recipe: Recipe, date: str | None) -> Recipe:
+    """``recipe`` with the day (ISO) that its chat template writes, if it writes one."""
+    data = recipe.data.model_copy(update={"date": date or recipe.data.date})
+    return recipe.model_copy(update={"data": data})
+
+
+def begin(recipe: Recipe, run: RunFolder) -> None:
+    """Make the run's folder, with the resolved recipe and the environment in it."""
+    # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
+    if not run.recipe.exists():
+        write_atomic(run.recipe, recipe.to_yaml())
+    elif load_recipe(run.recipe).hash != recipe.hash:
+        write_atomic(run.recipe, with_weights(recipe, noted_weights(run.recipe)).to_yaml())
+    environment = json.dumps(describe_environment(), indent=2) + "\n"
+    write_atomic(run.environment, environment)
+
+
+def discard(run: RunFolder, new_folder: bool) -> None:
+    """Remove what a failed start wrote, unless training has written something.
+
+    Args:
+        new_folder: the run made the folder, which then goes too.
+    """
+    products = (run.metrics, run.bad_batches, run.steps, *run.weights)
+    if any(path.exists() for path in products) or checkpoints(run.checkpoints):
+        return
+    for folder in (run.routing, run.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (run.recipe, run.environment, run.log):
+        file.unlink(missing_ok=True)
+    if new_folder and not any(run.path.iterdir()):
+        run.path.rmdir()
