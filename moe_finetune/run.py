@@ -261,9 +261,9 @@ def lost_steps(recipe: Recipe, run: RunFolder) -> list[int]:
     section = recipe.evaluation
     if section is None or section.every is None:
         return []
-    rows, kept = read_log(run.metrics), run.kept_steps()
+    rows, states = read_log(run.metrics), run.kept_steps()
     last_step = rows[-1]["step"] if rows else 0
-    return [step for step in range(section.every, last_step, section.every) if step not in kept]
+    return [step for step in range(section.every, last_step, section.every) if step not in states]
 
 
 def report(run: RunFolder) -> Path:

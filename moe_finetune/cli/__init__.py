@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     debug = common.debug
     for argument in arguments:
-        shown = argument.encode("utf-8", "backslashreplace").decode()
-        if shown != argument:  # a file name that is not UTF-8 reaches Python as surrogates
-            print(f"error: {shown}: is not UTF-8; rename the file", file=sys.stderr)
+        escaped = argument.encode("utf-8", "backslashreplace").decode()
+        if escaped != argument:  # a file name that is not UTF-8 reaches Python as surrogates
+            print(f"error: {escaped}: is not UTF-8; rename the file", file=sys.stderr)
             return 2
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
-    before = use(ours)
+    previous = use(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     # PEFT imports it where it is installed, and it says which kernel of the hub it does without.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         named = error.filename is not None and error.strerror is not None
-        shown = f"{error.filename}: {error.strerror}" if named else str(error)
-        print(f"error: {shown}", file=sys.stderr)
+        escaped = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"error: {escaped}", file=sys.stderr)
         return 2 if error.errno in _PATH_ERRORS else 1
     except Exception as error:
         if is_machine_failure(error) and not debug:
@@ -90,4 +90,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         error.show()  # a usage error: typer knows how to say it
         return int(error.exit_code)
     finally:
-        use(before)
+        use(previous)

@@ -70,23 +70,23 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
         ValueError: a form of ``--log-format`` that does not exist.
     """
     common = Common()
-    rest: list[str] = []
-    given = iter(arguments)
-    for argument in given:
+    others: list[str] = []
+    words = iter(arguments)
+    for argument in words:
         if argument == "--":
-            return [*rest, argument, *given], common
+            return [*others, argument, *words], common
         if argument == "--debug":
             common.debug = True
         elif argument == "--quiet":
             common.quiet = True
         elif argument.partition("=")[0] == "--log-format":
-            form = argument.partition("=")[2] or next(given, "")
+            form = argument.partition("=")[2] or next(words, "")
             if form not in ("text", "json"):
                 raise ValueError(f"--log-format {form}: wanted text or json")
             common.json = form == "json"
         else:
-            rest.append(argument)
-    return rest, common
+            others.append(argument)
+    return others, common
 
 
 def check_alone(arguments: Sequence[str]) -> None:

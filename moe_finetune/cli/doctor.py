@@ -77,11 +77,11 @@ def as_json(checks: list[Check]) -> str:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}"
+    version = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < PYTHON:
-        wanted = ".".join(map(str, PYTHON))
-        return Check("python", "problem", found, f"use Python {wanted} or newer")
-    return Check("python", "ok", found)
+        minimum = ".".join(map(str, PYTHON))
+        return Check("python", "problem", version, f"use Python {minimum} or newer")
+    return Check("python", "ok", version)
 
 
 def _versions() -> list[Check]:
@@ -92,28 +92,28 @@ def _versions() -> list[Check]:
 
     checks = []
     try:
-        wanted = metadata.requires("moe-finetune") or []
+        requirements = metadata.requires("moe-finetune") or []
     except metadata.PackageNotFoundError:
         remedy = "pip install -e ."
         return [Check("moe-finetune", "problem", "is not installed as a distribution", remedy)]
-    for line in wanted:
+    for line in requirements:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        name, asked = requirement.name, str(requirement.specifier)
-        remedy = f"{sys.executable} -m pip install '{name}{asked}'"
+        name, specifier = requirement.name, str(requirement.specifier)
+        remedy = f"{sys.executable} -m pip install '{name}{specifier}'"
         try:
-            found = metadata.version(name)
+            state = metadata.version(name)
         except metadata.PackageNotFoundError:
             checks.append(Check(name, "problem", "is not installed", remedy))
             continue
-        if requirement.specifier.contains(found, prereleases=True):
-            checks.append(Check(name, "ok", found))
+        if requirement.specifier.contains(state, prereleases=True):
+            checks.append(Check(name, "ok", state))
         else:
-            checks.append(Check(name, "problem", f"{found}, wanted {asked}", remedy))
+            checks.append(Check(name, "problem", f"{state}, wanted {specifier}", remedy))
     for line, version in unfit_for_recipes().items():
-        found = f"{version} runs losses and callback; recipes need {line}"
-        checks.append(Check("recipes", "note", found, f"{sys.executable} -m pip install '{line}'"))
+        state = f"{version} runs losses and callback; recipes need {line}"
+        checks.append(Check("recipes", "note", state, f"{sys.executable} -m pip install '{line}'"))
     return checks
 
 
@@ -124,14 +124,14 @@ def _imports() -> list[Check]:
             [sys.executable, "-c", _TRY, name], capture_output=True, text=True, timeout=600
         )
         if result.returncode:
-            said = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-            checks.append(Check(f"import {name}", "problem", said[-1], _import_remedy(said[-1])))
+            lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+            checks.append(Check(f"import {name}", "problem", lines[-1], _import_remedy(lines[-1])))
             break  # what comes after it fails for the same reason
     return checks or [Check("imports", "ok", ", ".join(IMPORTED))]
 
 
-def _import_remedy(said: str) -> str:
-    if any(name in said for name in ("torchvision", "torchaudio", "torchcodec")):
+def _import_remedy(message: str) -> str:
+    if any(name in message for name in ("torchvision", "torchaudio", "torchcodec")):
         return "a build that does not match torch: run `moe-finetune doctor --fix`"
     return f"{sys.executable} -m pip install --force-reinstall the package named above"
 
@@ -159,8 +159,8 @@ def _sandbox() -> Check:
     if kind is not None:
         return Check("sandbox", "ok", kind)
     if missing():
-        found = "none: HumanEval and MBPP can be generated here, and not scored"
-        return Check("sandbox", "note", found, remedy())
+        state = "none: HumanEval and MBPP can be generated here, and not scored"
+        return Check("sandbox", "note", state, remedy())
     return Check("sandbox", "note", trouble)
 
 
@@ -177,7 +177,7 @@ def _gpu() -> Check:
 
 def _disk() -> Check:
     free = shutil.disk_usage(os.getcwd()).free / 2**30
-    found = f"{free:.0f} GiB free in {os.getcwd()}"
+    space = f"{free:.0f} GiB free in {os.getcwd()}"
     if free < FREE_GIB:
-        return Check("disk", "note", found, "a merged checkpoint is as large as its base")
-    return Check("disk", "ok", found)
+        return Check("disk", "note", space, "a merged checkpoint is as large as its base")
+    return Check("disk", "ok", space)

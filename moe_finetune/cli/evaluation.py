@@ -196,7 +196,7 @@ def compare(
         raise typer.BadParameter(f"{output}: wanted a name that ends in .html or .json")
     if output is not None:
         refuse_existing(output)
-    traces = [found for found in map(find_trace, results) if found is not None]
+    traces = [trace for trace in map(find_trace, results) if trace is not None]
     if not traces:
         comparison = compare_results([results_in(path) for path in results])
         print(comparison.to_text())
@@ -211,7 +211,7 @@ def compare(
         raise typer.BadParameter(f"{output}: traces are compared as text or .json")
     else:
         first, second = traces
-        found = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
-        print(comparison_text(first, second, found))
+        trace = compare_traces(RoutingTrace.open(first), RoutingTrace.open(second))
+        print(comparison_text(first, second, trace))
         if output is not None:
-            write_json({"a": str(first), "b": str(second), **found}, output)
+            write_json({"a": str(first), "b": str(second), **trace}, output)

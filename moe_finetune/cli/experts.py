@@ -178,15 +178,15 @@ def place(
         raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")
     with output_lock(output):
         refuse_existing(output)
-        found = plan_trace(open_trace(trace), ranks, max_imbalance, groups)
-        for name, metrics in found.metrics.items():
+        placement = plan_trace(open_trace(trace), ranks, max_imbalance, groups)
+        for name, metrics in placement.metrics.items():
             print(f"{name:<12}", ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-        buckets = found.buckets
+        buckets = placement.buckets
         print(
             f"sequences on the rank of their first layer's experts: {buckets.share_after:.3f} of "
             f"dispatches stay at home, in turn {buckets.share_before:.3f}"
         )
-        found.plan.write(output)
+        placement.plan.write(output)
     print(f"plan: {output}")
 
 

@@ -122,8 +122,8 @@ def headline(values: Mapping[str, Any], output: Path) -> str:
     """What a run is about, from a recipe that nothing has checked yet."""
 
     def of(section: str, key: str, default: str) -> str:
-        found = values.get(section)
-        return str(found.get(key, default) if isinstance(found, Mapping) else found or default)
+        value = values.get(section)
+        return str(value.get(key, default) if isinstance(value, Mapping) else value or default)
 
     method, rows = of("method", "preset", "no preset"), of("data", "train", "no data")
     return f"train: {method} on {of('model', 'path', 'no model')} with {rows} -> {output}"

@@ -37,7 +37,7 @@ def refuse_existing(path: Path) -> None:
         raise OutputExistsError(f"{path} exists; choose another --output")
 
 
-def _write(path: Path, content: str | bytes, place: Callable[[Path], object]) -> None:
+def _write(path: Path, content: str | bytes, rename: Callable[[Path], object]) -> None:
     raw = content.encode("utf-8") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -47,7 +47,7 @@ def _write(path: Path, content: str | bytes, place: Callable[[Path], object]) ->
                 stream.write(raw)
                 stream.flush()
                 os.fsync(stream.fileno())
-            place(partial)
+            rename(partial)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise

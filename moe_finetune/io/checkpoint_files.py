@@ -64,9 +64,9 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """
     listed = _weight_map(folder)
     files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}
-    found = tensors_of(files)
+    tensors = tensors_of(files)
     for name, file in listed.items():
-        if name not in found or found[name].file.name != file:
+        if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(
                 f"{folder / INDEX}: names tensor '{name}' in {file}, which does not hold it; the "
                 "index and the shards are of different checkpoints, copy the checkpoint again"
@@ -90,10 +90,10 @@ def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
 
 def index_text(tensors: Iterable[TensorInfo]) -> str:
     """The content of an index: which file, by its name, holds each of ``tensors``."""
-    held = sorted(tensors, key=lambda info: info.name)
+    infos = sorted(tensors, key=lambda info: info.name)
     index = {
-        "metadata": {"total_size": sum(info.size for info in held)},
-        "weight_map": {info.name: info.file.name for info in held},
+        "metadata": {"total_size": sum(info.size for info in infos)},
+        "weight_map": {info.name: info.file.name for info in infos},
     }
     return json.dumps(index, indent=2) + "\n"
 
@@ -135,8 +135,8 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
             + "; convert it to safetensors, or get the checkpoint in that format"
         )
     # Where there is an index it names all: some are published without the last files' tensors.
-    whole = names if listed else [*names, *_siblings(names)]
-    missing = [name for name in whole if not (folder / name).is_file()]
+    expected = names if listed else [*names, *_siblings(names)]
+    missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder / missing[0]} is missing; copy the checkpoint again "
@@ -147,9 +147,9 @@ def _names(folder: Path, listed: dict[str, str]) -> list[str]:
 
 def _siblings(names: Iterable[str]) -> list[str]:
     """All names that ``model-00002-of-00003.safetensors`` says there must be."""
-    found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     return [
         f"{match['stem']}-{part:05d}-of-{match['parts']}.safetensors"
-        for match in found
+        for match in matches
         for part in range(1, int(match["parts"]) + 1)
     ]

@@ -51,7 +51,7 @@ class Children:
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
-            before = stream.tell()
+            log_start = stream.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -61,9 +61,9 @@ class Children:
                 start_new_session=True,
             )
         self.running[name] = process
-        for number in self.asked:  # it came while the process was being made
-            process.send_signal(number)
-        return before
+        for signum in self.asked:  # it came while the process was being made
+            process.send_signal(signum)
+        return log_start
 
     def ended(self) -> Iterator[tuple[str, int]]:
         for name, process in list(self.running.items()):
@@ -71,15 +71,15 @@ class Children:
                 del self.running[name]
                 yield name, code
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         for process in self.running.values():
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signum)
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:
+    def note(self, signum: int, frame: FrameType | None = None) -> None:
         """Handle a signal of our own: pass it on."""
-        self.asked.append(number)
-        self.send(number)
+        self.asked.append(signum)
+        self.send(signum)
 
 
 @contextmanager
@@ -89,20 +89,20 @@ def children() -> Iterator[Children]:
     At the end all that still run are told to stop and waited for; where a signal came,
     KeyboardInterrupt is raised then.
     """
-    own = Children()
-    before: dict[int, Any] = {}
+    group = Children()
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {n: signal.signal(n, own.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {n: signal.signal(n, group.note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield own
+        yield group
     finally:
-        if not own.asked:
-            own.send(signal.SIGTERM)
-        for process in own.running.values():
+        if not group.asked:
+            group.send(signal.SIGTERM)
+        for process in group.running.values():
             process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if own.asked:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    if group.asked:
         raise KeyboardInterrupt
 
 
@@ -112,10 +112,10 @@ def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Fai
     Raises:
         KeyboardInterrupt: a signal came; the process got it too, and has ended.
     """
-    with children() as own:
-        before = own.start("child", command, log, lock)
-        code = own.running["child"].wait()
-    return None if code == 0 else failure(log, before, code)
+    with children() as group:
+        log_start = group.start("child", command, log, lock)
+        code = group.running["child"].wait()
+    return None if code == 0 else failure(log, log_start, code)
 
 
 def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> Failure | None:
@@ -130,17 +130,17 @@ def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int
         KeyboardInterrupt: a signal came, to us or to one of them.
     """
     waiting, begun = list(commands), dict[str, int]()
-    with children() as own:
-        while (waiting or own.running) and not own.asked:
-            while waiting and len(own.running) < at_once:
+    with children() as group:
+        while (waiting or group.running) and not group.asked:
+            while waiting and len(group.running) < at_once:
                 name = waiting.pop(0)
-                begun[name] = own.start(name, commands[name], logs / f"{name}.log")
-            for name, code in own.ended():
+                begun[name] = group.start(name, commands[name], logs / f"{name}.log")
+            for name, code in group.ended():
                 if code == INTERRUPTED:
-                    own.note(signal.SIGTERM)
+                    group.note(signal.SIGTERM)
                 elif code:
-                    found = failure(logs / f"{name}.log", begun[name], code)
-                    return Failure(f"{name}: {found}", found.machine)
+                    reason = failure(logs / f"{name}.log", begun[name], code)
+                    return Failure(f"{name}: {reason}", reason.machine)
             time.sleep(0.1)
     return None
 
@@ -154,9 +154,9 @@ def failure(log: Path, start: int, code: int) -> Failure:
     ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
     if -code == signal.SIGKILL:
         ended += " (usually because memory ran out)"
-    said = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    if said:
-        message = "\n".join(lines[said[-1] :]).removeprefix("error: ").strip()
+    errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        message = "\n".join(lines[errors[-1] :]).removeprefix("error: ").strip()
         return Failure(message if code > 0 else f"{ended}: {message}", machine)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
     return Failure(f"{ended}: {last} (log: {log})", machine)

@@ -66,18 +66,18 @@ class KnownDigests:
     def __init__(self, memo: Path):
         self.memo = memo
         try:
-            held = json.loads(memo.read_text(encoding="utf-8"))
+            digests = json.loads(memo.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # nothing is lost with it but time
-            held = {}
-        self._known: dict[str, list[Any]] = held if isinstance(held, dict) else {}
+            digests = {}
+        self._known: dict[str, list[Any]] = digests if isinstance(digests, dict) else {}
 
     def __call__(self, path: Path) -> str:
-        stat, place = path.stat(), str(path.resolve())
-        match self._known.get(place):
+        stat, key = path.stat(), str(path.resolve())
+        match self._known.get(key):
             case [size, time, str(digest)] if (size, time) == (stat.st_size, stat.st_mtime_ns):
                 return digest
         digest = sha256_file(path)
-        self._known[place] = [stat.st_size, stat.st_mtime_ns, digest]
+        self._known[key] = [stat.st_size, stat.st_mtime_ns, digest]
         return digest
 
     def save(self) -> None:

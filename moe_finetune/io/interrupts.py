@@ -27,13 +27,13 @@ def interrupts_outlast_imports() -> Iterator[None]:
     alarm = signal.getsignal(signal.SIGALRM)
     repeating = False
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal repeating
         repeating = repeating or _importing(frame)
         if repeating:
             signal.signal(signal.SIGALRM, interrupt)
             signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN)
-        if number == signal.SIGINT or not _on_its_way():
+        if signum == signal.SIGINT or not _on_its_way():
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)

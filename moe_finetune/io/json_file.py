@@ -81,8 +81,8 @@ def read_json(file: Path, refused: type[MoeFinetuneError], remedy: str, finite: 
     except OSError as problem:
         raise refused(f"{file}: cannot be read ({problem.strerror}); {remedy}") from None
     except JsonError as problem:
-        place = file if problem.line is None else f"{file}:{problem.line}"
-        raise refused(f"{place}: {problem.problem}; {remedy}") from None
+        location = file if problem.line is None else f"{file}:{problem.line}"
+        raise refused(f"{location}: {problem.problem}; {remedy}") from None
 
 
 def read_object(

@@ -102,8 +102,10 @@ class Ledger:
         self.steps = {step.name: step for step in steps}
         self._keys: dict[str, str] = {}
         for step in steps:
-            before = [self._keys[name] for name in step.after]
-            self._keys[step.name] = sha256_json([FORMAT, step.name, dict(step.inputs), before])
+            required_keys = [self._keys[name] for name in step.after]
+            self._keys[step.name] = sha256_json(
+                [FORMAT, step.name, dict(step.inputs), required_keys]
+            )
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -113,9 +115,9 @@ class Ledger:
 
     def done(self, name: str) -> bool:
         """Whether a step's product is there, and was made from these inputs."""
-        own = self.steps[name].done
-        if own is not None:
-            return own()
+        is_done = self.steps[name].done
+        if is_done is not None:
+            return is_done()
         return (self.folder / name).is_dir() and self._note(name).is_of(self._keys[name])
 
     def of_stage(self, stage: str) -> list[str]:
@@ -123,7 +125,7 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         noted = {name: self._note(name).read().get("seconds") for name in self.steps}
-        return {name: float(took) for name, took in noted.items() if took is not None}
+        return {name: float(seconds) for name, seconds in noted.items() if seconds is not None}
 
     def failed_file(self, name: str) -> Path:
         """Why a step failed, when it did."""
@@ -141,11 +143,11 @@ class Ledger:
         """
         lost = [] if self.replace else [line for name in names for line in self._lost(name)]
         if lost:
-            shown = "\n".join(f"  {line}" for line in lost[:8])
+            lines = "\n".join(f"  {line}" for line in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise OutputExistsError(
                 f"{self.folder}: holds results of other inputs than those given now:\n"
-                f"{shown}{more}\nNothing was deleted. Go on with the settings that it was made "
+                f"{lines}{more}\nNothing was deleted. Go on with the settings that it was made "
                 "with, choose another --output, or add --replace to delete it and train it again"
             )
 
@@ -181,7 +183,7 @@ class Ledger:
 
     def _do(self, step: Step, lock: int) -> None:
         name = step.name
-        target, work = self.folder / name, self.folder / "work" / name
+        target, workspace = self.folder / name, self.folder / "work" / name
         self.failed_file(name).unlink(missing_ok=True)
         started = time.perf_counter()
         if step.done is None and self._appeared(name):
@@ -191,7 +193,7 @@ class Ledger:
                 self._make_room(name)
             log.info("%s: begins", name)
             try:
-                step.make(Attempt(target, work, self.log_file(name), lock))
+                step.make(Attempt(target, workspace, self.log_file(name), lock))
             except Exception as error:
                 self._note_failure(name, error)
                 raise
@@ -201,67 +203,69 @@ class Ledger:
         if step.done is None:
             inputs = {"from": dict(step.inputs)}
             self._note(name).write(self._keys[name], seconds=seconds, **inputs)
-            shutil.rmtree(work)
+            shutil.rmtree(workspace)
         log.info("%s: %.1f s", name, seconds)
 
     def _check_before(self, name: str) -> None:
         step = self.steps[name]
-        for before in step.after:
-            if self.done(before):
+        for required in step.after:
+            if self.done(required):
                 continue
-            stage = self.steps[before].stage
-            what = "is out of date" if (self.folder / before).exists() else "is missing"
+            stage = self.steps[required].stage
+            what = "is out of date" if (self.folder / required).exists() else "is missing"
             raise RecipeError(
-                f"--stage {step.stage}: {self.folder / before} {what}; run --stage {stage} first, "
-                "or leave --stage out"
+                f"--stage {step.stage}: {self.folder / required} {what}; run --stage {stage} "
+                "first, or leave --stage out"
             )
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[int]:
         """Hold the step's lock; wait for a process that holds it, and say so."""
-        place = self.folder / "locks" / name
-        with ExitStack() as held:
+        lock_path = self.folder / "locks" / name
+        with ExitStack() as stack:
             try:
-                lock = held.enter_context(output_lock(place))
+                lock = stack.enter_context(output_lock(lock_path))
             except OutputBusyError:
                 log.warning("%s: another process is working on it; waiting for it to end", name)
-                lock = held.enter_context(output_lock(place, wait=True))
+                lock = stack.enter_context(output_lock(lock_path, wait=True))
             yield lock.descriptor
 
     def _appeared(self, name: str) -> bool:
         """Whether a process was killed between the product's appearance and its note."""
-        held = self.folder / "work" / name / INPUTS_FILE
-        return (self.folder / name).is_dir() and _text(held) == self._keys[name]
+        inputs_file = self.folder / "work" / name / INPUTS_FILE
+        return (self.folder / name).is_dir() and _text(inputs_file) == self._keys[name]
 
     def _make_room(self, name: str) -> None:
         """Remove what was made from other inputs; keep what an interrupted attempt goes on from."""
         self.check_nothing_lost([name])
-        target, work = self.folder / name, self.folder / "work" / name
+        target, workspace = self.folder / name, self.folder / "work" / name
         self._note(name).remove()
         if target.exists():
             shutil.rmtree(target)
-        if work.exists() and _text(work / INPUTS_FILE) != self._keys[name]:
-            shutil.rmtree(work)
-        if not work.exists():
-            work.mkdir(parents=True)
-            write_atomic(work / INPUTS_FILE, self._keys[name])
+        if workspace.exists() and _text(workspace / INPUTS_FILE) != self._keys[name]:
+            shutil.rmtree(workspace)
+        if not workspace.exists():
+            workspace.mkdir(parents=True)
+            write_atomic(workspace / INPUTS_FILE, self._keys[name])
 
     def _lost(self, name: str) -> Iterator[str]:
-        step, work = self.steps[name], self.folder / "work" / name
+        step, workspace = self.steps[name], self.folder / "work" / name
         if not step.costly or step.done is not None or self.done(name) or self._appeared(name):
             return
         if (self.folder / name).exists():
             yield f"{name}: {self._difference(name)}"
-        elif (work / "checkpoints").exists() and _text(work / INPUTS_FILE) != self._keys[name]:
+        elif (workspace / "checkpoints").exists() and _text(workspace / INPUTS_FILE) != self._keys[
+            name
+        ]:
             yield f"work/{name}: checkpoints of a training that was interrupted, with other inputs"
 
     def _difference(self, name: str) -> str:
         noted, step = self._note(name).read(), self.steps[name]
-        held = noted.get("from")
-        if held is None:
+        earlier = noted.get("from")
+        if earlier is None:
             return "made by an earlier version of this package" if noted else "never noted as done"
         now = json.loads(json.dumps(dict(step.inputs), default=str))
-        changed = sorted(key for key in {*held, *now} if held.get(key) != now.get(key))
+        changed = sorted(key for key in {*earlier, *now} if earlier.get(key) != now.get(key))
         if changed:
             return f"made with other values of {', '.join(changed)}"
         return f"made from another {' or '.join(step.after)}"
@@ -274,14 +278,14 @@ class Ledger:
     def _note_failure(self, name: str, error: Exception) -> None:
         if not self.keep_failures:
             return
-        said = str(error)
+        reason = str(error)
         if not isinstance(error, MoeFinetuneError):
             file = self.log_file(name)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as stream:
                 stream.write("".join(traceback.format_exception(error)))
-            said = _reason(error, file)
-        write_atomic(self.failed_file(name), json.dumps({"reason": said}, indent=1) + "\n")
+            reason = _reason(error, file)
+        write_atomic(self.failed_file(name), json.dumps({"reason": reason}, indent=1) + "\n")
 
 
 def step_error(failure: Failure, remedy: str = "") -> MoeFinetuneError:

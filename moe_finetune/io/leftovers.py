@@ -51,19 +51,19 @@ def clear_beside(target: Path) -> None:
 
     One that died while it replaced an old folder is undone: the old one gets its name back.
     """
-    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        if left.name.startswith(f".{target.name}.partial-old-") and not target.exists():
-            left.rename(target)
-        elif _PARTIAL.fullmatch(left.name):
-            remove_if_left(left)
+    for partial in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        if partial.name.startswith(f".{target.name}.partial-old-") and not target.exists():
+            partial.rename(target)
+        elif _PARTIAL.fullmatch(partial.name):
+            remove_if_left(partial)
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed writers left inside ``folder``, which must be known to be an output."""
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if _hidden(name):
-                remove_if_left(Path(place, name))
+                remove_if_left(Path(parent, name))
         folders[:] = [name for name in folders if not _hidden(name)]
 
 

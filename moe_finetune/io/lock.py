@@ -56,8 +56,8 @@ class OutputLock:
         try:
             yield
         finally:
-            alone = _take(self.descriptor, fcntl.LOCK_EX, False)
-        if not alone:
+            exclusive = _take(self.descriptor, fcntl.LOCK_EX, False)
+        if not exclusive:
             raise _busy(self.target, self.file)
 
     def release(self) -> None:
@@ -131,24 +131,24 @@ def one_writer(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def locked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        if given.arguments.get("dry_run"):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments.get("dry_run"):
             return function(*args, **kwargs)
-        with output_lock(Path(given.arguments["output"])):
+        with output_lock(Path(bound.arguments["output"])):
             return function(*args, **kwargs)
 
     return locked
 
 
 def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
-    kind, made = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
+    kind, new_folders = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, list[Path]()
     if not target.name:
         raise OutputError(f"{target}: is the root of the file system; choose another --output")
     path = target.with_name(f".{target.name}.lock")
     removed = 0
     while True:
-        _make_folders(path.parent, made)
+        _make_folders(path.parent, new_folders)
         file: Path | None = path
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -175,34 +175,34 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
             if _same(descriptor, file or target):
                 if file is not None:
                     _sign(descriptor)
-                return OutputLock(target, descriptor, file, made)
+                return OutputLock(target, descriptor, file, new_folders)
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
 
 
-def _make_folders(folder: Path, made: list[Path]) -> None:
+def _make_folders(folder: Path, new_folders: list[Path]) -> None:
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
     if not folder.is_dir():
         raise OutputError(f"{folder}: is not a folder; choose another --output")
-    for each in reversed(missing):
+    for path in reversed(missing):
         try:
-            each.mkdir()
+            path.mkdir()
         except FileExistsError:
-            if not each.is_dir():
-                raise OutputError(f"{each}: is not a folder; choose another --output") from None
+            if not path.is_dir():
+                raise OutputError(f"{path}: is not a folder; choose another --output") from None
             continue
         except FileNotFoundError:
             return  # its parent is gone again; the caller begins anew
         except OSError as problem:
             raise OutputError(
-                f"{each}: cannot be made ({problem.strerror}); choose another --output"
+                f"{path}: cannot be made ({problem.strerror}); choose another --output"
             ) from None
-        made.insert(0, each)
+        new_folders.insert(0, path)
 
 
 def _take(descriptor: int, kind: int, wait: bool) -> bool:
@@ -223,11 +223,11 @@ def _take(descriptor: int, kind: int, wait: bool) -> bool:
 
 def _same(descriptor: int, path: Path) -> bool:
     try:
-        there = os.stat(path)
+        on_disk = os.stat(path)
     except FileNotFoundError:
         return False
-    held = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+    locked = os.fstat(descriptor)
+    return (on_disk.st_dev, on_disk.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def _sign(descriptor: int) -> None:

@@ -37,10 +37,10 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
     path, rows = Path(path), []
     if not path.is_file():
         raise DataError(f"data file {path} does not exist")
-    for place, row in placed_rows(path, finite=False):
+    for location, row in placed_rows(path, finite=False):
         if missing := [field for field in required if field not in row]:
             raise DataError(
-                f"{place}: no field '{missing[0]}'; the row has "
+                f"{location}: no field '{missing[0]}'; the row has "
                 f"{', '.join(sorted(map(str, row))) or 'no fields'}"
             )
         rows.append(row)
@@ -66,8 +66,8 @@ def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
         yield from _read_parquet(path)
         return
     if kind not in (*TABLES, ".txt"):
-        known = ", ".join((*TABLES, ".txt"))
-        raise DataError(f"{path}: unknown kind of file; wanted one of {known}")
+        kinds = ", ".join((*TABLES, ".txt"))
+        raise DataError(f"{path}: unknown kind of file; wanted one of {kinds}")
     opener = gzip.open if path.suffix == ".gz" else open
     newline = "" if kind == ".csv" else None
     try:
@@ -92,22 +92,22 @@ def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Placed]:
     reader = csv.DictReader(file, strict=True)
     refuse_twice(path, reader.fieldnames or ())
     for row in reader:
-        place = f"{path}:{reader.line_num}"
+        location = f"{path}:{reader.line_num}"
         if None in row or None in row.values():
-            wanted = len(reader.fieldnames or ())
-            raise DataError(f"{place}: wanted {wanted} fields as in the header")
-        yield place, row
+            columns = len(reader.fieldnames or ())
+            raise DataError(f"{location}: wanted {columns} fields as in the header")
+        yield location, row
 
 
 def _read_lines(path: Path, lines: Iterable[str], finite: bool) -> Iterator[Placed]:
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if line.strip():
-            place = f"{path}:{number}"
+            location = f"{path}:{line_number}"
             try:
                 row = parse_json(line, finite)
             except JsonError as error:
-                raise DataError(f"{place}: {error.problem}") from None
-            yield place, _object(row, place)
+                raise DataError(f"{location}: {error.problem}") from None
+            yield location, _object(row, location)
 
 
 def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
@@ -120,14 +120,14 @@ def _read_json(path: Path, file: IO[str], finite: bool) -> Iterator[Placed]:
         rows = parse_json(text, finite)
     except JsonError as error:
         raise DataError(f"{path}:{error.line or 1}: {error.problem}") from None
-    for number, row in enumerate(rows, 1):
-        place = f"{path}: row {number}"
-        yield place, _object(row, place)
+    for row_number, row in enumerate(rows, 1):
+        location = f"{path}: row {row_number}"
+        yield location, _object(row, location)
 
 
-def _object(row: Any, place: str) -> Row:
+def _object(row: Any, location: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{place}: wanted an object, got {short(row)}")
+        raise DataError(f"{location}: wanted an object, got {short(row)}")
     return row
 
 
@@ -135,13 +135,13 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    row_number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(1000):
                 for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}: row {number}", without_nulls(row)
+                    row_number += 1
+                    yield f"{path}: row {row_number}", without_nulls(row)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is not a complete Parquet file: {error}") from error
 
@@ -157,7 +157,7 @@ def without_nulls(row: Row) -> Row:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def short(value: Any) -> str:

@@ -58,14 +58,14 @@ class RunFolder:
         self.page = path / "report" / "index.html"
         self.finished = path / "finished.json"
 
-    def step(self, number: int) -> RunFolder:
+    def step(self, step: int) -> RunFolder:
         """The state that training kept after step ``number``, and its results."""
-        return RunFolder(self.steps / str(number))
+        return RunFolder(self.steps / str(step))
 
     def kept_steps(self) -> dict[int, RunFolder]:
         """The states that training kept, by step."""
         numbers = sorted(int(p.name) for p in self.steps.glob("[0-9]*") if p.name.isdecimal())
-        return {number: self.step(number) for number in numbers}
+        return {step: self.step(step) for step in numbers}
 
     @property
     def trained(self) -> bool:
@@ -110,23 +110,27 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, unfinished = text.split("\n")
-    rows = [_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [
+        _row(line, f"{path}:{line_number}")
+        for line_number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if unfinished.endswith("}"):  # whole, of a file without a last line break
         rows.append(_row(unfinished, f"{path}:{len(lines) + 1}"))
     return rows
 
 
-def _row(line: str, place: str) -> dict[str, Any]:
+def _row(line: str, location: str) -> dict[str, Any]:
     remedy = "delete the line, or run the training again"
     try:
         row = parse_json(line, finite=False)
     except JsonError as error:
-        raise DataError(f"{place}: {error.problem}; {remedy}") from None
+        raise DataError(f"{location}: {error.problem}; {remedy}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{place}: expected an object, got {type(row).__name__}; {remedy}")
+        raise DataError(f"{location}: expected an object, got {type(row).__name__}; {remedy}")
     step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
-        raise DataError(f"{place}: 'step' is {step!r}, expected a number; {remedy}")
+        raise DataError(f"{location}: 'step' is {step!r}, expected a number; {remedy}")
     return row
 
 

@@ -102,13 +102,13 @@ def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
 def _entry(file: Path, name: str, entry: Mapping, start: int) -> TensorInfo:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(type(number) is int for number in (*shape, begin, end)):
+    if not all(type(value) is int for value in (*shape, begin, end)):
         raise ValueError(f"'{name}' has a shape or an offset that is not a whole number")
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"'{name}' has the unknown dtype {entry['dtype']}")
-    wanted = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
-    if min((begin, *shape)) < 0 or end - begin != wanted:
-        raise ValueError(f"'{name}' has {end - begin} bytes, its shape {list(shape)} {wanted}")
+    expected = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
+    if min((begin, *shape)) < 0 or end - begin != expected:
+        raise ValueError(f"'{name}' has {end - begin} bytes, its shape {list(shape)} {expected}")
     return TensorInfo(name, file, entry["dtype"], shape, start + begin, end - begin)
 
 

@@ -48,8 +48,8 @@ def install(package: str) -> tuple[bool, str] | None:
         except (OSError, subprocess.TimeoutExpired) as error:
             return False, str(error)
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-            return False, f"'{part}' says {said}"
+            lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+            return False, f"'{part}' says {lines[-1]}"
     return True, installer
 
 
@@ -63,5 +63,5 @@ def _root_prefix() -> list[str] | None:
         return []
     if shutil.which("sudo") is None:
         return None
-    asked = subprocess.run(["sudo", "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL)
-    return ["sudo", "-n"] if asked.returncode == 0 else None
+    result = subprocess.run(["sudo", "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL)
+    return ["sudo", "-n"] if result.returncode == 0 else None

@@ -20,8 +20,8 @@ def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "
     ]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if place and numbers == "right" else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=False))
+            cell.rjust(width) if index and numbers == "right" else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=False))
         ).rstrip()
         if len(row) > 1
         else row[0]

@@ -174,11 +174,11 @@ class Terminal:
         saved = os.dup(1), os.dup(2)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._stream = own = os.fdopen(
+        self._stream = console = os.fdopen(
             os.dup(saved[1]), "w", encoding="utf-8", errors="backslashreplace"
         )
-        for number in (1, 2):
-            os.dup2(file, number)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
         os.close(file)
         try:
             yield
@@ -186,11 +186,11 @@ class Terminal:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()
-            for number, old in zip((1, 2), saved, strict=True):
-                os.dup2(old, number)
+            for descriptor, old in zip((1, 2), saved, strict=True):
+                os.dup2(old, descriptor)
                 os.close(old)
             self._stream = None
-            own.close()
+            console.close()
 
 
 class _Phase:
@@ -251,25 +251,25 @@ class Records(logging.Handler):
         self._warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, shown = self.format(record), terminal()
+        text, console = self.format(record), terminal()
         warning = record.levelno >= logging.WARNING
         if record.name.partition(".")[0] != OWN:
             print(text, file=sys.stderr)
         elif not warning:
-            shown.say(text)
+            console.say(text)
         elif text not in self._warned:
             self._warned.add(text)
-            plain = shown.style != "json" and not text.startswith("WARNING")
-            shown.say(f"warning: {text}" if plain else text, "warning")
+            plain = console.style != "json" and not text.startswith("WARNING")
+            console.say(f"warning: {text}" if plain else text, "warning")
 
 
 def duration(seconds: float) -> str:
     """A time for people: ``4.2 s``, ``3:07``, ``1:02:33``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    hours, rest = divmod(int(seconds), 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    hours, remainder = divmod(int(seconds), 3600)
+    minutes, rest_seconds = divmod(remainder, 60)
+    return f"{hours}:{minutes:02}:{rest_seconds:02}" if hours else f"{minutes}:{rest_seconds:02}"
 
 
 def whole_words(text: str, width: int) -> str:
@@ -286,15 +286,15 @@ def whole_words(text: str, width: int) -> str:
 
 def curve(values: list[float], width: int = 24) -> str:
     """The last ``width`` values as a line of blocks, lowest to highest; gaps where not finite."""
-    shown = values[-width:]
-    known = [value for value in shown if math.isfinite(value)]
-    if len(known) < 2:
+    last_values = values[-width:]
+    finite_values = [value for value in last_values if math.isfinite(value)]
+    if len(finite_values) < 2:
         return ""
-    low, span = min(known), max(known) - min(known)
+    low, span = min(finite_values), max(finite_values) - min(finite_values)
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(
         " " if not math.isfinite(v) else blocks[round(7 * (v - low) / span)] if span else blocks[3]
-        for v in shown
+        for v in last_values
     )
 
 
@@ -318,5 +318,5 @@ def terminal() -> Terminal:
 def use(chosen: Terminal) -> Terminal:
     """Make ``chosen`` the terminal of this process and return the one before."""
     global _terminal
-    before, _terminal = _terminal, chosen
-    return before
+    previous, _terminal = _terminal, chosen
+    return previous

@@ -42,10 +42,10 @@ def check_versions(purpose: str) -> None:
         DependencyError: with what to install.
     """
     if unfit := unfit_for_recipes():
-        wanted = list(unfit)
+        requirements = list(unfit)
         installed = [f"{Requirement(line).name} {version}" for line, version in unfit.items()]
         raise DependencyError(
-            f"{purpose} needs {' and '.join(wanted)}, found {' and '.join(installed)}; losses, "
-            "metrics and SpecializationCallback work with these versions. Install: "
-            f"{sys.executable} -m pip install {' '.join(repr(line) for line in wanted)}"
+            f"{purpose} needs {' and '.join(requirements)}, found {' and '.join(installed)}; "
+            "losses, metrics and SpecializationCallback work with these versions. Install: "
+            f"{sys.executable} -m pip install {' '.join(repr(line) for line in requirements)}"
         )

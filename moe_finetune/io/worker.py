@@ -67,17 +67,17 @@ class Worker:
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None):
         self._log = log
         self._waiting: list[Pending[Any]] = []
-        ours, theirs = socket.socketpair()
+        ours, child_end = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as stream:
+        with child_end, log.open("ab") as stream:
             self._begun = stream.tell()
             # A session of its own: Ctrl-C reaches it through us, when we leave the context.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(theirs.fileno())],
+                [sys.executable, "-c", _START.format(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
@@ -103,8 +103,8 @@ class Worker:
             for warning in warnings:
                 terminal().say(warning, "warning")
         except (EOFError, ConnectionResetError):
-            said = failure(self._log, self._begun, self._process.wait())
-            oldest._answer = False, WorkerError(f"the process that did it ended: {said}")
+            reason = failure(self._log, self._begun, self._process.wait())
+            oldest._answer = False, WorkerError(f"the process that did it ended: {reason}")
 
     def __enter__(self) -> Worker:
         return self
@@ -130,12 +130,12 @@ class _Kept(Terminal):
 
 def serve(descriptor: int) -> None:
     """Do the calls that come, until the other side is gone."""
-    shown = _Kept("plain")
-    use(shown)
+    console = _Kept("plain")
+    use(console)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     connection = Connection(descriptor)
     while True:
-        shown.warnings = []
+        console.warnings = []
         try:
             function, args, kwargs = connection.recv()
         except (EOFError, ConnectionResetError):
@@ -144,10 +144,10 @@ def serve(descriptor: int) -> None:
             answer = True, function(*args, **kwargs)
         except Exception as error:
             traceback.print_exc()
-            known = isinstance(error, MoeFinetuneError) and _travels(error)
-            answer = False, error if known else WorkerError(f"{type(error).__name__}: {error}")
+            expected = isinstance(error, MoeFinetuneError) and _travels(error)
+            answer = False, error if expected else WorkerError(f"{type(error).__name__}: {error}")
         try:
-            connection.send((*answer, shown.warnings))
+            connection.send((*answer, console.warnings))
         except BrokenPipeError:
             return
 

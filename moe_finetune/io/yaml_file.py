@@ -86,8 +86,8 @@ def parse_file(
     except UnicodeDecodeError as problem:
         raise refused(f"{file}: not UTF-8 at byte {problem.start}{end}") from None
     except YamlError as problem:
-        place = file if problem.line is None else f"{file}:{problem.line}"
-        raise refused(f"{place}: {problem.problem}{end}") from None
+        location = file if problem.line is None else f"{file}:{problem.line}"
+        raise refused(f"{location}: {problem.problem}{end}") from None
 
 
 def _check_keys(node: yaml.Node, checked: set[int], path: tuple[str, ...] = ()) -> None:

@@ -84,7 +84,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 def ranges() -> dict[str, str]:
     """What a number in ``trainer:`` must be, by key, in words."""
-    return {name: wanted for name, (_, wanted) in _RANGES.items()}
+    return {name: text for name, (_, text) in _RANGES.items()}
 
 
 def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
@@ -97,12 +97,12 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
             hint = did_you_mean(str(name), set(fields) - set(owned))
             yield f"trainer.{name}: unknown key of TRL's {stage.config}{hint}"
         else:
-            wanted = _mismatch(fields[name], value) or _out_of_range(name, value)
-            if wanted:
+            expected = _mismatch(fields[name], value) or _out_of_range(name, value)
+            if expected:
                 quotes = (
                     '; YAML reads an unquoted no as false: write "no"' if value is False else ""
                 )
-                yield f"trainer.{name}: must be {wanted}, not {value!r}{quotes}"
+                yield f"trainer.{name}: must be {expected}, not {value!r}{quotes}"
     if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
         yield (
             "trainer.fp16: its loss scaling would scale the main loss and not the losses added "
@@ -141,8 +141,8 @@ def _out_of_range(name: str, value: Any) -> str | None:
     """What the number must be, when it is not."""
     if name not in _RANGES or value is None:
         return None
-    right, wanted = _RANGES[name]
-    return None if right(value) else wanted
+    right, range_text = _RANGES[name]
+    return None if right(value) else range_text
 
 
 @functools.cache

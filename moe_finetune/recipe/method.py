@@ -159,18 +159,18 @@ def _terms(terms: Any) -> dict[str, BaseModel]:
         raise RecipeError(f"method.terms: {terms!r} is not a mapping of losses to their options")
     resolved: dict[str, BaseModel] = {}
     for name, options in terms.items():
-        place = ("method", "terms", name)
+        key = ("method", "terms", name)
         if name not in TERMS:
-            raise RecipeError(f"{dotted(place)}: unknown loss{did_you_mean(str(name), TERMS)}")
+            raise RecipeError(f"{dotted(key)}: unknown loss{did_you_mean(str(name), TERMS)}")
         if not isinstance(options, dict):
             raise RecipeError(
-                f"{dotted(place)}: {options!r} is not a mapping such as {{weight: 1.0e-3}}"
+                f"{dotted(key)}: {options!r} is not a mapping such as {{weight: 1.0e-3}}"
             )
         model = TERMS[name].Options
         try:
             validated = model.model_validate(options)
         except ValidationError as error:
-            raise RecipeError("\n".join(describe(model, error, place))) from None
+            raise RecipeError("\n".join(describe(model, error, key))) from None
         if not validated.removed:
             resolved[name] = validated
     return resolved

@@ -27,7 +27,7 @@ CHANGEABLE = (
 CHANGEABLE_PREFIXES = ("trainer.eval_", "trainer.log_", "trainer.logging_", "trainer.save_")
 
 
-def check_resumable(before: Recipe, after: Recipe, where: str) -> list[str]:
+def check_resumable(saved: Recipe, after: Recipe, where: str) -> list[str]:
     """The dotted keys that differ, none of which changes a step that is trained already.
 
     Args:
@@ -36,7 +36,7 @@ def check_resumable(before: Recipe, after: Recipe, where: str) -> list[str]:
     Raises:
         RecipeError: others differ; the message names them.
     """
-    old, new = (dict(_leaves(recipe.to_mapping(), "")) for recipe in (before, after))
+    old, new = (dict(_leaves(recipe.to_mapping(), "")) for recipe in (saved, after))
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
     if fixed := [key for key in changed if not _changeable(key)]:
         lines = [f"  {key}: {_short(old, key)}, now {_short(new, key)}" for key in fixed]

@@ -39,18 +39,18 @@ class Tree:
         return ""
 
     def merge(self, other: Tree) -> None:
-        above = {
+        changes = {
             key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
             for key, value in other.values.items()
         }
-        self.values = merge_mappings(self.values, above)
+        self.values = merge_mappings(self.values, changes)
         self.origins.update(other.origins)
 
 
-def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merge_mappings(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``below`` with ``above`` laid over it; neither is changed."""
-    merged = dict(below)
-    for key, value in above.items():
+    merged = dict(base)
+    for key, value in changes.items():
         old = merged.get(key)
         both = isinstance(old, dict) and isinstance(value, dict)
         merged[key] = merge_mappings(old, value) if both else value  # type: ignore[arg-type]
@@ -74,17 +74,19 @@ def load_tree(paths: Iterable[str | Path], overrides: Sequence[str] = ()) -> Tre
     return tree
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+def _read(path: Path, extending: tuple[Path, ...]) -> Tree:
     resolved = path.resolve()
-    if resolved in above:
-        chain = " -> ".join(str(p) for p in (*above[above.index(resolved) :], resolved))
+    if resolved in extending:
+        chain = " -> ".join(str(p) for p in (*extending[extending.index(resolved) :], resolved))
         raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
-    own = _parse(path)
-    parents = own.values.pop("extends", [])
+    child = _parse(path)
+    parents = child.values.pop("extends", [])
     if isinstance(parents, str):
         parents = [parents]
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
-        raise RecipeError(f"{own.origin(('extends',))}: extends: wanted a file or a list of files")
+        raise RecipeError(
+            f"{child.origin(('extends',))}: extends: wanted a file or a list of files"
+        )
     tree = Tree()
     for parent in parents:
         file = path.parent / parent
@@ -92,11 +94,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
             file = find_recipe(Path(parent))
         if not file.is_file():
             raise RecipeError(
-                f"{own.origin(('extends',))}: extends: there is no file {path.parent / parent} "
+                f"{child.origin(('extends',))}: extends: there is no file {path.parent / parent} "
                 f"(paths are relative to {path.parent})"
             )
-        tree.merge(_read(file, (*above, resolved)))
-    tree.merge(own)
+        tree.merge(_read(file, (*extending, resolved)))
+    tree.merge(child)
     return tree
 
 
@@ -153,7 +155,7 @@ def _apply(tree: Tree, override: str) -> None:
         for part in reversed(parts):
             value = {part: value}
         tree.merge(Tree(value))
-    tree.origins = {k: place for k, place in tree.origins.items() if k[: len(key)] != key}
+    tree.origins = {k: origin for k, origin in tree.origins.items() if k[: len(key)] != key}
     tree.origins[key] = f"override '{override}'"
 
 
@@ -162,18 +164,18 @@ def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> Non
     tree.values = copy.deepcopy(tree.values)
     target: Any = tree.values
     for depth, part in enumerate(parts):
-        here = ".".join(parts[:depth]) or "the recipe"
+        parent = ".".join(parts[:depth]) or "the recipe"
         last = depth == len(parts) - 1
         index: Any = part
         if isinstance(target, list):
             if not part.isdigit() or int(part) >= len(target):
                 raise RecipeError(
-                    f"'{override}': {here} is a list of {len(target)}, counted from 0"
+                    f"'{override}': {parent} is a list of {len(target)}, counted from 0"
                 )
             index = int(part)
         elif not isinstance(target, dict) or (not last and part not in target):
             hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is not a list"
-            raise RecipeError(f"'{override}': {here} has no '{part}'{hint}")
+            raise RecipeError(f"'{override}': {parent} has no '{part}'{hint}")
         if last:
             target[index] = value
         else:

@@ -41,7 +41,7 @@ def _placed(tree: Tree, line: str) -> str:
 
 def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -> list[str]:
     """Pydantic's errors as one line a key: ``key.path: value is not what is wanted``."""
-    wanted: dict[tuple[str, str], list[str]] = {}  # by key and value
+    expected: dict[tuple[str, str], list[str]] = {}  # by key and value
     lines: list[str] = []
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
@@ -50,10 +50,10 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             continue
         key = dotted((*prefix, *(part for part in item["loc"] if not _is_union_tag(part))))
         if item["type"] == "extra_forbidden":
-            known = _fields_at(model, item["loc"][:-1])
+            names = _fields_at(model, item["loc"][:-1])
             name = str(item["loc"][-1])
-            hint = did_you_mean(name, known)
-            is_typo = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = did_you_mean(name, names)
+            is_typo = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
             if not is_typo and (elsewhere := _elsewhere(model, name)):
                 hint = f"; did you mean '{elsewhere}'?"
             lines.append(f"{key}: unknown key{hint}")
@@ -65,11 +65,11 @@ def describe(model: type[BaseModel], error: ValidationError, prefix: Key = ()) -
             lines.append(f"{key}: {cause}")
         else:
             got = f"{item['input']!r:.200}"
-            wanted.setdefault((key, got), []).append(in_words(item["msg"]))
-    keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in wanted]
+            expected.setdefault((key, got), []).append(in_words(item["msg"]))
+    keys = [line.partition(": ")[0] for line in lines] + [key for key, _ in expected]
     return lines + [
         f"{key}: must be {' or '.join(dict.fromkeys(texts))}, not {got}"
-        for (key, got), texts in wanted.items()
+        for (key, got), texts in expected.items()
         # of the branches of a union, the one that went deeper is the one that was meant
         if not any(other.startswith(f"{key}.") for other in keys)
     ]
@@ -104,13 +104,13 @@ _PATTERNS = (
 
 def in_words(message: str) -> str:
     """What a pydantic message wants, in a recipe's words: ``a whole number``, ``2 or more``."""
-    wanted = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    if wanted in _WORDS:
-        return _WORDS[wanted]
+    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    if text in _WORDS:
+        return _WORDS[text]
     for pattern, words in _PATTERNS:
-        if found := re.fullmatch(pattern, wanted):
-            return found.expand(words)
-    return wanted
+        if match := re.fullmatch(pattern, text):
+            return match.expand(words)
+    return text
 
 
 def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
@@ -120,8 +120,8 @@ def _required(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
         if not sections or part not in sections[0].model_fields:
             return []
         sections = list(_models(sections[0].model_fields[str(part)].annotation))
-    known = sections[0].model_fields.items() if len(sections) == 1 else ()
-    return [name for name, field in known if field.is_required()]
+    fields = sections[0].model_fields.items() if len(sections) == 1 else ()
+    return [name for name, field in fields if field.is_required()]
 
 
 def _is_union_tag(part: str | int) -> bool:
@@ -132,9 +132,9 @@ def _is_union_tag(part: str | int) -> bool:
     return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
 
 
-def _elsewhere(model: type[BaseModel], name: str, above: str = "", depth: int = 3) -> str | None:
+def _elsewhere(model: type[BaseModel], name: str, prefix: str = "", depth: int = 3) -> str | None:
     """The dotted key of another section that has this name; None where none or several have it."""
-    if not above and "trainer" in model.model_fields:
+    if not prefix and "trainer" in model.model_fields:
         config = STAGES["sft"].config_class()
         if name in {field.name for field in dataclasses.fields(config)}:
             return f"trainer.{name}"
@@ -142,8 +142,8 @@ def _elsewhere(model: type[BaseModel], name: str, above: str = "", depth: int = 
     for key, field in model.model_fields.items():
         for section in _models(field.annotation) if depth else ():
             if name in section.model_fields:
-                places.append(f"{above}{key}.{name}")
-            elif deeper := _elsewhere(section, name, f"{above}{key}.", depth - 1):
+                places.append(f"{prefix}{key}.{name}")
+            elif deeper := _elsewhere(section, name, f"{prefix}{key}.", depth - 1):
                 places.append(deeper)
     places = list(dict.fromkeys(places))
     return places[0] if len(places) == 1 else None
