@@ -46,8 +46,8 @@ _MAY_BE_ZERO = (
 _MAY_BE_LISTS = ("moe_intermediate_size", "moe_layer_freq")  # a number for each layer
 
 
-def check_config(config: Mapping[str, Any], place: object, quantized: bool = False) -> None:
-    """Check the mapping of a ``config.json``; ``place`` begins the messages.
+def check_config(config: Mapping[str, Any], file: object, quantized: bool = False) -> None:
+    """Check the mapping of a ``config.json``; ``file`` begins the messages.
 
     ``quantized`` lets a quantised checkpoint pass, whose format its reader checks.
 
@@ -63,22 +63,22 @@ def check_config(config: Mapping[str, Any], place: object, quantized: bool = Fal
             numbers, least = value, 0
         if value is not None and not all(type(n) is int and least <= n <= most for n in numbers):
             raise CheckpointError(
-                f"{place}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
+                f"{file}: {key} is {value!r:.60}; wanted a whole number from {least} to {most:,}"
             )
     for key, value in config.items():
         if key != _UNLIMITED and not _finite(value):
-            raise CheckpointError(f"{place}: {key} holds NaN or infinity; copy the file again")
+            raise CheckpointError(f"{file}: {key} holds NaN or infinity; copy the file again")
     for key in ("dtype", "torch_dtype"):
         if config.get(key) is not None and config[key] not in DTYPES:
             raise CheckpointError(
-                f"{place}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
+                f"{file}: {key} is {config[key]!r:.60}; wanted one of {', '.join(DTYPES)}"
             )
-    _check_quantization(config, place, quantized)
+    _check_quantization(config, file, quantized)
     for key, name in _kernels(config):
-        check_kernel(name, f"{place}: {key}", CheckpointError, _KERNELS)
+        check_kernel(name, f"{file}: {key}", CheckpointError, _KERNELS)
 
 
-def _check_quantization(config: Mapping[str, Any], place: object, quantized: bool) -> None:
+def _check_quantization(config: Mapping[str, Any], file: object, quantized: bool) -> None:
     section, key = config.get(QUANTIZATION), QUANTIZATION
     if section is None and _is_mlx(config.get("quantization")):
         section, key = config["quantization"], "quantization"  # of older versions of MLX
@@ -87,12 +87,12 @@ def _check_quantization(config: Mapping[str, Any], place: object, quantized: boo
     method = section.get("quant_method") if isinstance(section, dict) else None
     if method not in READABLE:
         raise UnsupportedModelError(
-            f"{place}: {key}: the checkpoint is quantized with {quantization_name(section)}, which "
+            f"{file}: {key}: the checkpoint is quantized with {quantization_name(section)}, which "
             f"cannot be read; {UNQUANTIZED} (for merge: --base FOLDER)"
         )
     if not quantized:
         raise UnsupportedModelError(
-            f"{place}: {key}: the checkpoint is stored as {method}, which only train, chat, "
+            f"{file}: {key}: the checkpoint is stored as {method}, which only train, chat, "
             "inspect and merge --format base read; use the unquantized checkpoint of this model "
             "(for merge: --base FOLDER)"
         )
@@ -120,14 +120,14 @@ def _finite(value: Any) -> bool:
 
 def check_kernel(
     name: Any,
-    place: object,
+    file: object,
     error: type[MoeFinetuneError],
-    known: tuple[str, ...] = _INSTALLED,
+    allowed: tuple[str, ...] = _INSTALLED,
 ) -> None:
     """Raise ``error`` unless ``name`` is one of the ``known`` kernels; the hub's are never run."""
-    if name is not None and name not in known:
+    if name is not None and name not in allowed:
         raise error(
-            f"{place}: {name!r:.80} is not one of {', '.join(known)}; code from the hub is never "
+            f"{file}: {name!r:.80} is not one of {', '.join(allowed)}; code from the hub is never "
             "executed, remove the key"
         )
 
