@@ -53,7 +53,7 @@ class ObjectiveError(MoeFinetuneError, ValueError):
 
 
 class OutputExistsError(MoeFinetuneError, FileExistsError):
-    """An output folder that already holds something else."""
+    """An output folder that already contains other files."""
 
 
 class OutputError(MoeFinetuneError, OSError):
@@ -117,9 +117,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, options: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of them."""
-    names = sorted(known)
+    names = sorted(options)
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(names)}"
 

@@ -16,14 +16,14 @@ from moe_finetune.io import write_new
 
 
 class Verbs(TyperGroup):
-    """The verbs; an interrupt, whose message typer drops, is said."""
+    """The verbs; an interrupt, whose message typer drops, is reported."""
 
     def invoke(self, ctx: Any) -> Any:
         """Carry out a verb."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            if not str(interrupt):  # else training has said what is saved and how to go on
+            if not str(interrupt):  # else training has reported what is saved and how to continue
                 print("interrupted", file=sys.stderr)
             raise
 
@@ -32,7 +32,7 @@ app = typer.Typer(
     name="moe-finetune",
     cls=Verbs,
     help="Fine-tune Mixture-of-Experts language models with losses that make experts specialize.",
-    epilog="With any verb: --quiet shows warnings and results alone, --log-format json writes one "
+    epilog="With any verb: --quiet shows only warnings and results, --log-format json writes one "
     "JSON object a line to standard error, --debug shows the traceback of an error.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -64,7 +64,7 @@ class Common:
 
 
 def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
-    """The arguments without the common options, and those; what follows ``--`` is left alone.
+    """The arguments without the common options, and those; what follows ``--`` is not touched.
 
     Raises:
         ValueError: a form of ``--log-format`` that does not exist.
@@ -101,7 +101,8 @@ def check_alone(arguments: Sequence[str]) -> None:
         return
     raise ValueError(
         f"{verb}: was started as one of {processes} processes (accelerate launch or torchrun), and "
-        f"{TOGETHER} alone knows of others; start it without a launcher" + ADVICE.get(str(verb), "")
+        f"only {TOGETHER} works with others; start it without a launcher"
+        + ADVICE.get(str(verb), "")
     )
 
 

@@ -1,7 +1,7 @@
 """Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be mended here.
 
 Runs where torch or transformers cannot be imported, because that is what it is for: each import is
-tried in a process of its own.
+tried in a separate process.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Evaluate a checkpoint on a suite; a run that stopped goes on when repeated.
+    """Evaluate a checkpoint on a suite; repeated, it continues a run that stopped.
 
     Example: moe-finetune eval runs/erc/merged --suite gsm8k --backend vllm --output eval/erc
 

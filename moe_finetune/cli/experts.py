@@ -99,15 +99,15 @@ def analyze(
 
 def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list[str]]:
     """Files by domain, from ``--data FILE`` (named by the file) and ``--domain NAME=FILE``."""
-    found: dict[str, list[str]] = {}
+    files_by_name: dict[str, list[str]] = {}
     for file in data:
-        found.setdefault(Path(file).name.partition(".")[0], []).append(file)
+        files_by_name.setdefault(Path(file).name.partition(".")[0], []).append(file)
     for item in domains:
         name, equals, file = item.partition("=")
         if not (name and equals and file):
             raise typer.BadParameter(f"--domain {item}: wanted NAME=FILE")
-        found.setdefault(name, []).append(file)
-    return found
+        files_by_name.setdefault(name, []).append(file)
+    return files_by_name
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -141,7 +141,7 @@ def place(
         bool, typer.Option("--dry-run", help="Bench: say what would be started.")
     ] = False,
 ) -> None:
-    """Plan which rank holds which expert, so that tokens cross ranks less; for `permute`.
+    """Plan which rank gets which expert, so that fewer tokens cross ranks; for `permute`.
 
     Plans on the first half of each domain's sequences and shows what that does to the others.
 
@@ -159,7 +159,7 @@ def place(
     from moe_finetune.report.analysis import open_trace
 
     if bench is not None:
-        asked = Bench(
+        settings = Bench(
             ranks=ranks,
             rows=bench,
             output=output,
@@ -172,7 +172,7 @@ def place(
         )
         with nullcontext() if dry_run else output_lock(output):
             traces = [open_trace(path) for path in (trace, against) if path is not None]
-            print(run_bench(asked, traces, dry_run))
+            print(run_bench(settings, traces, dry_run))
         return
     if against is not None or dry_run or context.args:
         raise typer.BadParameter("--against, --dry-run and what follows -- belong to --bench FILE")

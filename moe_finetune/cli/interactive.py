@@ -78,7 +78,7 @@ def preview(
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one that holds runs.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one that contains runs.")],
     every: Annotated[
         float, typer.Option("--every", min=0.1, help="Seconds between two looks.")
     ] = 2.0,
@@ -100,11 +100,11 @@ def chat(
     checkpoint: Annotated[str, typer.Argument(help="Run's folder, checkpoint or hub id.")],
     base: Annotated[
         str | None,
-        typer.Option("--base", help="Checkpoint beside it; default: the base of a run's recipe."),
+        typer.Option("--base", help="Checkpoint to compare with; default: the base of the run."),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="Say this and end; may be repeated. Default: ask."),
+        typer.Option("--prompt", help="Send this message and end; may be repeated. Default: ask."),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")
@@ -119,7 +119,7 @@ def chat(
     """Talk to a run's base and merged model side by side, in transformers; both are loaded.
 
     Replies are greedy. On a terminal, /experts shows which experts took the last token. Without a
-    terminal each line of standard input is said.
+    terminal each line of standard input is a message.
 
     Example: moe-finetune chat runs/first --prompt "What is 12 + 30?" --experts
     """

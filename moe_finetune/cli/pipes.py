@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-_NOTE = "{name} was closed by its reader; the command goes on without it\n"
+_NOTE = "{name} was closed by its reader; the command continues without it\n"
 
 
 class _Pipe:
-    """A stream that goes on as ``/dev/null`` once its reader has gone."""
+    """A stream that becomes ``/dev/null`` once its reader has gone."""
 
     def __init__(self, stream: TextIO, name: str, other: TextIO):
         self._stream, self._name, self._other = stream, name, other
@@ -58,7 +58,7 @@ def _can_break(stream: TextIO) -> bool:
 
 @contextmanager
 def closed_pipes_ignored() -> Iterator[None]:
-    """Let the work go on when standard output or standard error is a pipe that nobody reads."""
+    """Let the work continue when standard output or standard error is a pipe that nobody reads."""
     out, err = sys.stdout, sys.stderr
     if out is None or err is None or not (_can_break(out) or _can_break(err)):
         yield

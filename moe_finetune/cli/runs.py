@@ -1,4 +1,4 @@
-"""Verbs that train: the demo, a recipe, a study, an upcycling; and what a run leaves to read."""
+"""Verbs that train: the demo, a recipe, a study, an upcycling; and reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demo(
 ) -> None:
     """Pretrain a small MoE, fine-tune it with two methods, merge, evaluate, draw the report.
 
-    In the folder of an earlier demo it goes on, and makes again only what has changed since.
+    In the folder of an earlier demo it continues, and repeats only what has changed since.
 
     Example: moe-finetune demo --output runs/demo
     """
@@ -70,7 +70,7 @@ def doctor(
 def train(
     items: RecipeItems,
     output: Output,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUTPUT.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")
     ] = False,
@@ -173,7 +173,7 @@ def study(
         bool, typer.Option("--plan", help="Show runs, memory and time; start nothing.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on; finished runs are skipped.")
+        bool, typer.Option("--resume", help="Continue; finished runs are skipped.")
     ] = False,
     shard: Annotated[
         str | None,
@@ -205,15 +205,15 @@ def upcycle(
         str | None,
         typer.Option(
             "--stage",
-            help="dense, cluster, experts, merge, router, finetune or evaluate alone.",
+            help="dense, cluster, experts, merge, router, finetune or evaluate: only this one.",
         ),
     ] = None,
     expert: Annotated[
         int | None,
-        typer.Option("--expert", metavar="N", help="Of the stage experts this one alone."),
+        typer.Option("--expert", metavar="N", help="Of the stage experts only this one."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in OUTPUT; finished steps are kept.")
+        bool, typer.Option("--resume", help="Continue in OUTPUT; finished steps are kept.")
     ] = False,
     replace: Annotated[
         bool,

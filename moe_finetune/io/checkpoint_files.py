@@ -34,14 +34,14 @@ def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
         UnsupportedModelError: a quantised checkpoint, unless it is asked for.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; give the folder that holds config.json")
+        raise CheckpointError(f"{folder}: no such folder; give the one that contains config.json")
     file = folder / "config.json"
     if not file.is_file():
         adapter = (folder / "adapter_config.json").is_file()
         hint = (
             "this is an adapter: give its base model's folder, or merge it first"
             if adapter
-            else "give the folder that holds config.json and the safetensors files"
+            else "give the folder that contains config.json and the safetensors files"
         )
         raise CheckpointError(f"{folder}: no config.json; {hint}")
     # Mamba's time steps are published without an upper limit.
@@ -57,10 +57,10 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """Header of every weight file by file name, of a sharded, single or index-less checkpoint.
 
     Every file's header and length is checked, and the index, where there is one, must name the
-    file that holds each tensor.
+    file that contains each tensor.
 
     Raises:
-        CheckpointError: naming the file or tensor that is missing, damaged or held twice.
+        CheckpointError: naming the file or tensor that is missing, damaged or stored twice.
     """
     listed = _weight_map(folder)
     files = {name: read_header(folder / name, CheckpointError) for name in _names(folder, listed)}
@@ -68,14 +68,14 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for name, file in listed.items():
         if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(
-                f"{folder / INDEX}: names tensor '{name}' in {file}, which does not hold it; the "
-                "index and the shards are of different checkpoints, copy the checkpoint again"
+                f"{folder / INDEX}: names tensor '{name}' in {file}, which does not contain it; "
+                "the index and the shards are of different checkpoints, copy the checkpoint again"
             )
     return files
 
 
 def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
-    """Every tensor of the files by name; CheckpointError for one that two files hold."""
+    """Every tensor of the files by name; CheckpointError for one that is in two files."""
     tensors: dict[str, TensorInfo] = {}
     for header in files.values():
         for name, info in header.tensors.items():
@@ -89,7 +89,7 @@ def tensors_of(files: dict[str, Header]) -> dict[str, TensorInfo]:
 
 
 def index_text(tensors: Iterable[TensorInfo]) -> str:
-    """The content of an index: which file, by its name, holds each of ``tensors``."""
+    """The content of an index: the name of the file that contains each of ``tensors``."""
     infos = sorted(tensors, key=lambda info: info.name)
     index = {
         "metadata": {"total_size": sum(info.size for info in infos)},

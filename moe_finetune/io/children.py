@@ -30,7 +30,7 @@ class Failure:
 
 
 class Children:
-    """Processes at work; each has a session of its own, so that Ctrl-C reaches it once, through us.
+    """Running processes; each has its own session, so that Ctrl-C reaches it once, through us.
 
     Attributes:
         running: processes by name.
@@ -46,8 +46,8 @@ class Children:
 
         Args:
             log: the file; its folder is made.
-            lock: descriptor of a lock that the process holds as well as we do, so that it stays
-                held when we are killed and the process goes on by itself.
+            lock: descriptor of a lock that the process inherits, so that it stays locked when we
+                are killed and the process continues without us.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
@@ -86,8 +86,8 @@ class Children:
 def children() -> Iterator[Children]:
     """Start processes inside; SIGINT and SIGTERM are passed on to them.
 
-    At the end all that still run are told to stop and waited for; where a signal came,
-    KeyboardInterrupt is raised then.
+    At the end all that still run are stopped and waited for; if a signal came, KeyboardInterrupt
+    is raised then.
     """
     group = Children()
     handlers: dict[int, Any] = {}
@@ -121,7 +121,7 @@ def run_child(command: Sequence[str], log: Path, lock: int | None = None) -> Fai
 def run_children(commands: Mapping[str, Sequence[str]], logs: Path, at_once: int) -> Failure | None:
     """Run processes, ``at_once`` at a time; return why the first that failed did, or None.
 
-    After a failure no more are started, and those at work are told to save and stop.
+    After a failure no more are started, and those that run are asked to save and stop.
 
     Args:
         commands: by name; what NAME prints is appended to ``logs/NAME.log``.

@@ -67,7 +67,7 @@ def check_config(config: Mapping[str, Any], file: object, quantized: bool = Fals
             )
     for key, value in config.items():
         if key != _UNLIMITED and not _finite(value):
-            raise CheckpointError(f"{file}: {key} holds NaN or infinity; copy the file again")
+            raise CheckpointError(f"{file}: {key} contains NaN or infinity; copy the file again")
     for key in ("dtype", "torch_dtype"):
         if config.get(key) is not None and config[key] not in DTYPES:
             raise CheckpointError(

@@ -14,7 +14,7 @@ from moe_finetune.errors import DiskSpaceError, OutputExistsError
 from moe_finetune.io.atomic import sync
 from moe_finetune.io.leftovers import claim, clear_beside, contents
 
-# Directory entries and file-system blocks beside the contents.
+# Directory entries and file-system blocks, besides the contents.
 _OVERHEAD = 4 << 20
 
 
@@ -24,26 +24,26 @@ def is_taken(folder: Path) -> bool:
 
 
 def enter_folder(output: Path, mark: Path, what: str, resume: bool) -> bool:
-    """Whether ``output`` holds work that was begun before and is gone on with now.
+    """Whether ``output`` contains work that was begun before and now continues.
 
     Args:
         output: the folder that a command works in.
         mark: the file in it that is written first, and says whose it is.
         what: what the command makes, such as ``"a study"``.
-        resume: go on with what is there; False in an empty or missing folder.
+        resume: continue what is there; the result is False for an empty or missing folder.
 
     Raises:
-        OutputExistsError: it holds something else, or ``what`` without ``resume``.
+        OutputExistsError: it contains other files, or ``what`` without ``resume``.
     """
     if mark.is_file():
         if resume:
             return True
         raise OutputExistsError(
-            f"{output} holds {what} already; choose another --output, or add --resume to go on "
-            "with it"
+            f"{output} already contains {what}; choose another --output, or add --resume to "
+            "continue it"
         )
     if is_taken(output):
-        raise OutputExistsError(f"{output} holds other files; choose another --output")
+        raise OutputExistsError(f"{output} contains other files; choose another --output")
     return False
 
 
@@ -68,7 +68,7 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
         overwrite: replace an existing folder.
 
     Raises:
-        OutputExistsError: ``target`` holds something and ``overwrite`` is False.
+        OutputExistsError: ``target`` is not empty and ``overwrite`` is False.
         DiskSpaceError: less than ``size`` is free, or space ran out while writing.
     """
     target = Path(os.path.abspath(target))

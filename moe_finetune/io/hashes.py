@@ -15,7 +15,7 @@ from moe_finetune.io.atomic import write_atomic
 
 _WEIGHTS = (".safetensors", ".bin")
 _IDENTITY_SUFFIXES = (*_WEIGHTS, ".json", ".jinja", ".model", ".txt")
-# Written beside a checkpoint by people and tools; they change nothing that a model answers.
+# Written into a checkpoint's folder by people and tools; they do not change a model's answers.
 _NOT_IDENTITY = ("README.md", "trainer_state.json", "training_args.json", "environment.json")
 
 
@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     if inspect.isroutine(value):
-        # A function's repr holds an address; its name and source are what decides.
+        # A function's repr contains an address; its name and source decide.
         try:
             return f"{value.__qualname__} {sha256_text(inspect.getsource(value))}"
         except (OSError, TypeError):
@@ -57,7 +57,7 @@ def sha256_file(path: Path) -> str:
 class KnownDigests:
     """:func:`sha256_file` that remembers: a file of equal place, size and time is not read again.
 
-    What it returns follows from the content alone; the rest only says when to read.
+    What it returns follows only from the content; size and time decide whether to read.
 
     Args:
         memo: where digests are kept between processes; it need not exist.
@@ -91,7 +91,7 @@ def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_f
     trained again in place has another.
 
     Raises:
-        CheckpointError: ``folder`` is not a folder, or holds neither a config nor an adapter.
+        CheckpointError: ``folder`` is not a folder, or contains neither a config nor an adapter.
     """
     folder = Path(folder)
     if not folder.is_dir():

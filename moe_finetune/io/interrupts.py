@@ -17,8 +17,8 @@ LOOK_AGAIN = 0.2
 def interrupts_outlast_imports() -> Iterator[None]:
     """Repeat a KeyboardInterrupt that was raised inside an import until it leaves this context.
 
-    Some packages catch it, or go on with a module that is half there; the errors which follow from
-    that become the KeyboardInterrupt again. Code that cleans up after it is not disturbed.
+    Some packages catch it, or continue with a half-imported module; the errors that follow become
+    the KeyboardInterrupt again. Code that cleans up after it is not disturbed.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -30,7 +30,7 @@ class JsonError(TextError):
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:
-    """The value that ``text`` holds.
+    """The value that ``text`` encodes.
 
     Args:
         text: JSON; bytes are UTF-8.
@@ -91,11 +91,11 @@ def read_object(
     """The object in ``file``.
 
     Raises:
-        refused: see :func:`read_json`; or it holds something else.
+        refused: see :func:`read_json`; or the value is not an object.
     """
     value = read_json(file, refused, remedy, finite)
     if not isinstance(value, dict):
-        raise refused(f"{file}: holds {type(value).__name__} instead of an object; {remedy}")
+        raise refused(f"{file}: contains {type(value).__name__} instead of an object; {remedy}")
     return value
 
 

@@ -66,7 +66,7 @@ class Step:
         after: names of the steps that it reads.
         costly: its product, and what it has at work, are deleted only when the user says so.
         done: whether it is done, for a step whose product says so itself; such a step is not
-            noted, and its own ``make`` begins anew or goes on.
+            noted, and its own ``make`` starts again or continues.
         finish: called with the seconds that it took, before it counts as done.
     """
 
@@ -146,7 +146,7 @@ class Ledger:
             lines = "\n".join(f"  {line}" for line in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if len(lost) > 8 else ""
             raise OutputExistsError(
-                f"{self.folder}: holds results of other inputs than those given now:\n"
+                f"{self.folder}: contains results of other inputs than the present ones:\n"
                 f"{lines}{more}\nNothing was deleted. Go on with the settings that it was made "
                 "with, choose another --output, or add --replace to delete it and train it again"
             )
@@ -220,7 +220,7 @@ class Ledger:
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[int]:
-        """Hold the step's lock; wait for a process that holds it, and say so."""
+        """Take the step's lock; wait for a process that has it, with a log line."""
         lock_path = self.folder / "locks" / name
         with ExitStack() as stack:
             try:
@@ -236,7 +236,7 @@ class Ledger:
         return (self.folder / name).is_dir() and _text(inputs_file) == self._keys[name]
 
     def _make_room(self, name: str) -> None:
-        """Remove what was made from other inputs; keep what an interrupted attempt goes on from."""
+        """Remove what was made from other inputs; keep what an interrupted attempt needs."""
         self.check_nothing_lost([name])
         target, workspace = self.folder / name, self.folder / "work" / name
         self._note(name).remove()

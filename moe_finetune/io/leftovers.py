@@ -1,8 +1,8 @@
-"""What is being written has a hidden name and a locked inode; what a killed writer left has none.
+"""What is being written has a hidden name and a lock; what a killed writer left has no lock.
 
-A file or folder on its way is ``.NAME.partial-XXXXXXXX`` beside NAME. Its writer holds a lock on it
-as long as it lives, and the kernel releases the lock with the process, so that whoever comes later
-can tell one that was left behind from one that is being written.
+An unfinished file or folder is ``.NAME.partial-XXXXXXXX`` next to NAME. Its writer locks it as long
+as it lives, and the kernel releases the lock with the process, so that a later process can tell an
+abandoned one from one that is being written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCK = re.compile(r"\..+\.lock")
 
 
 def contents(folder: Path) -> list[Path]:
-    """What a folder holds, but for what writers have left or are about to rename."""
+    """What a folder contains, without what writers have abandoned or are about to rename."""
     return [path for path in folder.iterdir() if not _hidden(path.name)]
 
 
@@ -39,7 +39,7 @@ def claim(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
             continue
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have taken it for left behind before the lock was held.
+        # Another process may have removed it as abandoned before it was locked.
         with suppress(FileNotFoundError):
             if os.stat(partial).st_ino == os.fstat(descriptor).st_ino:
                 return partial, descriptor
@@ -47,7 +47,7 @@ def claim(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
 
 
 def clear_beside(target: Path) -> None:
-    """Remove what killed writers of ``target`` left beside it.
+    """Remove what killed writers of ``target`` left next to it.
 
     One that died while it replaced an old folder is undone: the old one gets its name back.
     """

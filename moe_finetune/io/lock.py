@@ -1,6 +1,6 @@
 """One writer for an output: a lock that the kernel releases when its process dies.
 
-The lock is held on ``.NAME.lock`` beside the output NAME, so that a folder may be new, stay empty
+The lock is on ``.NAME.lock`` next to the output NAME, so that a folder may be new, stay empty
 and be renamed. The file names its holder for the message of whoever is refused, and goes when the
 lock is released; one that a killed process left is taken over by the next.
 """
@@ -34,10 +34,10 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 class OutputLock:
-    """A lock that is held.
+    """A lock that this process has taken.
 
     Attributes:
-        target: what it is held on.
+        target: the output that it protects.
         file: the lock's file; None where the folder itself is locked.
         made: folders that were made for it, the inmost first.
     """
@@ -47,7 +47,7 @@ class OutputLock:
 
     @contextmanager
     def open_to_helpers(self) -> Iterator[None]:
-        """Let processes that hold the lock as ``shared`` work beside this one.
+        """Let processes that take the lock as ``shared`` work at the same time.
 
         Raises:
             OutputBusyError: at the end some of them are still there.
@@ -61,7 +61,7 @@ class OutputLock:
             raise _busy(self.target, self.file)
 
     def release(self) -> None:
-        """Let go; the file goes where nobody else holds the lock."""
+        """Release the lock; remove its file unless another process has the lock."""
         try:
             if self.file is not None and _take(self.descriptor, fcntl.LOCK_EX, False):
                 self.file.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ class OutputLock:
         finally:
             os.close(self.descriptor)
         for folder in self.made:
-            with suppress(OSError):  # it holds something by now
+            with suppress(OSError):  # not empty any more
                 folder.rmdir()
 
 
@@ -81,12 +81,12 @@ _held: dict[tuple[Path, int], OutputLock] = {}
 def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> Iterator[OutputLock]:
     """Be the only writer of ``target``, a file or folder that need not exist.
 
-    What killed writers left beside it is removed first. The thread that holds a lock may take it
-    again. Folders that are made for the lock alone are removed with it.
+    What killed writers left next to it is removed first. A thread may take its own lock again.
+    Folders that are made only for the lock are removed with it.
 
     Args:
         shared: be one of several that share the output by design; they keep others out.
-        wait: wait for who holds it, instead of raising.
+        wait: wait until the lock is free, instead of raising.
 
     Raises:
         OutputBusyError: another process or thread writes there; the message says which.
@@ -108,7 +108,7 @@ def output_lock(target: Path, *, shared: bool = False, wait: bool = False) -> It
 
 
 def helpers_only(target: Path) -> bool:
-    """Whether processes that share ``target`` are at work there, and none that has it alone."""
+    """Whether processes that share ``target`` are running, and none that has it exclusively."""
     target = Path(os.path.realpath(target))
     if not target.name:
         return False
@@ -153,7 +153,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError as problem:
-            removed += 1  # who held a lock there has just removed the folder
+            removed += 1  # the previous owner of a lock has just removed the folder
             if removed < _REMOVED_BY_OTHERS:
                 continue
             raise OutputError(
@@ -171,7 +171,7 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
         try:
             if not _take(descriptor, kind, wait):
                 raise _busy(target, file)
-            # Whoever held it before has removed the file, and another may hold a new one.
+            # The previous owner may have removed the file, and another may have locked a new one.
             if _same(descriptor, file or target):
                 if file is not None:
                     _sign(descriptor)

@@ -45,7 +45,7 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
             )
         rows.append(row)
     if not rows:
-        raise DataError(f"{path} holds no rows")
+        raise DataError(f"{path} contains no rows")
     return rows
 
 

@@ -148,8 +148,8 @@ def checkpoint_in(source: str | Path) -> str | Path:
         return run.merged
     if run.adapter.is_dir() or (path / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{path} holds an adapter and no merged checkpoint; write one with 'moe-finetune merge "
-            f"{path} --output DIR' and give that, or give the base with --adapter"
+            f"{path} contains an adapter and no merged checkpoint; write one with 'moe-finetune "
+            f"merge {path} --output DIR' and give that, or give the base with --adapter"
         )
     return source
 

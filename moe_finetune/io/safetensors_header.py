@@ -81,7 +81,7 @@ def read_header(file: Path, error: type[MoeFinetuneError]) -> Header:
         entries = parse_json(text)
         metadata = entries.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__ holds something else than text")
+            raise ValueError("__metadata__ contains values that are not text")
         start = 8 + length
         tensors = {name: _entry(file, name, entry, start) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

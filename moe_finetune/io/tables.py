@@ -9,7 +9,7 @@ from typing import Any, Literal
 def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "right") -> str:
     """Rows as columns of one width each, two spaces apart.
 
-    A row of one cell is a line of its own, however wide the columns are.
+    A row of one cell becomes a line that ignores the columns.
 
     Args:
         rows: the cells, headings first.
@@ -30,7 +30,7 @@ def aligned(rows: Sequence[Sequence[str]], numbers: Literal["left", "right"] = "
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; the first row holds the headings."""
+    """A pipe table; the first row contains the headings."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

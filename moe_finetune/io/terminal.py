@@ -32,7 +32,7 @@ class Terminal:
 
     Args:
         style: None takes "live" where standard error is a terminal and "plain" elsewhere.
-        quiet: warnings and errors alone.
+        quiet: only warnings and errors.
         capture: let :meth:`log_to` send file descriptors 1 and 2 to the log; for a command line,
             which owns them.
     """
@@ -299,7 +299,7 @@ def curve(values: list[float], width: int = 24) -> str:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None in the place of numbers that JSON has no word for."""
+    """``value`` with None for numbers that JSON cannot express."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

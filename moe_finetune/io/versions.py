@@ -1,6 +1,6 @@
 """Which versions recipes need; losses, metrics, callback and context manager run on older ones.
 
-``pyproject.toml`` declares the wider range, so that the package installs beside other trainers.
+``pyproject.toml`` declares the wider range, so that the package installs next to other trainers.
 """
 
 from __future__ import annotations

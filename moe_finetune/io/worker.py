@@ -1,4 +1,4 @@
-"""A process of its own that does one call after the other, while this one goes on.
+"""A separate process that runs one call after the other while this one continues.
 
 What is costly to import is imported there once, and whatever it does to its threads, signals and
 memory stays there. What it prints goes to a file, and this package's warnings also come with the
@@ -71,7 +71,7 @@ class Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with child_end, log.open("ab") as stream:
             self._begun = stream.tell()
-            # A session of its own: Ctrl-C reaches it through us, when we leave the context.
+            # In its own session: Ctrl-C reaches it through us, when we leave the context.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(child_end.fileno())],
                 stdin=subprocess.DEVNULL,

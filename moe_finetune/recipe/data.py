@@ -13,7 +13,7 @@ from moe_finetune.recipe.stages import STAGES
 
 
 class DataSource(Section):
-    """One of several sources, with columns of its own; what is unset is the section's.
+    """One of several sources, with its own columns; what is unset is the section's.
 
     ``where`` keeps rows by a field's values; ``words`` turns a field's number into the word at that
     place, as a label of a classification task; ``limit`` counts the rows that are kept.
@@ -118,12 +118,12 @@ class DataSection(Section):
     def conflicts(self, recipe: Any) -> Iterator[str]:
         stage = STAGES[recipe.stage]
         if stage.name == "pretrain" and self.format != "text":
-            yield f"data.format: '{self.format}' holds answers, but stage pretrain learns from text"
+            yield f"data.format: '{self.format}' has answers, but stage pretrain learns from text"
         if stage.form != "tokens":
             if self.packing:
                 yield f"data.packing: stage {stage.name} does not pack; leave it out"
             if self.format != "auto":
-                yield f"data.format: stage {stage.name} has a format of its own; leave it out"
+                yield f"data.format: stage {stage.name} has its own format; leave it out"
         if self.columns and self.template:
             yield "data.template: cannot be combined with data.columns; keep one of them"
         if self.format == "text" and self.completion_only_loss:

@@ -15,7 +15,7 @@ class DiskSection(Section):
     block: str = Field(default="model.layers.{layer}.mlp", description="the MoE block")
     router: str = Field(default="gate.weight", description="router weight")
     router_bias: str | None = Field(
-        default=None, description="correction bias that is added for the selection alone"
+        default=None, description="correction bias that is added only for the selection"
     )
     gate: str | None = Field(
         default="experts.{expert}.gate_proj.weight", description="gate projection of one expert"
@@ -27,7 +27,7 @@ class DiskSection(Section):
         default="experts.{expert}.down_proj.weight",
         description="down projection of one expert, or of all",
     )
-    gate_up: str | None = Field(default=None, description="where one tensor holds all experts")
+    gate_up: str | None = Field(default=None, description="where one tensor contains all experts")
     transposed: bool = Field(default=False, description="stacks are stored (expert, in, out)")
     per_expert: list[str] = Field(default=[], description="further tensors with one row an expert")
 

@@ -33,7 +33,7 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
     targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
         default=["attention", "shared_experts", "experts"],
-        description="what is adapted, beside the routers",
+        description="what is adapted, besides the routers",
     )
     experts: str = Field(default="all", description="all, or a selection file")
     parts: dict[Part, LoraPart] = Field(
@@ -51,7 +51,7 @@ class LoraSection(Section):
         description="kaiming, gaussian, orthogonal, pissa, pissa_niter_N or olora",
     )
     start: str | None = Field(
-        default=None, description="adapter's folder to go on from; default: new factors"
+        default=None, description="adapter's folder to continue from; default: new factors"
     )
     loraplus_lr_ratio: float | None = Field(
         default=None, ge=1, le=1e6, description="LoRA+: learning rate of B over that of the rest"
@@ -119,7 +119,7 @@ class LoraSection(Section):
         if self.rank is None:
             yield "lora.rank: required, but missing; wanted a whole number such as 32"
         if not self.targets and router == "frozen":
-            yield "lora.targets: an empty list with router.train 'frozen' leaves nothing to train"
+            yield "lora.targets: with an empty list and router.train 'frozen' nothing trains"
         if self.experts != "all" and "experts" not in self.targets:
             yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
         for part in self.parts:

@@ -99,20 +99,20 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
             outside its range.
     """
     if isinstance(method, Method):
-        given = method.model_dump(mode="json")
+        options = method.model_dump(mode="json")
     else:
-        given = {"preset": method} if isinstance(method, str) else dict(method or {})
-    given = merge_mappings(given, overrides)
-    preset = given.get("preset")
+        options = {"preset": method} if isinstance(method, str) else dict(method or {})
+    options = merge_mappings(options, overrides)
+    preset = options.get("preset")
     if preset is not None and not isinstance(preset, str):
         raise RecipeError(f"method.preset: {preset!r} is not the name of a preset")
     if preset:
-        given = merge_mappings(_preset(preset), _with_share(preset, given))
-    elif given.get("share") is not None:
+        options = merge_mappings(_preset(preset), _with_share(preset, options))
+    elif options.get("share") is not None:
         raise RecipeError("method.share: needs a preset; without one give each term its share")
-    given["terms"] = _terms(given.get("terms") or {})
+    options["terms"] = _terms(options.get("terms") or {})
     try:
-        return Method.model_validate(given).model_copy(update={"share": None})
+        return Method.model_validate(options).model_copy(update={"share": None})
     except ValidationError as error:
         raise RecipeError("\n".join(describe(Method, error, ("method",)))) from None
 

@@ -27,16 +27,16 @@ CHANGEABLE = (
 CHANGEABLE_PREFIXES = ("trainer.eval_", "trainer.log_", "trainer.logging_", "trainer.save_")
 
 
-def check_resumable(saved: Recipe, after: Recipe, where: str) -> list[str]:
+def check_resumable(saved: Recipe, resumed: Recipe, where: str) -> list[str]:
     """The dotted keys that differ, none of which changes a step that is trained already.
 
     Args:
-        where: the file that ``before`` comes from.
+        where: the file that ``saved`` comes from.
 
     Raises:
         RecipeError: others differ; the message names them.
     """
-    old, new = (dict(_leaves(recipe.to_mapping(), "")) for recipe in (saved, after))
+    old, new = (dict(_leaves(recipe.to_mapping(), "")) for recipe in (saved, resumed))
     changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
     if fixed := [key for key in changed if not _changeable(key)]:
         lines = [f"  {key}: {_short(old, key)}, now {_short(new, key)}" for key in fixed]

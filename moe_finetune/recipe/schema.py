@@ -162,7 +162,7 @@ def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
     if stage == "grpo" and not recipe.rewards:
         yield (
             "rewards: required by stage grpo, but missing; name one (exact_match, boxed, code) or "
-            "a file with a function of your own"
+            "a file with your function"
         )
     if recipe.teacher is not None and stage != "distill":
         yield f"teacher: only stage distill has one, and this is stage {stage}"

@@ -104,7 +104,7 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """What the processes that a launcher starts share; each has batches of its own all the same."""
+    """What the processes of a launcher share; each still has its own batches."""
 
     experts: int | Literal["all"] = Field(
         default=1,
@@ -181,7 +181,7 @@ class RewardSection(Section):
     """A reward of reinforcement: one by name, or a function of the user's own Python file."""
 
     name: str | None = Field(default=None, description="exact_match, boxed or code")
-    file: str | None = Field(default=None, description="a Python file of your own")
+    file: str | None = Field(default=None, description="your Python file")
     function: str = Field(default="reward", description="of that file")
     weight: float = Field(
         default=1.0, ge=-1e6, le=1e6, allow_inf_nan=False, description="of this reward in the sum"
@@ -223,8 +223,8 @@ class ExportSection(Section):
 class EvaluationSection(Section):
     """What the merged checkpoint is tested on, and, with ``every``, the model on its way there.
 
-    The states on the way are kept beside the training checkpoints, whatever becomes of those, and
-    scored after training; then their weights are deleted.
+    The states are kept apart from the training checkpoints and scored after training; then their
+    weights are deleted.
     """
 
     suite: str = Field(min_length=1, description="name or file of a suite")
@@ -234,7 +234,7 @@ class EvaluationSection(Section):
     )
     limit: int | None = Field(default=None, ge=1, description="items of each task")
     every: int | None = Field(
-        default=None, ge=1, description="steps between scores; default: at the end alone"
+        default=None, ge=1, description="steps between scores; default: only at the end"
     )
     data_dir: str | None = Field(default=None, description="folder of local task data")
     vllm: dict[str, Any] = Field(default={}, description="engine arguments")

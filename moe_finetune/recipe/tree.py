@@ -117,7 +117,7 @@ def _parse(path: Path) -> Tree:
 
 
 def _near_file(path: Path) -> str:
-    """The nearest recipe beside ``path``, or of the package where it names one of its folders."""
+    """The most similar name in the folder of ``path``, or among the package's recipes."""
     parts = path.parts
     folder = path.parent
     if parts[:1] == ("recipes",) and not folder.is_dir():

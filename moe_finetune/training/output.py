@@ -37,7 +37,7 @@ def check_output(recipe: Recipe, run: RunFolder, resume: bool) -> None:
     elif resume and output.is_dir():
         log.warning("--resume: %s is empty, so the run starts at its beginning", output)
     elif resume:
-        raise RecipeError(f"--resume: {output} holds no run; start it without --resume")
+        raise RecipeError(f"--resume: {output} contains no run; start it without --resume")
 
 
 def on_day_of(recipe: Recipe, run: RunFolder) -> Recipe:

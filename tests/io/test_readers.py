@@ -52,7 +52,7 @@ def test_a_file_is_named_with_its_line(tmp_path):
     with pytest.raises(DataError, match=r"x\.json:3: not JSON .*; do this"):
         read_object(file, DataError, "do this")
     file.write_text("[]")
-    with pytest.raises(DataError, match="holds list instead of an object; do this"):
+    with pytest.raises(DataError, match="contains list instead of an object; do this"):
         read_object(file, DataError, "do this")
 
 

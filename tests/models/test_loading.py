@@ -95,7 +95,7 @@ def test_index_that_leaves_its_folder_or_is_no_index(sharded):
     with pytest.raises(CheckpointError, match="not a file of its folder"):
         read_headers(sharded)
     index.write_text("[]")
-    with pytest.raises(CheckpointError, match="holds list instead of an object"):
+    with pytest.raises(CheckpointError, match="contains list instead of an object"):
         read_headers(sharded)
 
 

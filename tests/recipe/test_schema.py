@@ -151,7 +151,7 @@ def test_refusals_name_key_and_remedy(write, override, said):
 
 def test_contradictions(write):
     file = write("r.yaml", BASE)
-    assert "leaves nothing to train" in refused(file, ["lora.targets=[]", "router.train=frozen"])[0]
+    assert "nothing trains" in refused(file, ["lora.targets=[]", "router.train=frozen"])[0]
     assert "needs a `lora:` section" in refused(file, ["lora=null", "router.train=lora"])[0]
     assert load_recipe(file, ["lora=null"]).lora is None
     assert "nothing else to verify" in refused(file, ["export={merge: false, verify: true}"])[0]

@@ -84,7 +84,7 @@ def test_missing_files_leave_fields_empty(tmp_path: Path):
         ("eval/results.json", '{"tasks": {"x": {"stderr": 0.1}}}', "task 'x' has no 'value'"),
         ("eval/results.json", '{"tasks": []}', None),
         ("eval/results.json", '{"tasks": [1]}', "'tasks' must map"),
-        ("environment.json", '"text"', "holds str instead of an object"),
+        ("environment.json", '"text"', "contains str instead of an object"),
     ],
 )
 def test_damaged_file_is_named(tmp_path: Path, name: str, text: str, place: str | None):

@@ -193,7 +193,7 @@ def test_a_training_that_cannot_begin_leaves_no_folder(base, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="holds other files"):
+    with pytest.raises(OutputExistsError, match="contains other files"):
         trainer_of(base, tmp_path, SpecializationCallback("none", output=taken)).train()
     assert [path.name for path in taken.iterdir()] == ["notes.txt"]
 

@@ -279,11 +279,11 @@ def test_stages_in_a_row_start_from_the_one_before(made, checkpoint, tmp_path):
     name = "model.layers.1.mlp.gate.weight"
     assert not torch.equal(start[name], first[name]) and not torch.equal(first[name], second[name])
     assert logged(output / "2-dpo", "rewards/margins")[0] == 0
-    with pytest.raises(OutputExistsError, match="holds a chain of stages already"):
+    with pytest.raises(OutputExistsError, match="already contains a chain of stages"):
         run_chain(output, runs)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="other holds other files"):
+    with pytest.raises(OutputExistsError, match="other contains other files"):
         run_chain(tmp_path / "other", runs, resume=True)
     before = (output / "1-sft" / "metrics.jsonl").stat().st_mtime_ns
     for left in ("2-dpo", "report"):

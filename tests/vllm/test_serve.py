@@ -330,7 +330,7 @@ def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
     said = process.stderr.read() if streams == "out" else ""
     assert process.wait(60) == 0 and file.read_text() == "whole"
     assert said == (
-        "standard output was closed by its reader; the command goes on without it\n"
+        "standard output was closed by its reader; the command continues without it\n"
         if streams == "out"
         else ""
     )
