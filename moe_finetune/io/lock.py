@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +27,8 @@ from moe_finetune.io.leftovers import clear_beside
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-_REMOVED_BY_OTHERS = 1000
-"""Times that a folder may vanish in a row; some file systems, such as /proc, never take a file."""
+_RETRIES = 1000
+"""Times that the lock's file or folder may vanish in a row; /proc, for one, never takes a file."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
@@ -146,22 +145,15 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
     if not target.name:
         raise OutputError(f"{target}: is the root of the file system; choose another --output")
     path = target.with_name(f".{target.name}.lock")
-    removed = 0
-    while True:
-        _make_folders(path.parent, new_folders)
+    for _ in range(_RETRIES):
+        new_folders += _make_folders(path.parent)
         file: Path | None = path
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError as problem:
-            removed += 1  # the previous owner of a lock has just removed the folder
-            if removed < _REMOVED_BY_OTHERS:
-                continue
-            raise OutputError(
-                f"{path.parent}: no file can be made there ({problem.strerror}); "
-                "choose another --output"
-            ) from None
+        except FileNotFoundError:
+            continue  # the previous owner of a lock has just removed the folder
         except OSError as problem:
-            # An output that is given as an empty folder inside one that cannot be written.
+            # An output that is an existing folder inside one that cannot be written.
             if not target.is_dir():
                 raise OutputError(
                     f"{path.parent}: cannot be written ({problem.strerror}); "
@@ -180,29 +172,24 @@ def _acquire(target: Path, shared: bool, wait: bool) -> OutputLock:
             os.close(descriptor)
             raise
         os.close(descriptor)
+    raise OutputError(f"{path.parent}: no file can be made there; choose another --output")
 
 
-def _make_folders(folder: Path, new_folders: list[Path]) -> None:
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    if not folder.is_dir():
-        raise OutputError(f"{folder}: is not a folder; choose another --output")
-    for path in reversed(missing):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if not path.is_dir():
-                raise OutputError(f"{path}: is not a folder; choose another --output") from None
-            continue
-        except FileNotFoundError:
-            return  # its parent is gone again; the caller begins anew
-        except OSError as problem:
-            raise OutputError(
-                f"{path}: cannot be made ({problem.strerror}); choose another --output"
-            ) from None
-        new_folders.insert(0, path)
+def _make_folders(folder: Path) -> list[Path]:
+    """Make ``folder``; return what was missing of it, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise OutputError(f"{existing}: is not a folder; choose another --output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:
+        return []  # its parent is gone again; the caller retries
+    except OSError as problem:
+        raise OutputError(
+            f"{folder}: cannot be made ({problem.strerror}); choose another --output"
+        ) from None
+    return missing
 
 
 def _take(descriptor: int, kind: int, wait: bool) -> bool:
@@ -238,31 +225,15 @@ def _sign(descriptor: int) -> None:
 
 
 def _busy(target: Path, file: Path | None) -> OutputBusyError:
-    holder = "another process"
-    for _ in range(20 if file is not None else 0):
-        try:
-            assert file is not None
+    owner = "another process"
+    with suppress(OSError, ValueError):  # the owner may be about to sign
+        if file is not None:
             pid, host, since = file.read_text(encoding="utf-8").split()
             where = "" if host == socket.gethostname() else f" on {host}"
-            holder = f"process {pid}{where}, since {since}"
-            if where or _alive(int(pid)):
-                break
-        except (OSError, ValueError):
-            pass
-        time.sleep(0.01)  # who has the lock is about to sign
+            owner = f"process {pid}{where}, since {since}"
     return OutputBusyError(
-        f"{target} is being written by {holder}; wait for it to end, or choose another --output"
+        f"{target} is being written by {owner}; wait for it to end, or choose another --output"
     )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _after_fork() -> None:

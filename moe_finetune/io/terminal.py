@@ -21,6 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from moe_finetune.io.board import Board, Phase
+from moe_finetune.io.board import duration as duration
+
 Style = Literal["live", "plain", "json"]
 OWN = "moe_finetune"
 EVERY = 30.0
@@ -41,7 +44,7 @@ class Terminal:
         self._style, self.quiet, self.capture = style, quiet, capture
         self._stream: TextIO | None = None
         self._live: Any = None
-        self._phase: _Phase | None = None
+        self._phase: Phase | None = None
         self._told = 0.0
 
     @property
@@ -98,7 +101,7 @@ class Terminal:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A stage of the work: shown while it lasts, and as one line with its time at its end."""
-        outer, self._phase = self._phase, _Phase(name)
+        outer, self._phase = self._phase, Phase(name)
         self._told = time.monotonic()
         phase, failed = self._phase, True
         try:
@@ -127,7 +130,7 @@ class Terminal:
 
         console = Console(file=self.stream, force_terminal=True, highlight=False)
         live = Live(
-            _Board(self), console=console, transient=True, refresh_per_second=4,
+            Board(lambda: self._phase), console=console, transient=True, refresh_per_second=4,
             redirect_stdout=self._stream is None, redirect_stderr=self._stream is None,
         )  # fmt: skip
         with live:
@@ -193,56 +196,6 @@ class Terminal:
             console.close()
 
 
-class _Phase:
-    """What is known of a stage that is under way."""
-
-    def __init__(self, name: str):
-        self.name, self.started = name, time.monotonic()
-        self.done = self.total = 0.0
-        self.note = ""
-        self.rows: list[tuple[str, str, str, str]] = []
-
-
-class _Board:
-    """The block at the bottom of a live terminal."""
-
-    def __init__(self, terminal: Terminal):
-        self.terminal = terminal
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        phase = self.terminal._phase
-        if phase is None:
-            return Text("")
-        passed = time.monotonic() - phase.started
-        line = Table.grid(padding=(0, 1))
-        cells: list[Any] = [Text(phase.name, style="bold")]
-        if phase.total:
-            width = 24 if shutil.get_terminal_size().columns >= 100 else 12
-            bar = ProgressBar(total=phase.total, completed=phase.done, width=width)
-            cells += [bar, Text(f"{100 * phase.done / phase.total:3.0f} %")]
-        else:
-            cells.append(Text("·" * (1 + int(passed) % 3)))
-        cells.append(Text(duration(passed)))
-        if phase.note:
-            cells.append(Text(phase.note, overflow="ellipsis", no_wrap=True))
-        line.add_row(*cells)
-        if not phase.rows:
-            return line
-        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
-        table.add_column("", overflow="ellipsis", no_wrap=True)
-        for head in ("first", "last"):
-            table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, overflow="crop")
-        for row in phase.rows:
-            table.add_row(*(Text(cell) for cell in row))
-        return Group(table, line)
-
-
 class Records(logging.Handler):
     """Shows this package's log records on the terminal; those of libraries go where they wrote."""
 
@@ -261,15 +214,6 @@ class Records(logging.Handler):
             self._warned.add(text)
             plain = console.style != "json" and not text.startswith("WARNING")
             console.say(f"warning: {text}" if plain else text, "warning")
-
-
-def duration(seconds: float) -> str:
-    """A time for people: ``4.2 s``, ``3:07``, ``1:02:33``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    hours, remainder = divmod(int(seconds), 3600)
-    minutes, rest_seconds = divmod(remainder, 60)
-    return f"{hours}:{minutes:02}:{rest_seconds:02}" if hours else f"{minutes}:{rest_seconds:02}"
 
 
 def whole_words(text: str, width: int) -> str:

@@ -19,7 +19,5 @@ def test_mamba_s_time_steps_may_have_no_limit_and_nothing_else(tmp_path):
     assert carried["time_step_limit"] == [0.0, float("inf")] and carried["dtype"] == "float32"
     for value in ("Infinity", "NaN", "[1.0, 1e999]", '{"factor": -Infinity}'):
         file.write_text(f'{{"model_type": "nemotron_h", "rope_scaling": {value}}}')
-        with pytest.raises(
-            CheckpointError, match=r"config.json: rope_scaling contains NaN"
-        ):
+        with pytest.raises(CheckpointError, match=r"config.json: rope_scaling contains NaN"):
             read_config(tmp_path)
