@@ -71,7 +71,7 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the saved adapter: one config, one tokenizer, one reading of the values."""
+    """From the checks to the saved adapter: one config, one tokenizer, values read once."""
     from moe_finetune.checkpoint import values
     from moe_finetune.models import loading
 
