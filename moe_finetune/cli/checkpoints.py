@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from moe_finetune.training.proof import Proof
 
 
-class Format(StrEnum):
-    """How a verb prints what it found."""
-
-    text = "text"
-    json = "json"
-
-
 class StoredAs(StrEnum):
     """How a merge stores its weights."""
 
@@ -70,9 +63,6 @@ def inspect(
             "--gpus", min=1, max=4096, help="Plan the memory of each of so many GPUs under FSDP2."
         ),
     ] = 1,
-    format: Annotated[
-        Format, typer.Option("--format", help="How to print; json as --json.")
-    ] = Format.text,
 ) -> None:
     """Show a checkpoint's family, sizes and routing, and what a recipe would train in it.
 
@@ -84,7 +74,6 @@ def inspect(
     from moe_finetune.recipe.schema import load_recipe
     from moe_finetune.training.inspection import inspect_checkpoint
 
-    json = json or format is Format.json
     checkpoint = str(checkpoint_in(checkpoint))
     if prove:
         read = load_recipe(recipe) if recipe else None  # may declare the family
