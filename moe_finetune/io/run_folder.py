@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         for line_number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    if unfinished.endswith("}"):  # whole, of a file without a last line break
+    with suppress(DataError):  # whole where the file only lacks its last line break
         rows.append(_row(unfinished, f"{path}:{len(lines) + 1}"))
     return rows
 

@@ -1,0 +1,94 @@
+"""The files of a run by name, its log while it is written, and the note that something is done."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from moe_finetune.errors import DataError, StudyError
+from moe_finetune.io.done import DoneNote
+from moe_finetune.io.run_folder import RunFolder, read_log
+
+
+def test_every_file_of_a_run_has_its_place(tmp_path):
+    run = RunFolder(tmp_path)
+    files = {
+        str(path.relative_to(tmp_path))
+        for path in (run.recipe, run.environment, run.summary, run.metrics, run.routing_after,
+                     run.adapter, run.results, run.base_results, run.step(40).results, run.page)
+    }  # fmt: skip
+    assert files == {
+        *("recipe.yaml", "environment.json", "summary.json", "metrics.jsonl", "adapter"),
+        *("routing/after.json", "eval/results.json", "eval_base/results.json"),
+        *("steps/40/eval/results.json", "report/index.html"),
+    }
+
+
+def test_states_of_training_are_in_the_order_of_their_steps(tmp_path):
+    for name in ("100", "9", "20", "x", "3.tmp"):
+        (tmp_path / "steps" / name).mkdir(parents=True)
+    assert list(RunFolder(tmp_path).kept_steps()) == [9, 20, 100]
+
+
+def test_a_stage_is_done_when_its_product_and_its_note_are_there(tmp_path):
+    run = RunFolder(tmp_path)
+    assert not run.trained and not run.merge_done
+    run.adapter.mkdir()
+    assert run.trained and not run.merge_done
+    run.merged.mkdir()
+    assert not run.merge_done, "killed before its note"
+    run.note(merge={"seconds": 2.5})
+    run.note(seconds=3.5)
+    assert run.merge_done and run.read_summary() == {"merge": {"seconds": 2.5}, "seconds": 3.5}
+    run.adapter.rmdir()
+    run.summary.unlink()
+    assert run.trained and run.merge_done, "the whole model was trained"
+
+
+def test_a_log_is_read_while_it_is_written(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert read_log(log) == []
+    whole = '{"step": 1, "loss": 2.5}\n\n{"step": 2, "loss": NaN}\n'
+    for end, steps in (
+        ("", [1, 2]),
+        ('{"step": 3, "lo', [1, 2]),
+        ('{"step": 3, "load": {"a": 1}', [1, 2]),
+        ('{"step": 3}', [1, 2, 3]),
+    ):
+        log.write_text(whole + end)
+        rows = read_log(log)
+        assert [row["step"] for row in rows] == steps
+        assert rows[0]["loss"] == 2.5 and math.isnan(rows[1]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"step": 3, "loss"', "not JSON"),
+        ("[1, 2]", "expected an object, got list"),
+        ('{"loss": 1.0}', "'step' is None, expected a number"),
+        ('{"step": true}', "'step' is True"),
+    ],
+)
+def test_a_damaged_row_is_named(tmp_path, line, problem):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(DataError) as refused:
+        read_log(log)
+    assert f"{log}:2: {problem}" in str(refused.value)
+
+
+def test_a_note_is_of_one_hash(tmp_path):
+    note = DoneNote(tmp_path / "a" / "note.json", StudyError, "make it again")
+    assert not note.written and not note.is_of("x") and note.read() == {}
+    note.write("x", seconds=1.5)
+    assert note.written and note.is_of("x") and not note.is_of("y")
+    assert json.loads(note.path.read_text()) == {"inputs": "x", "seconds": 1.5}
+    note.path.write_text("{")
+    with pytest.raises(StudyError, match="make it again"):
+        note.is_of("x")
+    note.remove()
+    note.remove()
+    assert not note.written
