@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_finetune.checkpoint import merge_adapter
+from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.errors import AdapterError, DependencyError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -144,7 +144,7 @@ def test_training_goes_on_from_an_adapter(base, maker, tmp_path):
     wanted = logits(load(tmp_path / "merged"))
     lora = LoraSection(rank=6, alpha=5.0, targets=["attention", "experts"])
     model = add_lora(load(base), lora, "lora" if maker == "router" else "frozen")
-    continue_adapter(model, adapter, base)
+    continue_adapter(model, adapter, open_checkpoint(base))
     assert (logits(model.eval()) - wanted).norm() < 1e-5 * wanted.norm()
     assert (logits(load(base)) - wanted).norm() > 0.02 * wanted.norm()
 
@@ -156,7 +156,7 @@ def test_an_adapter_that_the_recipe_cannot_go_on_from(base, recipe, tmp_path):
         (LoraSection(rank=3, alpha=6.0), "has rank 4, and the recipe gives it 3"),
     ):
         with pytest.raises(AdapterError, match=part):
-            continue_adapter(add_lora(load(base), lora, "lora"), adapter, base)
+            continue_adapter(add_lora(load(base), lora, "lora"), adapter, open_checkpoint(base))
     with pytest.raises(AdapterError, match="no such adapter folder"):
         check_inputs(recipe({"start": str(tmp_path / "nowhere")}))
 
