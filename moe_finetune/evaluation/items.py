@@ -19,23 +19,17 @@ def read_items(samples: str | Path, *more: str) -> list[dict[str, Any]]:
         more: further required fields.
 
     Raises:
-        DataError: a row without a field, or that does not name an item.
+        DataError: a row without a field.
     """
     return one_row_per_item(read_rows(samples, (*ITEM_FIELDS, *more)))
 
 
 def one_row_per_item(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep one row per task and item; samples have one per answer extraction."""
-    last: dict[tuple[str, int], dict[str, Any]] = {}
+    first: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
-        name = (row["task"], row["doc_id"])
-        if [type(part) for part in (*name, row["item"])] != [str, int, str]:
-            raise DataError(
-                f"samples: task {name[0]!r:.60}, doc_id {name[1]!r:.60}, item {row['item']!r:.60} "
-                "do not name an item"
-            )
-        last.setdefault(name, row)
-    return list(last.values())
+        first.setdefault((row["task"], row["doc_id"]), row)
+    return list(first.values())
 
 
 def item_texts(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -170,12 +170,14 @@ def assign(
     from scipy.optimize import linear_sum_assignment
 
     points, clusters = costs_CN.shape
+    # A column for each place: cluster n has most_N[n] places, and its first least_N[n] must be
+    # filled. Then an optimal assignment of rows to columns keeps both bounds.
     places_P = np.repeat(np.arange(clusters), sizes.most_N)
     first_P = np.repeat(np.cumsum(sizes.most_N) - sizes.most_N, sizes.most_N)
     must_P = np.arange(len(places_P)) - first_P < sizes.least_N[places_P]
-    # Rows beyond the points' are empty places, which must not be those that have to be filled.
+    # Rows beyond the points stand for empty places; they are kept out of the places to fill.
     costs_PP = np.zeros((len(places_P), len(places_P)))
-    costs_PP[:points] = (costs_CN / (costs_CN.max() or 1.0))[:, places_P]
+    costs_PP[:points] = (costs_CN / (costs_CN.max() or 1.0))[:, places_P]  # at most 1, far < FAR
     costs_PP[points:, must_P] = FAR
     for point, cluster in (pinned or {}).items():
         costs_PP[point, places_P != cluster] = FAR

@@ -212,26 +212,10 @@ def write_results(folder, label="sums", samples="tasks/s/samples.jsonl"):
     return write_samples(file, ["0", "1", "x"])
 
 
-@pytest.mark.parametrize("label", ["../../x", "/tmp/x", "", "x" * 200])
-def test_names_of_results_do_not_lead_out_of_the_folder(tmp_path, label):
-    write_results(tmp_path / "r", label)
-    with pytest.raises(EvaluationError, match="cannot name a folder"):
-        generation_tasks([tmp_path / "r"])
-    # The control: a name that can.
+def test_sheets_are_named_by_the_task(tmp_path):
     write_results(tmp_path / "good", "a b-1.5_c")
     sheets = write_sheets(generation_tasks([tmp_path / "good"]), tmp_path / "sheets", 2)
     assert sheets[0].csv == tmp_path / "sheets" / "a b-1.5_c" / "annotate.csv"
-
-
-@pytest.mark.parametrize("samples", ["../x.jsonl", 7])
-def test_samples_are_read_and_judged_in_their_folder_only(tmp_path, samples, server):
-    write_samples(tmp_path / "x.jsonl", ["0"])
-    folder = tmp_path / "r"
-    write_results(folder, samples=samples)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(EvaluationError, match=r"outside of the folder|names no file of samples"):
-        list(judge_tasks(generation_tasks([folder]), "m", server.url))
-    assert sorted(tmp_path.rglob("*")) == before and server.bodies == []
 
 
 @pytest.mark.parametrize(
@@ -239,7 +223,6 @@ def test_samples_are_read_and_judged_in_their_folder_only(tmp_path, samples, ser
     [
         ({"replies": []}, "each row has replies"),
         ({"replies": [["a"], 3], "doc": []}, "doc is not an object"),
-        ({"doc_id": "x"}, "do not name an item"),
         ({"metrics": {}}, "has no metric 'exact_match'"),
     ],
 )

@@ -89,6 +89,8 @@ def program(forks: bool) -> bytes:
         forks: allow new processes (never new namespaces); threads are allowed in any case.
     """
     audit, column = _MACHINES[platform.machine()]
+    # A jump is (code, lines to skip if true, lines to skip if false, value). First the processor,
+    # because call numbers differ between processors, then the call's number.
     code = [
         (_LOAD, 0, 0, _MACHINE), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY),
@@ -108,6 +110,7 @@ def program(forks: bool) -> bytes:
             (_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT),
             (_EQUAL, 0, 1, socket.AF_UNIX), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _DENY),
         ])  # fmt: skip
+    # clone makes threads, processes and namespaces; its first argument says which.
     code.extend([
         (_EQUAL, 0, 3 if forks else 5, _CLONE[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 0, 1, _CLONE_NEW), (_RETURN, 0, 0, _DENY),
