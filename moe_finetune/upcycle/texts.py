@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,7 +27,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 TOKENS_FILE, LENGTHS_FILE, INDEX_FILE = "tokens.bin", "lengths.npy", "texts.json"
 BATCH_CHARACTERS = 1 << 18
 """Characters tokenized at a time: the tokenizer takes some thirty times their memory."""
-_SCAN_BYTES = 8 << 20
+SCAN_IDS = 2 << 20
+"""Ids counted at a time."""
+Item = TypeVar("Item", str, np.ndarray)
 
 
 class SizedTexts(Protocol):
@@ -93,7 +95,7 @@ class Texts:
         ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         lengths: list[np.ndarray] = []
         with (folder / TOKENS_FILE).open("wb") as stream:
-            for batch in _batches(chain.from_iterable(categories.values())):
+            for batch in _batches(chain.from_iterable(categories.values()), BATCH_CHARACTERS):
                 encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
                 rows = [np.array(opening + ids + ending, "<i4") for ids in encoded["input_ids"]]
                 lengths.append(np.array([len(row) for row in rows], np.int64))
@@ -198,36 +200,23 @@ class Texts:
         """Occurrences of every token id in each category's training texts: ``(C, V)`` int64."""
         counts_CV = np.zeros((len(self.categories), vocabulary), np.int64)
         for category, counts_V in enumerate(counts_CV):
-            for part in _parts(self.ids(self.numbers("train", category))):
-                counts_V += np.bincount(part, minlength=vocabulary)
+            for batch in _batches(self.ids(self.numbers("train", category)), SCAN_IDS):
+                counts_V += np.bincount(np.concatenate(batch), minlength=vocabulary)
         return counts_CV
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(items: Iterable[Item], limit: int) -> Iterator[list[Item]]:
+    """Lists of consecutive items; a list ends when the items' lengths reach ``limit``."""
+    batch: list[Item] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
+    for item in items:
+        batch.append(item)
+        size += len(item)
+        if size >= limit:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _parts(texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Concatenate texts to parts of a few megabytes."""
-    part: list[np.ndarray] = []
-    size = 0
-    for ids in texts:
-        part.append(ids)
-        size += ids.nbytes
-        if size >= _SCAN_BYTES:
-            yield np.concatenate(part)
-            part, size = [], 0
-    if part:
-        yield np.concatenate(part)
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
