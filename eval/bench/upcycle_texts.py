@@ -31,7 +31,7 @@ import numpy as np
 from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.upcycle.categories import read_categories
 from moe_finetune.upcycle.clustering import cluster_categories
-from moe_finetune.upcycle.recipe import TextSection
+from moe_finetune.upcycle.sections import TextSection
 from moe_finetune.upcycle.texts import Texts
 from moe_finetune.upcycle.training import dataset_of, release
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from moe_finetune.experiments import render
+from moe_finetune.experiments.columns import Column
 from moe_finetune.experiments.results import AVERAGE, StudyResults
-from moe_finetune.experiments.table import Cell, Column, Group, Table, group_and_row
+from moe_finetune.experiments.table import Cell, Group, Table, group_and_row
 from moe_finetune.io import write_atomic
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.frame import nth_color

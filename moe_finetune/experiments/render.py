@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_finetune.experiments.table import Cell, Column, Group, Row, Table
+from moe_finetune.experiments.columns import Column
+from moe_finetune.experiments.table import Cell, Group, Row, Table
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.tables import aligned, csv_text, markdown
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from scipy.stats import rankdata
 
-from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.errors import StudyError
 from moe_finetune.evaluation.comparison import check_joined
-from moe_finetune.evaluation.score import Score, compare_scores, higher_is_better
+from moe_finetune.evaluation.score import Score, compare_scores
+from moe_finetune.experiments.columns import Column, columns_of, value_of
 from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.metrics.statistics import (
@@ -25,21 +26,6 @@ from moe_finetune.metrics.statistics import (
     mean_and_deviation,
     relative_gain,
 )
-
-
-@dataclass(frozen=True)
-class Column:
-    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is the direction."""
-
-    name: str
-    metric: str
-    better: str
-    benchmark: bool
-    percent: bool = False
-
-    @property
-    def higher_is_better(self) -> bool:
-        return self.better == "higher"
 
 
 @dataclass
@@ -121,7 +107,7 @@ def make_table(results: StudyResults) -> Table:
         if runs := results.of(arm):
             groups.setdefault(name, Group(name, group_values, []))
             runs_of.setdefault((name, within), []).extend(runs)
-    columns = _columns(results)
+    columns = columns_of(results)
     for (name, within), runs in runs_of.items():
         labels = [column.name for column in columns if column.benchmark]
         cells = {c.name: cell for c in columns if (cell := _cell(c, runs, labels)) is not None}
@@ -149,66 +135,6 @@ def group_and_row(results: StudyResults, values: dict[str, str]) -> tuple[str, s
     return ", ".join(names), "-".join(values[axis] for axis in compared) or results.name
 
 
-def _columns(results: StudyResults) -> list[Column]:
-    by_label: dict[str, Column] = {}
-    for run in results.finished:
-        for label, task in run.tasks.items():
-            better = "higher" if higher_is_better(task) else "lower"
-            by_label.setdefault(label, Column(label, task["metric"], better, benchmark=True))
-    labels = results.benchmarks if results.benchmarks is not None else list(by_label)
-    for label in labels:
-        if label not in by_label:
-            raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, by_label)}")
-    columns = [_percent(by_label[label], results) for label in labels]
-    metrics = dict(results.metrics)
-    if not metrics and any(run.has("eval_loss") for run in results.finished):
-        metrics = {"eval_loss": "lower"}
-    if metrics.pop(AVERAGE, None):
-        columns.append(_average(columns))
-    for name, better in metrics.items():
-        if not any(run.has(name) for run in results.finished):
-            raise StudyError(
-                f"metrics: no run has '{name}'{did_you_mean(name, _known(results.finished[0]))}"
-            )
-        columns.append(Column(name, name, better, benchmark=False))
-    return columns
-
-
-def _average(benchmarks: list[Column]) -> Column:
-    """The column of the mean over all benchmarks.
-
-    Raises:
-        StudyError: there are none, or a mean over them says nothing.
-    """
-    if not benchmarks:
-        raise StudyError("metrics: average: no run has a benchmark")
-    if len({(column.better, column.percent) for column in benchmarks}) > 1:
-        names = ", ".join(column.name for column in benchmarks)
-        raise StudyError(
-            f"metrics: average: {names} differ in direction or unit; name those to average in "
-            "benchmarks"
-        )
-    first = benchmarks[0]
-    return Column(AVERAGE, AVERAGE, first.better, benchmark=False, percent=first.percent)
-
-
-def _known(run: RunResult) -> list[str]:
-    return sorted({key for row in run.rows for key in row} - {"kind", "step"})
-
-
-def _percent(column: Column, results: StudyResults) -> Column:
-    values = [v for run in results.finished if (v := _value(column, run)) is not None]
-    shares = bool(values) and all(0 <= value <= 1 for value in values)
-    return Column(column.name, column.metric, column.better, True, percent=shares)
-
-
-def _value(column: Column, run: RunResult) -> float | None:
-    if not column.benchmark:
-        return run.value(column.name)
-    task = run.tasks.get(column.name)
-    return task["value"] if task else None
-
-
 def _cell(column: Column, runs: list[RunResult], benchmarks: list[str]) -> Cell | None:
     """Mean and spread over seeds; of a metric that several runs of a seed have, their mean.
 
@@ -218,7 +144,7 @@ def _cell(column: Column, runs: list[RunResult], benchmarks: list[str]) -> Cell 
         return _averages(runs, benchmarks)
     by_run: dict[int, list[float]] = {}
     for run in runs:
-        if (value := _value(column, run)) is not None:
+        if (value := value_of(column, run)) is not None:
             by_run.setdefault(run.seed, []).append(value)
     if not by_run:
         return None
@@ -317,7 +243,7 @@ def _scores(column: Column, runs: list[RunResult], seeds: list[int]) -> list[Sco
     """The benchmark's score for each seed, from the run that has it."""
     scores: dict[int, Score] = {}
     for run in runs:
-        if run.seed in seeds and _value(column, run) is not None:
+        if run.seed in seeds and value_of(column, run) is not None:
             scores[run.seed] = Score.parse(run.tasks[column.name], RunFolder(run.folder).evaluation)
     return [scores[seed] for seed in seeds]
 

@@ -28,7 +28,7 @@ from moe_finetune.errors import DataError
 from moe_finetune.upcycle.texts import opening_ids
 
 if TYPE_CHECKING:
-    from moe_finetune.upcycle.recipe import JudgementSection
+    from moe_finetune.upcycle.sections import JudgementSection
     from moe_finetune.upcycle.texts import Split, Texts
 
 log = logging.getLogger(__name__)

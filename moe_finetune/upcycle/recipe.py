@@ -10,17 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from moe_finetune.errors import RecipeError, did_you_mean
 from moe_finetune.recipe.lora import LoraSection
-from moe_finetune.recipe.method import Method, resolve_method
-from moe_finetune.recipe.section import Section, WholeRecipe
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.section import WholeRecipe
 from moe_finetune.recipe.tree import load_tree
 from moe_finetune.recipe.validation import from_tree
 from moe_finetune.upcycle.corpus import SOURCES
+from moe_finetune.upcycle.sections import (
+    ArmSection,
+    ClusterSection,
+    DenseSection,
+    EvaluationSection,
+    ExpertSection,
+    FinetuneSection,
+    MergeSection,
+    RouterSection,
+    TextSection,
+)
 
 EPOCHS = "num_train_epochs"
 ALL_TARGETS = ("attention", "shared_experts", "experts")
@@ -31,155 +42,6 @@ DENSE_TARGETS: dict[str, tuple[str, ...]] = {
 """``lora.targets`` -> modules of a dense model; its feed-forward is what becomes an expert."""
 
 _NOT_HERE = {"parts", "use_rslora", "use_dora", "init", "start", "loraplus_lr_ratio"}
-
-
-class PretrainSection(Section):
-    """A small Llama pretrained here; heads of 32 (64 from a hidden size of 512)."""
-
-    vocab_size: int = Field(default=1024, ge=300, description="of the tokenizer that is trained")
-    hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="width")
-    intermediate_size: int = Field(default=256, ge=8, description="of the feed-forwards")
-    layers: int = Field(default=4, ge=1, description="decoder layers")
-    seed: int = Field(default=0, description="of the weights")
-    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
-
-
-class DenseSection(Section):
-    """The dense model: a checkpoint, or one that is pretrained here on the texts."""
-
-    path: str | None = Field(default=None, min_length=1, description="folder or hub id")
-    revision: str | None = Field(default=None, description="of the hub")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the weights")
-    pretrain: PretrainSection | None = None
-
-
-class TextSection(Section):
-    """The texts: a source for each category, or the built-in corpus of this Python's files."""
-
-    categories: dict[str, str | list[str]] | None = Field(
-        default=None, description="category -> its source or sources, rows of `text`"
-    )
-    corpus: Literal["python"] | None = Field(default=None, description="this Python's own files")
-    max_length: int = Field(default=2048, ge=8, description="tokens of a training row")
-    limit: int | None = Field(default=None, ge=10, description="texts of a category")
-    seed: int = Field(default=0, description="of the split into train, validation and test")
-
-
-class ClusterSection(Section):
-    """How categories become the data of N experts."""
-
-    count: int = Field(default=8, ge=2, description="clusters, and so experts")
-    pinned: dict[str, int] = Field(default={}, description="category -> cluster, from 0")
-    exclusive: bool = Field(
-        default=False, description="clusters with pinned categories get no others"
-    )
-    sizes: list[int] | None = Field(
-        default=None,
-        min_length=2,
-        max_length=2,
-        description="fewest and most categories of a cluster; default: equal, or as pinned",
-    )
-    table: str | None = Field(
-        default=None, description="a ready table of these texts; it decides the clusters"
-    )
-    restarts: int = Field(default=16, ge=1, description="of the clustering; the best is kept")
-    seed: int = Field(default=0, description="of the clustering")
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        return (self.sizes[0], self.sizes[1]) if self.sizes is not None else None
-
-
-class ExpertSection(Section):
-    """Continued training of the dense model on each cluster, or ready checkpoints."""
-
-    checkpoints: list[str] | None = Field(
-        default=None,
-        description="one a cluster, in order; needs `clusters.table`, or every category pinned",
-    )
-    lora: LoraSection | None = Field(default=None, description="default: the whole model")
-    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
-    processes: int = Field(default=1, ge=1, description="experts that are trained at the same time")
-
-
-class MergeSection(Section):
-    """The MoE that the experts become."""
-
-    top_k: int = Field(default=2, ge=1, description="experts per token")
-    router_std: float = Field(default=0.02, ge=0, description="of the random routers")
-
-
-class RouterSection(Section):
-    """Training of only the routers, on supervised routing."""
-
-    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
-
-
-class ArmSection(Section):
-    """One model that is fine-tuned and compared; ``trainer`` is laid over ``finetune.trainer``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
-
-    start: Literal["dense", "merged", "router"] = Field(description="what it is fine-tuned from")
-    label: str | None = Field(default=None, description="its name in tables; default: the key")
-    method: Method = Field(default=Method(), description="as in a recipe")
-    expert_steps: bool = Field(
-        default=False, description="from `dense`: trained for an expert's steps as well"
-    )
-    trainer: dict[str, Any] = Field(default={}, description="laid over `finetune.trainer`")
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _resolve(cls, value: Any) -> Any:
-        return value if isinstance(value, Method) else resolve_method(value)
-
-    @model_validator(mode="after")
-    def _fits(self) -> ArmSection:
-        if self.start == "dense" and self.method.terms:
-            raise ValueError("an arm that starts from 'dense' has no router and takes no terms")
-        if self.expert_steps and self.start != "dense":
-            raise ValueError(f"expert_steps: the experts of '{self.start}' had theirs already")
-        if self.method.bias_update is not None:
-            raise ValueError("method.bias_update: these checkpoints have no place for such a bias")
-        return self
-
-
-class FinetuneSection(Section):
-    """The last stage, for every arm: the whole model, or LoRA that is merged afterwards."""
-
-    lora: LoraSection | None = Field(default=None, description="default: the whole model")
-    trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
-
-
-class JudgementSection(Section):
-    """P3's Table 2: yes-or-no questions after solved ones.
-
-    Without ``file`` the questions are made from the texts: does one piece go on where the other
-    ends? Rows of a file have ``question`` and ``answer`` (true or false), and may have a
-    ``category``.
-    """
-
-    file: str | None = Field(
-        default=None, description="rows of `question` and `answer`; default: made from the texts"
-    )
-    shots: int = Field(default=5, ge=0, description="solved questions before each")
-    language: Literal["en", "ja"] = Field(
-        default="en", description="of the words around a question and of its answers"
-    )
-    items: int = Field(default=200, ge=2, description="at most")
-    piece: int = Field(default=32, ge=2, description="tokens of a piece, for made questions")
-
-
-class EvaluationSection(Section):
-    """What is measured of every arm."""
-
-    texts: int | None = Field(default=None, ge=1, description="of each category and split")
-    tokens_per_batch: int = Field(default=4096, ge=1, description="in one forward pass")
-    judgement: JudgementSection | None = JudgementSection()
-    passages: int = Field(default=4, ge=0, description="texts colored by expert")
-    passage_layer: int | None = Field(
-        default=None, ge=0, description="layer whose experts color them; default: the middle one"
-    )
 
 
 def _paper_arms(recipe: dict[str, Any]) -> dict[str, ArmSection]:

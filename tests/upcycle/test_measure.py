@@ -15,7 +15,8 @@ from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
 from moe_finetune.upcycle.measure import Pool, measure, passages, text_losses
-from moe_finetune.upcycle.recipe import JudgementSection, UpcycleRecipe
+from moe_finetune.upcycle.recipe import UpcycleRecipe
+from moe_finetune.upcycle.sections import JudgementSection
 from moe_finetune.upcycle.texts import SPLITS, Texts
 from tests import tiny
 from tests.upcycle import dense

@@ -1,0 +1,90 @@
+"""The columns of a study's table: benchmarks, their average, and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_finetune.errors import StudyError, did_you_mean
+from moe_finetune.evaluation.score import higher_is_better
+from moe_finetune.experiments.results import AVERAGE, RunResult, StudyResults
+
+
+@dataclass(frozen=True)
+class Column:
+    """A benchmark (``metric`` is its headline metric) or a metric; ``better`` is the direction."""
+
+    name: str
+    metric: str
+    better: str
+    benchmark: bool
+    percent: bool = False
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.better == "higher"
+
+
+def columns_of(results: StudyResults) -> list[Column]:
+    """The study's benchmarks, their average if it is asked for, and its metrics.
+
+    Raises:
+        StudyError: a benchmark or metric that no run has, or an average of different units.
+    """
+    by_label: dict[str, Column] = {}
+    for run in results.finished:
+        for label, task in run.tasks.items():
+            better = "higher" if higher_is_better(task) else "lower"
+            by_label.setdefault(label, Column(label, task["metric"], better, benchmark=True))
+    labels = results.benchmarks if results.benchmarks is not None else list(by_label)
+    for label in labels:
+        if label not in by_label:
+            raise StudyError(f"benchmarks: no run has '{label}'{did_you_mean(label, by_label)}")
+    columns = [_percent(by_label[label], results) for label in labels]
+    metrics = dict(results.metrics)
+    if not metrics and any(run.has("eval_loss") for run in results.finished):
+        metrics = {"eval_loss": "lower"}
+    if metrics.pop(AVERAGE, None):
+        columns.append(_average(columns))
+    for name, better in metrics.items():
+        if not any(run.has(name) for run in results.finished):
+            raise StudyError(
+                f"metrics: no run has '{name}'{did_you_mean(name, _logged_metrics(results.finished[0]))}"
+            )
+        columns.append(Column(name, name, better, benchmark=False))
+    return columns
+
+
+def _average(benchmarks: list[Column]) -> Column:
+    """The column of the mean over all benchmarks.
+
+    Raises:
+        StudyError: there are none, or a mean over them says nothing.
+    """
+    if not benchmarks:
+        raise StudyError("metrics: average: no run has a benchmark")
+    if len({(column.better, column.percent) for column in benchmarks}) > 1:
+        names = ", ".join(column.name for column in benchmarks)
+        raise StudyError(
+            f"metrics: average: {names} differ in direction or unit; name those to average in "
+            "benchmarks"
+        )
+    first = benchmarks[0]
+    return Column(AVERAGE, AVERAGE, first.better, benchmark=False, percent=first.percent)
+
+
+def _logged_metrics(run: RunResult) -> list[str]:
+    return sorted({key for row in run.rows for key in row} - {"kind", "step"})
+
+
+def _percent(column: Column, results: StudyResults) -> Column:
+    values = [v for run in results.finished if (v := value_of(column, run)) is not None]
+    shares = bool(values) and all(0 <= value <= 1 for value in values)
+    return Column(column.name, column.metric, column.better, True, percent=shares)
+
+
+def value_of(column: Column, run: RunResult) -> float | None:
+    """A run's value in a column; None if it has none."""
+    if not column.benchmark:
+        return run.value(column.name)
+    task = run.tasks.get(column.name)
+    return task["value"] if task else None
