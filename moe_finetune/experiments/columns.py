@@ -47,9 +47,8 @@ def columns_of(results: StudyResults) -> list[Column]:
         columns.append(_average(columns))
     for name, better in metrics.items():
         if not any(run.has(name) for run in results.finished):
-            raise StudyError(
-                f"metrics: no run has '{name}'{did_you_mean(name, _logged_metrics(results.finished[0]))}"
-            )
+            logged = _logged_metrics(results.finished[0])
+            raise StudyError(f"metrics: no run has '{name}'{did_you_mean(name, logged)}")
         columns.append(Column(name, name, better, benchmark=False))
     return columns
 
