@@ -50,22 +50,28 @@ class LaunchSection(Section):
     )
     config: str | None = Field(default=None, description="accelerate's --config_file")
     options: dict[str, str | int] = Field(
-        default={}, description="of sbatch: {partition: gpu, gres: 'gpu:8'}"
+        default={}, description="options of sbatch, such as {partition: gpu, gres: 'gpu:8'}"
     )
-    hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job")
-    jobs: int | None = Field(default=None, ge=1, description="Slurm jobs; default: one a run")
+    hours: float = Field(default=24.0, gt=0, description="time limit of a Slurm job, in hours")
+    jobs: int | None = Field(
+        default=None, ge=1, description="number of Slurm jobs; default: one for each run"
+    )
 
 
 class PlanSection(Section):
     """Assumptions of ``--plan``."""
 
-    hardware: str = Field(default="NVIDIA H100 SXM 80 GB", description="for the table's heading")
-    peak_tflops: float = Field(default=989.0, gt=0, description="dense bfloat16")
-    memory_gib: float = Field(default=80.0, gt=0, description="of one device")
+    hardware: str = Field(
+        default="NVIDIA H100 SXM 80 GB", description="name of the hardware, for the table"
+    )
+    peak_tflops: float = Field(
+        default=989.0, gt=0, description="peak of one device, dense bfloat16"
+    )
+    memory_gib: float = Field(default=80.0, gt=0, description="memory of one device")
     utilization: float = Field(
         default=0.15, gt=0, le=1, description="share of the peak that is reached"
     )
-    devices: int = Field(default=1, ge=1, description="of one run")
+    devices: int = Field(default=1, ge=1, description="devices of one run")
     tokens: float | None = Field(
         default=None, gt=0, description="training tokens of a run without max_steps"
     )
@@ -75,10 +81,11 @@ class StudyRecipe(Section):
     """Everything that decides a study. Read one with :func:`load_study`."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", description="default: the file's name"
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$",
+        description="name of the study; default: the file's name",
     )
-    title: str = Field(default="", description="heading")
-    source: str = Field(default="", description="paper and table or figure")
+    title: str = Field(default="", description="heading of table and page")
+    source: str = Field(default="", description="paper, and its table or figure")
     base: dict[str, Any] = Field(
         default={}, description="keys of every run's recipe, with `extends` for recipe files"
     )
@@ -86,8 +93,8 @@ class StudyRecipe(Section):
         default={},
         description="axis -> named arms (a recipe file, or keys), or a recipe key's values",
     )
-    only: dict[str, list[str]] = Field(default={}, description="axis -> the arms to keep of it")
-    seeds: list[int] = Field(min_length=1, description="of each combination")
+    only: dict[str, list[str]] = Field(default={}, description="axis -> the arms to run")
+    seeds: list[int] = Field(min_length=1, description="seeds of each combination")
     together: list[str] = Field(
         default=[], description="axes whose runs share a row: each benchmark from its own run"
     )
@@ -97,13 +104,15 @@ class StudyRecipe(Section):
     curves: str | int | float | dict[str, Any] | None = Field(
         default=None, description="as baseline: whose logged curves METRIC_rmse is measured from"
     )
-    benchmarks: list[str] | None = Field(default=None, description="labels; default: all")
+    benchmarks: list[str] | None = Field(
+        default=None, description="labels of the tabulated benchmarks; default: all"
+    )
     metrics: dict[str, Literal["lower", "higher"]] = Field(
         default={},
         description="metric -> better direction, besides the benchmarks. `average`: their mean",
     )
     discard: list[Literal["merged", "checkpoints"]] = Field(
-        default=[], description="folders to delete once a run is finished, to save disk"
+        default=[], description="folders of a run to delete when it is finished"
     )
     launch: LaunchSection = LaunchSection()
     plan: PlanSection = PlanSection()

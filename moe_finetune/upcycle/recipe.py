@@ -94,7 +94,7 @@ class UpcycleRecipe(WholeRecipe):
         "experts' learning rate where fine-tuning has another",
     )
     evaluation: EvaluationSection = EvaluationSection()
-    seeds: list[int] = Field(default=[0], description="of experts, routers and fine-tuning")
+    seeds: list[int] = Field(default=[0], description="seeds of experts, routers and fine-tuning")
 
     @model_validator(mode="after")
     def _agree(self) -> UpcycleRecipe:

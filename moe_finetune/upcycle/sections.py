@@ -14,11 +14,11 @@ from moe_finetune.recipe.section import Section
 class PretrainSection(Section):
     """A small Llama pretrained here; heads of 32 (64 from a hidden size of 512)."""
 
-    vocab_size: int = Field(default=1024, ge=300, description="of the tokenizer that is trained")
-    hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="width")
-    intermediate_size: int = Field(default=256, ge=8, description="of the feed-forwards")
-    layers: int = Field(default=4, ge=1, description="decoder layers")
-    seed: int = Field(default=0, description="of the weights")
+    vocab_size: int = Field(default=1024, ge=300, description="vocabulary of the new tokenizer")
+    hidden_size: int = Field(default=128, ge=32, multiple_of=32, description="hidden size")
+    intermediate_size: int = Field(default=256, ge=8, description="width of the feed-forwards")
+    layers: int = Field(default=4, ge=1, description="number of decoder layers")
+    seed: int = Field(default=0, description="seed of the random weights")
     trainer: dict[str, Any] = Field(default={}, description="fields of SFTConfig")
 
 
@@ -26,8 +26,10 @@ class DenseSection(Section):
     """The dense model: a checkpoint, or one that is pretrained here on the texts."""
 
     path: str | None = Field(default=None, min_length=1, description="folder or hub id")
-    revision: str | None = Field(default=None, description="of the hub")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the weights")
+    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="type of the stored weights"
+    )
     pretrain: PretrainSection | None = None
 
 
@@ -37,16 +39,20 @@ class TextSection(Section):
     categories: dict[str, str | list[str]] | None = Field(
         default=None, description="category -> its source or sources, rows of `text`"
     )
-    corpus: Literal["python"] | None = Field(default=None, description="this Python's own files")
-    max_length: int = Field(default=2048, ge=8, description="tokens of a training row")
-    limit: int | None = Field(default=None, ge=10, description="texts of a category")
-    seed: int = Field(default=0, description="of the split into train, validation and test")
+    corpus: Literal["python"] | None = Field(
+        default=None, description="texts from the files of this Python installation"
+    )
+    max_length: int = Field(default=2048, ge=8, description="tokens in a training row")
+    limit: int | None = Field(
+        default=None, ge=10, description="most texts of a category; default: all"
+    )
+    seed: int = Field(default=0, description="seed of the split into train, validation and test")
 
 
 class ClusterSection(Section):
     """How categories become the data of N experts."""
 
-    count: int = Field(default=8, ge=2, description="clusters, and so experts")
+    count: int = Field(default=8, ge=2, description="number of clusters, and of experts")
     pinned: dict[str, int] = Field(default={}, description="category -> cluster, from 0")
     exclusive: bool = Field(
         default=False, description="clusters with pinned categories get no others"
@@ -60,8 +66,10 @@ class ClusterSection(Section):
     table: str | None = Field(
         default=None, description="a ready table of these texts; it decides the clusters"
     )
-    restarts: int = Field(default=16, ge=1, description="of the clustering; the best is kept")
-    seed: int = Field(default=0, description="of the clustering")
+    restarts: int = Field(
+        default=16, ge=1, description="starts of the clustering; the best result is kept"
+    )
+    seed: int = Field(default=0, description="seed of the clustering")
 
     @property
     def bounds(self) -> tuple[int, int] | None:
@@ -84,7 +92,9 @@ class MergeSection(Section):
     """The MoE that the experts become."""
 
     top_k: int = Field(default=2, ge=1, description="experts per token")
-    router_std: float = Field(default=0.02, ge=0, description="of the random routers")
+    router_std: float = Field(
+        default=0.02, ge=0, description="standard deviation of the random routers"
+    )
 
 
 class RouterSection(Section):
@@ -98,13 +108,15 @@ class ArmSection(Section):
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
-    start: Literal["dense", "merged", "router"] = Field(description="what it is fine-tuned from")
-    label: str | None = Field(default=None, description="its name in tables; default: the key")
-    method: Method = Field(default=Method(), description="as in a recipe")
+    start: Literal["dense", "merged", "router"] = Field(description="the model that is fine-tuned")
+    label: str | None = Field(default=None, description="name in tables; default: the key")
+    method: Method = Field(default=Method(), description="losses, as in a training recipe")
     expert_steps: bool = Field(
         default=False, description="from `dense`: trained for an expert's steps as well"
     )
-    trainer: dict[str, Any] = Field(default={}, description="laid over `finetune.trainer`")
+    trainer: dict[str, Any] = Field(
+        default={}, description="fields of SFTConfig over `finetune.trainer`"
+    )
 
     @field_validator("method", mode="before")
     @classmethod
@@ -142,19 +154,23 @@ class JudgementSection(Section):
     )
     shots: int = Field(default=5, ge=0, description="solved questions before each")
     language: Literal["en", "ja"] = Field(
-        default="en", description="of the words around a question and of its answers"
+        default="en", description="language of the prompts and answers"
     )
-    items: int = Field(default=200, ge=2, description="at most")
-    piece: int = Field(default=32, ge=2, description="tokens of a piece, for made questions")
+    items: int = Field(default=200, ge=2, description="most questions")
+    piece: int = Field(default=32, ge=2, description="tokens in a piece of a made question")
 
 
 class EvaluationSection(Section):
     """What is measured of every arm."""
 
-    texts: int | None = Field(default=None, ge=1, description="of each category and split")
-    tokens_per_batch: int = Field(default=4096, ge=1, description="in one forward pass")
+    texts: int | None = Field(
+        default=None, ge=1, description="measured texts of each category and split; default: all"
+    )
+    tokens_per_batch: int = Field(default=4096, ge=1, description="tokens in one forward pass")
     judgement: JudgementSection | None = JudgementSection()
-    passages: int = Field(default=4, ge=0, description="texts colored by expert")
+    passages: int = Field(
+        default=4, ge=0, description="number of texts that the page colors by expert"
+    )
     passage_layer: int | None = Field(
         default=None, ge=0, description="layer whose experts color them; default: the middle one"
     )
