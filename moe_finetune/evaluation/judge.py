@@ -2,8 +2,7 @@
 
 The judge sees question, reference and answer and must reply with one JSON object,
 ``{"verdict": "correct" | "incorrect", "reason": "..."}``. Verdicts are stored by (judge, prompt),
-so a second run costs nothing. Requests are paced and repeated on overload; tokens and cost are
-counted.
+so a second run costs nothing. Requests are repeated on overload; tokens and cost are counted.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Judge:
         base_url: the endpoint; a local vLLM server works.
         api_key: bearer token; ``OPENAI_API_KEY`` unless given.
         cache: file for verdicts; nothing is stored without it.
-        requests_per_minute: pace of new requests, over all threads.
         retries: further tries after overload, time-outs and replies without a verdict.
         timeout: seconds for the connection, and for each part of a reply.
         prices: dollars per million prompt and completion tokens.
@@ -87,18 +85,16 @@ class Judge:
         base_url: str = DEFAULT_URL,
         api_key: str | None = None,
         cache: str | Path | None = None,
-        requests_per_minute: float = 120,
         retries: int = 5,
         timeout: float = 60,
         prices: tuple[float, float] = DEFAULT_PRICES,
     ):
         self.model, self.base_url = model, check_address(base_url, "judge: base_url")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
-        self._interval = 60 / requests_per_minute
         self._name = f"judge {model} at {self.base_url}"
         self._retries, self._timeout = retries, timeout
         self._prices = prices
-        self._lock, self._next = threading.Lock(), 0.0
+        self._lock = threading.Lock()
         self.prompt_tokens = self.completion_tokens = self.requests = 0
         identity = {"judge": model, "url": self.base_url, "instruction": INSTRUCTION}
         self._store = ReplyStore(Path(cache), identity) if cache is not None else None
@@ -172,7 +168,8 @@ class Judge:
             "response_format": _SCHEMA,
         }
         for attempt in range(self._retries + 1):
-            self._pace()
+            with self._lock:
+                self.requests += 1
             try:
                 return ask(f"{self.base_url}/chat/completions", body, self._key, self._timeout)
             except ServerError as error:
@@ -180,15 +177,6 @@ class Judge:
                     raise EvaluationError(f"{self._name} failed: {error}") from None
                 wait = 0.5 * 2**attempt if error.wait is None else error.wait
                 time.sleep(min(wait, LONGEST_WAIT))
-
-    def _pace(self) -> None:
-        """Wait until the next request may be sent."""
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._next)
-            self._next = start + self._interval
-            self.requests += 1
-        time.sleep(max(0.0, start - now))
 
 
 def _reply(reply: Any, name: str) -> tuple[str, int, int]:

@@ -46,7 +46,7 @@ def write_samples(path, answers):
 
 def test_verdicts_are_structured_stored_and_counted(server, tmp_path):
     file = write_samples(tmp_path / "samples.jsonl", ["0", "1", "7", "3"])
-    with Judge("m", server.url, "key", tmp_path / "cache", requests_per_minute=60000) as judge:
+    with Judge("m", server.url, "key", tmp_path / "cache") as judge:
         result = judge_samples(file, judge)
         assert (result["accuracy"], result["n"], result["requests"]) == (0.75, 4, 4)
         assert result["cost"] == pytest.approx(4 * (1000 * 2.5 + 10 * 10) / 1e6)
@@ -61,7 +61,7 @@ def test_verdicts_are_structured_stored_and_counted(server, tmp_path):
 
 
 def test_overload_is_retried_and_refusal_is_not(server):
-    judge = Judge("m", server.url, requests_per_minute=60000, retries=3)
+    judge = Judge("m", server.url, retries=3)
     server.failures = [429, 429]
     assert judge.judge("q", "4", "4").correct
     assert len(server.bodies) == 3
@@ -84,23 +84,6 @@ def test_overload_is_retried_and_refusal_is_not(server):
 def test_the_wait_that_a_server_asks_for(header, seconds):
     assert retry_after(header) == seconds
     assert 0 < retry_after("Sun, 22 Nov 2099 00:00:00 GMT") < 1e10
-
-
-def test_requests_are_paced(server):
-    judge = Judge("m", server.url, requests_per_minute=60000)
-    spaced = []
-    judge._interval = 5.0
-    import moe_finetune.evaluation.judge as module
-
-    real = module.time.sleep
-    module.time.sleep = spaced.append
-    try:
-        for i in range(3):
-            judge.judge("q", "4", str(i))
-    finally:
-        module.time.sleep = real
-    assert spaced[0] == 0
-    assert 4 < spaced[1] <= 5 and 8 < spaced[2] <= 10
 
 
 def test_a_redirect_is_refused_and_gets_no_key(server):
@@ -130,7 +113,7 @@ def test_a_reply_of_another_form_is_refused(server, content, usage):
 
 
 def test_nonsense_is_a_clear_error(server):
-    judge = Judge("m", server.url, requests_per_minute=60000)
+    judge = Judge("m", server.url)
     server.fixed = "I think it is correct!"
     with pytest.raises(EvaluationError, match="answered 'I think it is correct!' and"):
         judge.judge("q", "4", "4")
@@ -177,7 +160,7 @@ def test_sheets_are_blind_and_come_back(tmp_path, server):
     filled.write_text("\n".join(lines) + "\n")
     people = import_annotations(filled, sheets.key)
     assert len(people) == 10
-    with Judge("m", server.url, requests_per_minute=60000) as judge:
+    with Judge("m", server.url) as judge:
         judge_samples(a, judge)
         judge_samples(b, judge)
     judged = judge_verdicts("base", tmp_path / "a.judged.jsonl") | judge_verdicts(
