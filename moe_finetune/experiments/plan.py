@@ -56,9 +56,9 @@ class Cost:
         tokens: training tokens in all; ``tokens_from`` is where that number is from.
         flops: of training.
         hours: wall clock on ``devices`` of the assumed hardware.
-        memory: bytes on each device, weights, adapter and optimizer shared out evenly.
-        least_devices: the smallest number of devices that hold it, or None where the activations
-            alone do not fit.
+        memory: bytes on each device, with weights, adapter and optimizer sharded evenly.
+        least_devices: the smallest number of devices that fit it, or None if the activations
+            exceed one device.
     """
 
     size: Size | None
@@ -235,8 +235,8 @@ def plan_text(study: StudyRecipe, runs: Sequence[Run], output: Path | None = Non
     out += [f"{UNKNOWN}: {reason}" for reason in reasons]
     out.append(
         f"Assumed: {assumed.devices} x {assumed.hardware} ({assumed.memory_gib:g} GiB, "
-        f"{assumed.peak_tflops:g} TFLOP/s, of which {assumed.utilization:.0%} is met); weights and "
-        "optimizer shared out evenly; 'devices' is the least number that holds a run. Loading, "
+        f"{assumed.peak_tflops:g} TFLOP/s at {assumed.utilization:.0%} utilization); weights and "
+        "optimizer sharded evenly; 'devices' is the smallest number that fits a run. Loading, "
         "merging and evaluation are not counted. Change these with plan.KEY=VALUE."
     )
     return "\n".join(out)

@@ -156,5 +156,5 @@ def test_plan_lists_arms_totals_and_what_is_unknown(qwen, write_study, tmp_path)
     assert lines["known"][1:4] == ["2", "30.5", "B"] and lines["far"][1:3] == ["2", "?"]
     assert "for the 2 runs whose time can be estimated" in text
     assert f"?: {tmp_path / 'x'}: no such folder" in text
-    assert "H100" in text and "15% is met" in text
+    assert "H100" in text and "15% utilization" in text
     assert not (tmp_path / "out").exists()
