@@ -16,10 +16,10 @@ from typing import Any
 
 from moe_finetune.errors import DataError, DependencyError, EvaluationError, did_you_mean
 from moe_finetune.evaluation.leaf import Leaf, require_files
+from moe_finetune.evaluation.local_files import local_file, shots_of, splits_of
 from moe_finetune.evaluation.suites import Suite, SuiteTask, eval_root
 from moe_finetune.io.hub import check_hub
 
-_LOOKED_FOR = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 _SPLIT_KEYS = ("test_split", "validation_split", "fewshot_split", "training_split")
 
 
@@ -121,7 +121,7 @@ class Catalog:
             if not leaf.files:
                 self._require_hub(leaf)
             data = leaf.load()
-            shots = _shots(entry, leaf.config)
+            shots = shots_of(entry, leaf.config)
             if leaf.examples is not None and leaf.examples in data:
                 rows = len(data[leaf.examples])
                 if rows < shots + (leaf.examples == leaf.tested):
@@ -185,7 +185,7 @@ class Catalog:
             config["task"] = entry.task
             if "train" in entry.files:
                 config["training_split"] = config["fewshot_split"] = "train"
-        tested, examples = _splits(entry, config)
+        tested, examples = splits_of(entry, config)
         splits = {config[key] for key in _SPLIT_KEYS if config.get(key)}
         if unknown := [split for split in entry.files if split not in splits]:
             raise EvaluationError(
@@ -201,7 +201,7 @@ class Catalog:
         found_files: dict[str, Path] = {}
         missing = []
         for split in sorted({split for split in (tested, examples) if split}):
-            path = self._find(entry, config, split)
+            path = local_file(self.suite, entry, config, split, self.data_dir)
             if path is None and found_files:
                 raise EvaluationError(
                     f"suite {self.suite.name}: task '{entry.task}' has a local file for "
@@ -215,28 +215,6 @@ class Catalog:
         return Leaf(
             config["task"], config, found_files, tuple(missing), entry.template, tested, examples
         )
-
-    def _find(self, entry: SuiteTask, config: dict, split: str) -> Path | None:
-        if named := entry.files.get(split):
-            for folder in (self.data_dir, self.suite.folder):
-                if folder is not None and (folder / named).is_file():
-                    return folder / named
-            if self.data_dir is None and not entry.template:
-                return None  # the hub has it
-            return (self.data_dir or self.suite.folder or Path()) / named
-        if self.data_dir is None:
-            if entry.template:
-                raise EvaluationError(
-                    f"suite {self.suite.name}: task '{entry.task}' needs files: {{{split}: ...}}"
-                )
-            return None
-        folder = self.data_dir / str(config.get("dataset_path", config["task"]))
-        if config.get("dataset_name"):
-            folder /= str(config["dataset_name"])
-        for suffix in _LOOKED_FOR:
-            if (folder / f"{split}{suffix}").is_file():
-                return folder / f"{split}{suffix}"
-        return folder / f"{split}.jsonl"
 
     def load(self, entry: SuiteTask, leaves: list[Leaf], seed: int = 0) -> Any:
         """Return lm-eval's tasks of a line, which read local files where ``leaves`` have them."""
@@ -290,19 +268,6 @@ def _indexed(folder: str, include_defaults: bool) -> tuple[Any, Mapping[str, Any
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=folder, include_defaults=include_defaults)
     return manager, dict(manager.task_index)
-
-
-def _shots(entry: SuiteTask, config: dict[str, Any]) -> int:
-    return entry.shots if entry.shots is not None else config.get("num_fewshot") or 0
-
-
-def _splits(entry: SuiteTask, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the tested split, and the one that examples are drawn from."""
-    tested = config.get("test_split") or config.get("validation_split")
-    if not _shots(entry, config) or (config.get("fewshot_config") or {}).get("samples"):
-        return tested, None
-    keys = ("fewshot_split", "training_split", "validation_split")
-    return tested, next((config[key] for key in keys if config.get(key)), tested)
 
 
 def _same(required: Any, installed: Any) -> bool:
