@@ -36,22 +36,15 @@ def evaluate(
     backend: str | None = None,
     output: str | Path = "eval",
     data_dir: str | Path | None = None,
-    vllm: dict[str, Any] | None = None,
     limit: int | None = None,
-    base_url: str | None = None,
-    model: str | None = None,
-    batch_size: int | str = "auto",
     seed: int = 0,
-    adapter: str | Path | None = None,
     *,
-    determinantal: float | None = None,
-    candidates: int | None = None,
-    dtype: str = "auto",
     overflow: str = "error",
     allow_unsafe_local: bool = False,
     only: Sequence[str] | None = None,
     opened: Backend | None = None,
     progress: bool = True,
+    **engine: Any,
 ) -> Results:
     """Evaluate ``checkpoint`` on ``suite`` and write ``<output>/results.json``.
 
@@ -62,34 +55,27 @@ def evaluate(
     Args:
         checkpoint: folder of an ordinary checkpoint (for a server: also the tokenizer's folder).
         suite: name, YAML file or :class:`Suite`.
-        backend: ``"vllm"``, ``"hf"``, ``"server"``; None takes vLLM where usable, else
-            transformers with a visible line.
+        backend: see :func:`~moe_finetune.evaluation.backends.open_backend`.
         output: folder for results.json, ``tasks/`` (samples) and ``cache/`` (replies).
         data_dir: folder of local data; nothing is downloaded then.
-        vllm: engine arguments passed through to vLLM.
         limit: first items of each task only.
-        base_url: the server's address (backend ``"server"``).
-        model: the server's model name.
-        batch_size: an int, or ``"auto"``.
         seed: seed of few-shot sampling, of bootstraps and of the engine.
-        adapter: PEFT adapter over the checkpoint (transformers only).
-        determinantal: eps of a greedy determinantal choice of experts (transformers only).
-        candidates: number of highest-scoring experts that it considers; default: all.
-        dtype: computation type.
         overflow: ``"error"`` or ``"truncate"``, for prompts longer than the context.
         allow_unsafe_local: score generated programs without a sandbox.
         only: labels of the suite's tasks to run; default: all.
         opened: an open backend to use, which stays open.
         progress: show progress on the terminal.
+        engine: further arguments of ``open_backend``: ``vllm``, ``base_url``, ``model``,
+            ``batch_size``, ``adapter``, ``dtype``, ``determinantal``, ``candidates``.
 
     Returns:
         the content of results.json.
 
     Raises:
-        EvaluationError, DataError, CheckpointError, DependencyError: see their messages; tasks
-            that were finished are in results.json, marked ``"complete": false``.
-        OutputExistsError: ``output`` holds results of another checkpoint.
-        OutputBusyError: another process is at work in ``output``.
+        EvaluationError, DataError, CheckpointError, DependencyError: see their messages; finished
+            tasks are in results.json, with ``"complete": false``.
+        OutputExistsError: ``output`` contains results of another checkpoint.
+        OutputBusyError: another process works in ``output``.
     """
     loaded = load_suite(suite)
     if only is not None:
@@ -101,12 +87,7 @@ def evaluate(
     programs = [t.label for t in loaded.tasks if t.code]
     if programs and not allow_unsafe_local and (trouble := no_sandbox()):
         terminal().say(f"{', '.join(programs)}: generated and not scored; {trouble}", "warning")
-    opened_here = opened is None
-    active = opened or open_backend(
-        checkpoint, backend, vllm=vllm, adapter=adapter, base_url=base_url, model=model,
-        batch_size=batch_size, dtype=dtype, seed=seed, determinantal=determinantal,
-        candidates=candidates,
-    )  # fmt: skip
+    active = opened or open_backend(checkpoint, backend, seed=seed, **engine)
     settings = active.settings | {"overflow": overflow, "seed": seed}
     _refuse_other_checkpoint(output, active)
     clear_beside(output / RESULTS_FILE)
@@ -116,7 +97,7 @@ def evaluate(
     try:
         return run.go(leaves, allow_unsafe_local)
     finally:
-        if opened_here:
+        if opened is None:
             active.close()
 
 
