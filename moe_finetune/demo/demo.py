@@ -26,7 +26,7 @@ from moe_finetune.recipe.shipped import recipes_folder
 from moe_finetune.report import write_report
 from moe_finetune.report.outcome import end_run, next_commands
 from moe_finetune.run import run_recipe
-from moe_finetune.vllm.engine import environment_alone
+from moe_finetune.vllm.engine import engines_environment
 from moe_finetune.vllm.install import VllmStatus, vllm_status
 
 METHODS = ("aux_loss", "orthogonal_variance")
@@ -54,7 +54,10 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
         return page
     threads = _threads_each()
     log = RunFolder(output).log
-    with Worker(log, {**environment_alone(), **threads}) as worker, Worker(log, threads) as second:
+    with (
+        Worker(log, {**engines_environment(), **threads}) as worker,
+        Worker(log, threads) as second,
+    ):
         _make(output, parts, worker, second, backend, steps, code)
     with terminal().phase("report"):
         parts.begin("report", wanted)

@@ -54,7 +54,7 @@ def expand(study: StudyRecipe) -> list[Run]:
         RecipeError: a run whose recipe is not valid; the arm is named.
     """
     base = _layers(study.tree, ("base",))
-    axes = _kept(study, {name: _choices(study, name) for name in study.axes})
+    axes = _selected(study, {name: _choices(study, name) for name in study.axes})
     names = {name: [c.name for c in choices] for name, choices in axes.items()}
     for key in REFERENCES:
         reference_of(study, key, names)
@@ -116,7 +116,7 @@ def reference_of(
     return chosen
 
 
-def _kept(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
+def _selected(study: StudyRecipe, axes: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
     """The choices that ``only`` lists, in its order."""
     for axis, chosen in study.only.items():
         origin = study.tree.origin(("only", axis)) or study.name

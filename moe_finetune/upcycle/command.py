@@ -98,7 +98,7 @@ def run_upcycle(
                 names = [name for name in names if name.endswith(f"/experts/{expert}")]
             if current == "experts" and expert is None and recipe.experts.processes > 1:
                 with lock.open_to_helpers():
-                    run_apart(ledger, names, output, recipe.experts.processes)
+                    train_in_children(ledger, names, output, recipe.experts.processes)
             if stage is not None and stage != "dense" and not ledger.done("texts"):
                 ledger.run("texts")
             for name in names:
@@ -109,7 +109,7 @@ def run_upcycle(
         return output
 
 
-def run_apart(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
+def train_in_children(ledger: Ledger, names: Sequence[str], output: Path, processes: int) -> None:
     """Train the unfinished experts in child processes, ``processes`` at a time.
 
     Raises:
@@ -182,7 +182,7 @@ def check(upcycle: Upcycle) -> None:
     Raises:
         RecipeError, DataError, CheckpointError, UnsupportedModelError: see the functions called.
     """
-    dense = upcycle.given_dense
+    dense = upcycle.dense_checkpoint
     if dense is not None:
         # Config, options that the MoE cannot have, tensors and their values.
         open_expert(dense)

@@ -156,10 +156,12 @@ def questions(
 ) -> tuple[list[Question], list[Question]]:
     """Solved and asked questions; answers alternate in made ones, so chance is one half."""
     if section.file is not None:
-        return _of_file(section)
+        return _questions_of_file(section)
     generator = np.random.default_rng(SEED)
-    solved = _made(tokenizer, texts, "train", section.shots, section, generator)
-    test_questions = _made(tokenizer, texts, "test", section.items, section, generator)
+    solved = _questions_of_texts(tokenizer, texts, "train", section.shots, section, generator)
+    test_questions = _questions_of_texts(
+        tokenizer, texts, "test", section.items, section, generator
+    )
     if len(solved) < section.shots or not test_questions:
         raise DataError(
             f"evaluation.judgement: the texts are too short for pieces of {section.piece} tokens; "
@@ -194,7 +196,7 @@ def check_file(section: JudgementSection) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_file(section: JudgementSection) -> tuple[list[Question], list[Question]]:
+def _questions_of_file(section: JudgementSection) -> tuple[list[Question], list[Question]]:
     pattern = PROMPTS[section.language].question
     from_file = [
         Question(pattern.format(question=row["question"]), row["answer"], row.get("category"))
@@ -212,7 +214,7 @@ def _of_file(section: JudgementSection) -> tuple[list[Question], list[Question]]
     return solved, test_questions[: section.items]
 
 
-def _made(
+def _questions_of_texts(
     tokenizer: Any,
     texts: Texts,
     split: Split,

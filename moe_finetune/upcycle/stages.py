@@ -45,8 +45,8 @@ class Plan:
         """Inputs of every training, in addition to its own section."""
         recipe = self.recipe
         inputs: dict[str, Any] = {"dtype": recipe.dense.dtype, "length": recipe.texts.max_length}
-        if self.upcycle.given_dense is not None:
-            inputs["dense"] = checkpoint_hash(self.upcycle.given_dense, self.digest)
+        if self.upcycle.dense_checkpoint is not None:
+            inputs["dense"] = checkpoint_hash(self.upcycle.dense_checkpoint, self.digest)
         return inputs
 
     @property

@@ -36,7 +36,7 @@ class Upcycle:
         return Texts.load(self.output / "texts")
 
     @cached_property
-    def given_dense(self) -> Path | None:
+    def dense_checkpoint(self) -> Path | None:
         """Folder of the recipe's dense checkpoint; None where it is pretrained here."""
         section = self.recipe.dense
         return None if section.path is None else local_folder(section.path, True, section.revision)
@@ -44,7 +44,7 @@ class Upcycle:
     @property
     def dense(self) -> Path:
         """The dense checkpoint that everything starts from."""
-        return self.given_dense or self.output / "dense"
+        return self.dense_checkpoint or self.output / "dense"
 
     @property
     def experts(self) -> int:

@@ -12,7 +12,7 @@ from moe_finetune.io.environment import package_versions
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 
 
-def environment_alone() -> dict[str, str]:
+def engines_environment() -> dict[str, str]:
     """Environment of a process that only runs engines, one after the other.
 
     With the CPU build the engines run in that process, which imports vLLM once, and nothing is

@@ -11,7 +11,7 @@ from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.io.worker import Worker
-from moe_finetune.vllm.engine import engine_arguments, environment_alone, open_vllm, shutdown
+from moe_finetune.vllm.engine import engine_arguments, engines_environment, open_vllm, shutdown
 from moe_finetune.vllm.install import vllm_status
 from tests.evaluation.local import write_suite
 
@@ -85,5 +85,5 @@ def test_engines_in_one_process_leave_nothing(checkpoint, tmp_path):
     status = vllm_status(try_import=False)
     if not status.usable:
         pytest.skip(str(status))
-    with Worker(tmp_path / "log", environment_alone()) as worker:
+    with Worker(tmp_path / "log", engines_environment()) as worker:
         assert worker.call(_two_engines, checkpoint) == [True, True]
