@@ -1,9 +1,9 @@
 """Where a loss-free routing bias goes in an exported checkpoint.
 
-Moonlight's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
+DeepSeek-V3's class has its own ``e_score_correction_bias``. DeepSeek-V2's checkpoint can name
 ``topk_method: noaux_tc``, for which vLLM's class creates the same tensor (transformers' class knows
-no such method, so that export is for serving). The other families have no place: there a bias is
-refused. When asked, a bias that was learned is dropped, and the checkpoint keeps the base's own.
+no such method, so that export is for serving). Other families have no such tensor and refuse a
+bias.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from moe_finetune.models.base import Family
 
-BiasExport = Literal["keep", "drop"]
 _NAME = "gate.e_score_correction_bias"
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
 
@@ -59,18 +58,12 @@ def bias_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _NOAUX.items() if config.get(key) != value}
 
 
-def plan_bias(
-    base: Checkpoint, bias: Mapping[int, Sequence[float]] | None, export: BiasExport
-) -> tuple[dict[str, BiasValue], dict[str, Any], list[str]]:
-    """Tensors to write (name -> value), changes to config.json, and notes for the reader.
+def check_bias(base: Checkpoint, bias: Mapping[int, Sequence[float]]) -> None:
+    """Whether ``bias`` has a finite number for each expert of its layers.
 
     Raises:
         CheckpointError: a layer without experts, or a bias of the wrong length or not finite.
-        UnsupportedModelError: there is no place for it and ``export`` is not "drop".
     """
-    family = base.family
-    if not bias:
-        return {}, {}, []
     for layer, values in bias.items():
         experts = base.experts.get(layer)
         if experts is None:
@@ -81,8 +74,21 @@ def plan_bias(
             )
         if not all(math.isfinite(value) for value in values):
             raise CheckpointError(f"routing bias: layer {layer} is not finite")
-    if export == "drop":
-        return {}, {}, [f"the routing bias of {len(bias)} layers is dropped"]
+
+
+def plan_bias(
+    base: Checkpoint, bias: Mapping[int, Sequence[float]] | None
+) -> tuple[dict[str, BiasValue], dict[str, Any], list[str]]:
+    """Tensors to write (name -> value), changes to config.json, and notes for the reader.
+
+    Raises:
+        CheckpointError: see :func:`check_bias`.
+        UnsupportedModelError: a checkpoint of this family has no place for it.
+    """
+    family = base.family
+    if not bias:
+        return {}, {}, []
+    check_bias(base, bias)
     changes = bias_config(family, base.config)
     notes: list[str] = []
     if family.bias_export == "noaux_tc":

@@ -30,7 +30,6 @@ def model_card(
     title: str,
     method: str | None = None,
     data: Sequence[str | Path] = (),
-    metrics: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
     origin: str = "Fine-tuned from {} with moe-finetune; an ordinary checkpoint.",
@@ -45,7 +44,6 @@ def model_card(
         title: heading.
         method: preset or short description of the training objective.
         data: files, folders or hub ids trained on.
-        metrics: score by task name.
         options: further settings worth stating (rank, steps, learning rate).
         folder: where the base lies, when ``base`` is a hub id; its card or licence file gives the
             licence.
@@ -67,9 +65,6 @@ def model_card(
     facts["Licence of the base"] = licence or "not stated by the base; ask its authors before use"
     lines += ["| | |", "| --- | --- |"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in facts.items() if value]
-    if metrics:
-        lines += ["", "## Evaluation", "", "| task | score |", "| --- | --- |"]
-        lines += [f"| {_cell(task)} | {score:.4f} |" for task, score in metrics.items()]
     lines += ["", "The folder holds no code and loads without `trust_remote_code`.", ""]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from typing import Any
 from moe_finetune.checkpoint.tokenizer import write_tokenizer
 from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN, INDEX
-from moe_finetune.io.json_file import MAX_BYTES, read_object
+from moe_finetune.io.json_file import read_object
 
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".vocab")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
@@ -63,23 +63,13 @@ def refuse_foreign_links(folder: Path) -> None:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Those files, each regular and of a size that fits into memory."""
+    """The files of ``folder`` that an export copies."""
     paths = [
         path
         for path in sorted(folder.iterdir())
         if path.suffix in _SUFFIXES or path.name.upper().startswith(_LEGAL)
     ]
     paths += sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    for path in paths:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise CheckpointError(
-                f"{path}: is a device, pipe or socket; remove it from the checkpoint"
-            )
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(
-                f"{path}: has more than {MAX_BYTES >> 20} MiB, too much for a config, a tokenizer "
-                "or a license; remove it from the checkpoint"
-            )
     return [path for path in paths if path.is_file()]
 
 

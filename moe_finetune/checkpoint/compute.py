@@ -146,6 +146,7 @@ class Merged:
         """Write one matrix of the tensor (its only one, or an expert's); square of its change."""
         left_OR, right_RI = self.low_rank(expert)
         squares = 0.0
+        # Chunks are read and written; blocks of a chunk are added to while they fit into a cache.
         start_row, step, block = expert * rows, max(1, _CHUNK // columns), max(1, _BLOCK // columns)
         for first in range(0, rows, step):
             last = min(first + step, rows)

@@ -25,7 +25,6 @@ from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.checkpoint.updates import LowRank
 from moe_finetune.errors import AdapterError
-from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import renamed_as_loaded
 
 # PEFT 0.21 takes modules of these names for parts of the experts' stacks.
@@ -54,7 +53,7 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
         if isinstance(update, LowRank):
             by_tensor.setdefault(name, []).append(update)
     tensors, ranks, used = _stacks(adapter, base, by_tensor)
-    config = parse_config(base.folder)
+    config = base.model_config
     modules: set[str] = set()
     scales = dict.fromkeys(ranks, 1.0)
     of_key = {update.a: update for of_tensor in by_tensor.values() for update in of_tensor}

@@ -29,8 +29,8 @@ _HEAD = "lm_head.weight"
 _known: dict[str, Shapes] = {}
 
 
-def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
-    """Compare layers, experts, hidden size and vocabulary with ``config``, then every tensor.
+def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
+    """Compare the number of layers with the config, then every tensor.
 
     transformers drops tensors of layers that the config does not count, without an error.
 
@@ -41,7 +41,7 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
         CheckpointError: names config.json, the key, and what the tensors say; or the tensor.
     """
     config_file = checkpoint.folder / "config.json"
-    family = checkpoint.family
+    config, family = checkpoint.model_config, checkpoint.family
     text = config.get_text_config()
     numbers = {name: layer_number(name, family) for name in checkpoint.tensors}
     later = {n for n, index in numbers.items() if (index or 0) >= text.num_hidden_layers}
@@ -53,30 +53,14 @@ def check_fit(checkpoint: Checkpoint, config: Any) -> dict[str, str]:
             f"{layers} layers; restore the checkpoint's own config.json"
         )
     experts = family.num_experts(config)
-    for layer in family.moe_layers(config):
-        stored = checkpoint.experts.get(layer)
-        if stored != experts:
-            raise CheckpointError(
-                f"{config_file}: layer {layer} should have {experts} routed experts, but the files "
-                f"hold {stored or 'none'}; restore the checkpoint's own config.json"
-            )
     if not 1 <= family.top_k(config) <= experts:
         raise CheckpointError(
             f"{config_file}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
         )
-    loaded = f"{family.backbone}.embed_tokens.weight"
-    name = name_on_disk(checkpoint.config, loaded, family.disk.spelling)
-    embedding = checkpoint.tensors.get(name)
-    expected = (text.vocab_size, text.hidden_size)
-    if embedding is not None and tuple(embedding.shape) != expected:
-        raise CheckpointError(
-            f"{config_file}: vocab_size and hidden_size are {expected}, and {embedding.name} is "
-            f"{tuple(embedding.shape)}; restore the checkpoint's own config.json"
-        )
     return check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
 
 
-def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the orientation of its stacks, which loaders recognize by the shape.
 
     Raises:
@@ -85,12 +69,12 @@ def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
     disk = checkpoint.family.disk
     if not disk.either:
         return checkpoint
-    needed = needed_tensors(config, checkpoint.family)
+    needed = needed_tensors(checkpoint.model_config, checkpoint.family)
     examples: dict[bool, str] = {}
     for layer in checkpoint.experts:
         for name in (disk.name("gate_up", layer), disk.name("down", layer)):
             shape = needed.get(name)
-            if shape is not None:
+            if shape is not None and name in checkpoint.tensors:
                 examples[checkpoint.tensors[name].shape == _turned(shape) != shape] = name
     if len(examples) > 1:
         raise CheckpointError(
@@ -98,7 +82,7 @@ def as_stored(checkpoint: Checkpoint, config: Any) -> Checkpoint:
             f"and '{examples[False]}' is not; loaders would read one of them wrongly"
         )
     turned = replace(disk, transposed=True in examples)
-    return checkpoint.changed(family=replace(checkpoint.family, disk=turned))
+    return replace(checkpoint, family=replace(checkpoint.family, disk=turned))
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,11 +6,11 @@ takes an adapter passes both before anything is built or written.
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 import re
 import warnings
-from functools import lru_cache
+from dataclasses import fields
 from pathlib import Path
 
 from moe_finetune.checkpoint.adapter import (
@@ -22,7 +22,7 @@ from moe_finetune.checkpoint.adapter import (
     read_bias,
 )
 from moe_finetune.checkpoint.adapter_metadata import METADATA
-from moe_finetune.checkpoint.bias import plan_bias
+from moe_finetune.checkpoint.bias import check_bias
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
 from moe_finetune.checkpoint.tensors import read_tensor
@@ -54,7 +54,7 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
     """
     adapter = open_adapter(path)
     resolve(adapter, base)
-    plan_bias(base, read_bias(adapter.folder), "drop")
+    check_bias(base, read_bias(adapter.folder) or {})
     check_belongs(adapter, base)
     return adapter
 
@@ -131,15 +131,11 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
         _check_each_expert(adapter, base)
         return
     family, selection = base.family, adapter.metadata.experts
-    changed = (base.folder / "config.json").stat().st_mtime_ns
-    try:
-        expected = _peft_keys(base.folder, changed, json.dumps(adapter.config, sort_keys=True))
-    except AdapterError as problem:
-        raise AdapterError(f"{adapter.folder / CONFIG}: {problem}") from problem.__cause__
+    expected = _peft_keys(adapter, base)
     stored = adapter.tensors.keys() | adapter.tables.keys()
-    extra = sorted(key for key in stored - set(expected) if not key.endswith(_OPTIONAL))
+    extra = sorted(key for key in stored - expected if not key.endswith(_OPTIONAL))
     stack = f".{family.experts_path}."
-    for key in sorted(set(expected) - stored):
+    for key in sorted(expected - stored):
         layer = key.partition(stack)[0].rpartition(".")[2]
         unselected = selection is not None and stack in key and int(layer) not in selection
         if not unselected and not key.endswith(_OPTIONAL):
@@ -167,32 +163,25 @@ def _check_each_expert(adapter: Adapter, base: Checkpoint) -> None:
                 )
 
 
-@lru_cache(maxsize=4)
-def _peft_keys(base: Path, changed: int, config: str) -> tuple[str, ...]:
-    """Keys of the file that PEFT writes for an adapter config on a base's config."""
+def _peft_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
+    """Keys of the file that PEFT would write for the adapter's config on the base's model."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from moe_finetune.models.loading import parse_config
     from moe_finetune.models.structure import meta_model
 
-    options = {
-        key: value for key, value in json.loads(config).items() if key in _fields(LoraConfig)
-    }
-    model = meta_model(parse_config(base))
+    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "auto_mapping"}
+    options = {key: value for key, value in adapter.config.items() if key in names}
+    options["init_lora_weights"] = True  # the keys are the same for each
+    model = meta_model(copy.deepcopy(base.model_config))
     try:
-        options["init_lora_weights"] = True  # which keys do not depend on
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            wrapped = get_peft_model(model, LoraConfig(**options))  # type: ignore[arg-type]
+            wrapped = get_peft_model(model, LoraConfig(**options))
             state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     except Exception as error:  # PEFT's checks raise half a dozen types
-        reason = reason_of(error)
-        raise AdapterError(f"PEFT cannot apply it to {base}: {reason:.300}") from error
-    return tuple(key.removeprefix(PREFIX) for key in state)
-
-
-def _fields(config: type) -> set[str]:
-    from dataclasses import fields
-
-    return {field.name for field in fields(config)} - {"peft_type", "auto_mapping"}
+        raise AdapterError(
+            f"{adapter.folder / CONFIG}: PEFT cannot apply it to {base.folder}: "
+            f"{reason_of(error):.300}"
+        ) from error
+    return {key.removeprefix(PREFIX) for key in state}

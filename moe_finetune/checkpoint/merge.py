@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.adapter_metadata import read_metadata
-from moe_finetune.checkpoint.bias import BiasExport
 from moe_finetune.checkpoint.card import CARD_FILE, is_hub_id, model_card, public_name
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge_plan import MergePlan, plan_merge
@@ -63,7 +62,6 @@ def merge_adapter(
     dry_run: bool = False,
     overwrite: bool = False,
     bias: Mapping[int, Sequence[float]] | None = None,
-    bias_export: BiasExport = "keep",
     progress: Progress | None = None,
     workers: int | None = None,
     format: Form = "float",
@@ -78,8 +76,8 @@ def merge_adapter(
         adapter: adapter folder, or (folder, weight) pairs whose changes are summed.
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         dry_run: only plan and check; ``report.plan.table()`` shows what would be done.
-        bias: loss-free routing bias by decoder layer, added where the family keeps one.
-        bias_export: "drop" leaves the bias out; the output keeps the base's own.
+        bias: loss-free routing bias by decoder layer, written where the family keeps one; without
+            it the output keeps the base's own.
         progress: called with (bytes done, bytes in all).
         workers: threads, by default one a core, at most 8, and two that wait for the disk.
         format: "base" also takes a base that is stored quantised, and writes its format again:
@@ -98,7 +96,7 @@ def merge_adapter(
     opened = open_checkpoint(base, stored=format == "base")
     pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
     adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
-    plan = plan_merge(opened, adapters, dtype, bias, bias_export)
+    plan = plan_merge(opened, adapters, dtype, bias)
     for opened_adapter, _ in adapters:
         check_belongs(opened_adapter, opened)
     plan.small_files[CARD_FILE] = _card(opened, adapters).encode()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.checkpoint.adapter import Adapter
-from moe_finetune.checkpoint.bias import BiasExport, plan_bias
+from moe_finetune.checkpoint.bias import plan_bias
 from moe_finetune.checkpoint.carried import carried_files
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.resolve import resolve
@@ -137,14 +137,12 @@ def plan_merge(
     adapters: Sequence[tuple[Adapter, float]],
     dtype: str | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
-    bias_export: BiasExport = "keep",
 ) -> MergePlan:
     """Plan ``base + sum(weight * adapter)``.
 
     Args:
         dtype: "float32", "float16", "bfloat16", or None to keep each tensor's stored dtype.
         bias: loss-free routing bias by decoder layer, each as long as the layer has experts.
-        bias_export: "drop" to leave it out; the output keeps the base's own.
 
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
@@ -171,7 +169,7 @@ def plan_merge(
             )
         for name, update in resolve(adapter, base, index):
             updates.setdefault(name, []).append(update)
-    values, config_changes, notes = plan_bias(base, bias, bias_export)
+    values, config_changes, notes = plan_bias(base, bias)
     files: dict[str, Header] = {}
     tensors: dict[str, TensorPlan] = {}
     for name, header in base.files.items():

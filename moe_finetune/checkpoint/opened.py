@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     family = named_as_in(family, parsed, tensors)
     checkpoint = Checkpoint(folder, config, parsed, family, files, tensors, quantized)
     _check_layers(checkpoint)
-    checkpoint = as_stored(checkpoint, parsed)
-    checkpoint = checkpoint.changed(untrained=check_fit(checkpoint, parsed))
+    checkpoint = as_stored(checkpoint)
+    checkpoint = replace(checkpoint, untrained=check_fit(checkpoint))
     if values:
         _check_values(in_files)
     return checkpoint
@@ -111,4 +112,3 @@ def _check_layers(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: no tensor of layer {missing[0]}, config.json says "
             f"num_hidden_layers {expected}; a shard is missing"
         )
-    _ = checkpoint.experts

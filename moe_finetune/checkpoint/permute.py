@@ -148,9 +148,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 def check_permutation(base: Checkpoint, permutation: Permutation) -> None:
     """Raise CheckpointError unless ``permutation`` can be applied to ``base``."""
-    from moe_finetune.models.loading import parse_config
-
-    groups, _ = base.family.groups(parse_config(base.folder))
+    groups, _ = base.family.groups(base.model_config)
     for layer, order in permutation.items():
         experts = base.experts.get(layer)
         if experts is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import tempfile
@@ -16,7 +17,6 @@ from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.expand import peft_folder
 from moe_finetune.models.base import CORRECTION_BIASES
-from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import class_of
 
 
@@ -47,7 +47,7 @@ def compare_logits(
 
 def load(checkpoint: Checkpoint) -> Any:
     """The checkpoint in transformers, in eval mode."""
-    config = parse_config(checkpoint.folder)
+    config = copy.deepcopy(checkpoint.model_config)
     # Float32 for both: what is compared is the weights, not the rounding of activations.
     kind = class_of(config)
     return kind.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32).eval()

@@ -6,6 +6,7 @@ the mapping from keys to parameters and the unpacking are PEFT's and not the mer
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import tempfile
@@ -22,7 +23,6 @@ from moe_finetune.checkpoint.expand import peft_folder
 from moe_finetune.checkpoint.stored import PlainTensors
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.loading import parse_config
 from moe_finetune.models.structure import class_of, name_on_disk
 
 
@@ -92,7 +92,7 @@ def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, An
 
     from moe_finetune.moe.lora_factors import quiet_patterns
 
-    config = parse_config(base.folder)
+    config = copy.deepcopy(base.model_config)
     with torch.device("meta"), quiet_patterns():
         model = class_of(config).from_config(config, dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig.from_pretrained(str(adapter.folder)))

@@ -25,7 +25,6 @@ from moe_finetune.checkpoint.values import digest
 from moe_finetune.errors import CheckpointError, NumericsError
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import FLOATS
-from moe_finetune.models.loading import parse_config
 
 # Largest relative error of the logits (norm of the difference over the norm) by the coarsest stored
 # dtype; rounding the weights moves logits by a few of its steps.
@@ -165,5 +164,5 @@ def _token_ids(base: Checkpoint, prompts: Sequence[str] | None, seed: int) -> li
 def random_tokens(base: Checkpoint, seed: int) -> list[Tensor]:
     """Three rows of token ids of the base's vocabulary."""
     generator = torch.Generator().manual_seed(seed)
-    size = parse_config(base.folder).get_text_config().vocab_size
+    size = base.model_config.get_text_config().vocab_size
     return [torch.randint(size, (1, length), generator=generator) for length in (7, 16, 33)]

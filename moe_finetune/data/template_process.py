@@ -106,6 +106,7 @@ def serve() -> None:
     """Answer requests until the parent closes the pipe."""
     import resource
 
+    from moe_finetune.data.learned import Learner
     from moe_finetune.data.rendering import CHARACTERS, OutOfMemory, Template
 
     answers = os.fdopen(os.dup(1), "wb")
@@ -113,14 +114,14 @@ def serve() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also within one C call
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
-    templates: dict[str, Template] = {}
+    learners: dict[str, Learner] = {}
     for request in (request for line in sys.stdin.buffer for request in json.loads(line)):
         definition = json.dumps(request["template"])
-        if definition not in templates:
-            templates[definition] = Template(**request["template"])
+        if definition not in learners:
+            learners[definition] = Learner(Template(**request["template"]))
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
-            answer = templates[definition].answer(request)
+            answer = learners[definition].answer(request)
         except (MemoryError, OutOfMemory):
             problem = (
                 f"the chat template needs more than {BYTES >> 30} GiB of memory, or writes more "

@@ -157,6 +157,7 @@ def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
     by_pattern: dict[str, list[str]] = {}
     for name in names:
         by_pattern.setdefault(_NUMBER.sub("#", name), []).append(name)
+    # One name of each pattern stands for all: how would transformers load it?
     samples = []  # (file's name, loaded name, converter's number, as which of its sources)
     for alike in by_pattern.values():
         loaded, converter, source = _loaded(alike[0], changes)
@@ -168,9 +169,13 @@ def spelling_of(config: Any, names: Iterable[str]) -> Spelling | None:
     def saved(name: str, spelling: Spelling | None = None) -> list[str]:
         return list(_in_files(key, {name: state[name]}, spelling))
 
+    # A tensor that loads without a converter is stored as in memory; where its class would save
+    # pieces instead, the conversion to pieces was not applied to these files.
     stored_whole = [loaded for _, loaded, converter, _ in samples if converter is None]
     undone = {_loaded(piece, changes)[1] for name in stored_whole for piece in saved(name)[:1]}
     unconverted = Spelling(tuple(sorted(index for index in undone if index is not None)))
+    # What is still called otherwise than the class saves it: by pattern where both names have as
+    # many numbers, else name by name.
     renamed: dict[str, str] = {}
     for alike, loaded, converter, source in samples:
         if converter is None:

@@ -40,15 +40,14 @@ def test_contents(tmp_path):
         base,
         method="orthogonal_variance",
         data=[tmp_path / "train.jsonl", "openai/gsm8k"],
-        metrics={"arithmetic|exact": 0.51234},
-        options={"rank": 32, "init": tmp_path / "other"},
+        options={"note": "a|b", "rank": 32, "init": tmp_path / "other"},
     )
     text = file.read_text()
     assert file == export / "README.md"
     assert str(tmp_path) not in text
     for part in ("some-base", "orthogonal_variance", "train.jsonl", "openai/gsm8k", "apache-2.0"):
         assert part in text
-    assert "| arithmetic\\|exact | 0.5123 |" in text and "| rank | 32 |" in text
+    assert "| note | a\\|b |" in text and "| rank | 32 |" in text
     assert front(text)["license"] == "apache-2.0" and "base_model" not in front(text)
 
 

@@ -118,22 +118,6 @@ def test_nothing_is_left_or_changed_when_it_cannot_be_done(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["public", "there"]
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "generation_config.json", "merges.txt", "NOTICE"])
-def test_only_regular_files_are_copied(name, tmp_path):
-    source = _publish("deepseek_moe", "deepseek_moe_16b", tmp_path / "public")
-    for make in (lambda p: p.symlink_to("/dev/zero"), os.mkfifo):
-        (source / name).unlink(missing_ok=True)
-        make(source / name)
-        with pytest.raises(CheckpointError, match=f"{name}: is a device, pipe or socket"):
-            convert_checkpoint(source, tmp_path / "converted")
-    (source / name).unlink()
-    with (source / name).open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match=f"{name}: has more than 64 MiB"):
-        convert_checkpoint(source, tmp_path / "converted")
-    assert [p.name for p in tmp_path.iterdir()] == ["public"]
-
-
 def test_space_is_asked_for_before_weights_are_read(tmp_path, capsys):
     """A checkpoint of 6 TB of zeros, of which only the header is on the disk."""
     source = _publish("deepseek_moe", "deepseek_moe_16b", tmp_path / "public")

@@ -32,10 +32,6 @@ def assert_same(found, wanted):
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
-def folder_bytes(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.mark.parametrize("family", tiny.FAMILY_NAMES)
 def test_merged_equals_base_and_adapter(bases, adapters, family, tmp_path):
     base, adapter, merged = bases(family), adapters(family), tmp_path / family
@@ -294,18 +290,11 @@ def test_bias_without_a_place(bases, adapters, family, tmp_path):
     with pytest.raises(UnsupportedModelError, match="no place for a routing bias"):
         merge_adapter(bases(family), adapters(family), tmp_path / "m", bias=bias)
     assert not (tmp_path / "m").exists()
-    merge_adapter(bases(family), adapters(family), tmp_path / "m", bias=bias, bias_export="drop")
-    merge_adapter(bases(family), adapters(family), tmp_path / "plain")
-    assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
-def test_a_bias_that_is_dropped_leaves_the_bases_own(bases, adapters, family, tmp_path):
+def test_a_merged_bias_is_verified(bases, adapters, family, tmp_path):
     base, adapter, bias = bases(family), adapters(family), {1: [0.1] * 12, 2: [-0.2] * 12}
-    merge_adapter(base, adapter, tmp_path / "m", bias=bias, bias_export="drop")
-    merge_adapter(base, adapter, tmp_path / "plain")
-    assert folder_bytes(tmp_path / "m") == folder_bytes(tmp_path / "plain")
-    verify_merge(base, adapter, tmp_path / "m")
     merge_adapter(base, adapter, tmp_path / "kept", bias=bias)
     verify_merge(base, adapter, tmp_path / "kept", bias=bias)
     if family == "deepseek_v3":  # of an added tensor verify says nothing

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
+from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.models.loading import load_config
 from moe_finetune.models.structure import meta_model
@@ -21,22 +23,33 @@ from moe_finetune.training.inspection import inspect_checkpoint
 from tests.published import fixture, generate
 from tests.published.fixture import Published
 
-PARTS = ["attention", "shared_experts", "experts"]
-
 
 def run(published: Published, folder: Path) -> dict[str, str]:
     """What each verb answers: nothing where it passes, else its refusal."""
     folder = generate.write(published, folder / "base")
-    answers = {}
-    for verb in (inspect, merge):
-        try:
-            verb(published, folder)
-            answers[verb.__name__] = ""
-        except MoeFinetuneError as error:
-            answers[verb.__name__] = str(error)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # a crash, not a refusal
-            answers[verb.__name__] = f"{type(error).__name__}: {error}"
-    return answers
+    adapted: list[Any] = []
+
+    def keep(*arguments: Any) -> Any:
+        adapted.append(add_lora(*arguments))
+        return adapted[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "add_lora", keep)  # a merge takes the model that inspect adapts
+        inspected = _answer(lambda: inspect(published, folder))
+    return {
+        "inspect": inspected,
+        "merge": _answer(lambda: merge(published, folder, adapted)),
+    }
+
+
+def _answer(verb: Callable[[], None]) -> str:
+    try:
+        verb()
+    except MoeFinetuneError as error:
+        return str(error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a crash, not a refusal
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def inspect(published: Published, folder: Path) -> None:
@@ -60,10 +73,10 @@ def inspect(published: Published, folder: Path) -> None:
     assert inspection.memory.weights >= published.count(*fixture.MODEL_PARTS)
 
 
-def merge(published: Published, folder: Path) -> None:
+def merge(published: Published, folder: Path, adapted: list[Any]) -> None:
     """The plan of a LoRA on everything changes just those parts, and copies all else."""
     base = open_checkpoint(folder)
-    plan = plan_merge(base, [(open_adapter(_adapter(folder)), 1.0)])
+    plan = plan_merge(base, [(open_adapter(_adapter(folder, adapted)), 1.0)])
     changed = {tensor.target.name for tensor in plan.changed}
     assert changed == {name for name, row in published.tensors if row.adapted}
     copied = {name for name, tensor in plan.tensors.items() if tensor.copied}
@@ -89,13 +102,14 @@ def _recipe(folder: Path) -> Recipe:
     )
 
 
-def _adapter(folder: Path) -> Path:
+def _adapter(folder: Path, adapted: list[Any]) -> Path:
     """An adapter of that recipe, its factors a hole."""
-    recipe = _recipe(folder)
-    model: Any = meta_model(load_config(folder))
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = add_lora(model, recipe.lora, recipe.router.train)
+    if not adapted:
+        recipe = _recipe(folder)
+        with torch.device("meta"):
+            model = meta_model(load_config(folder))
+            adapted.append(add_lora(model, recipe.lora, recipe.router.train))
+    model = adapted[0]
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)

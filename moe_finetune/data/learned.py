@@ -1,0 +1,156 @@
+"""What is learned of a conversation: the characters of its answers in a chat template's text.
+
+What is learned of an answer: what the template writes beyond the prompt that a model is given, up
+to its end-of-turn mark, as the text was when the answer was the last. Where a template marks its
+assistant's text (``{% generation %}``), or TRL has a copy of it that does and writes the same text,
+only marked characters are learned. An answer that the template writes differently once the
+conversation goes on is not learned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_finetune.data.rendering import RenderingError, Span, Template, Turn
+from moe_finetune.data.unread import UnreadFields, changed, kind_of
+
+
+class Learner:
+    """A chat template, its unread fields, and the kinds of answers that were checked with it."""
+
+    def __init__(self, template: Template):
+        self.template = template
+        self._unread = UnreadFields(template)
+        self._checked_answers: set[Any] = set()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What :meth:`learned` or :meth:`shown` returns for a request's turns."""
+        turns, extra = request["turns"], request["extra"]
+        if request["purpose"] == "learned":
+            return self.learned(turns, extra)
+        return self.shown(turns, extra, request["purpose"] == "prompt", request["checked"])
+
+    def shown(
+        self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool, checked: bool
+    ) -> dict[str, Any]:
+        """``text`` of the conversation, and its ``turns`` in the kind that the template takes.
+
+        Raises:
+            RenderingError: the template refuses the turns or, if ``checked``, omits a part of
+                them.
+        """
+        turns = self.template.adapted(turns)
+        text = self.template.checked_render(turns, extra, prompt)
+        if checked:
+            list(self._unread.of(turns, extra))
+        return {"text": text, "turns": turns}
+
+    def learned(self, turns: Sequence[Turn], extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Text of the conversation and what is learned of it.
+
+        Returns:
+            ``text``; ``spans``, the characters of each answer that is learned; ``others``, those of
+            answers that are not to be learned; ``rewritten``, whether the template writes an
+            earlier answer otherwise; ``unread``, fields that nothing reads.
+
+        Raises:
+            RenderingError: the template refuses the turns or omits a part of them.
+        """
+        train = [turn.get("train", True) for turn in turns]
+        turns = self.template.adapted(turns)
+        text = self.template.checked_render(turns, extra)
+        unread = sorted(set(self._unread.of(turns, extra)))
+        marks = self.template.marks(turns, extra, text)
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        spans: list[list[Span]] = []
+        others: list[list[Span]] = []
+        rewritten = False
+        for i in answers:
+            pieces = self._answer(turns, i, extra, text, marks)
+            if train[i]:
+                rewritten |= pieces is None
+                spans.append(pieces or [])
+                self._check_own(turns, i, extra, pieces)
+            elif pieces is not None:
+                others.append(pieces)
+        if rewritten and train[answers[-1]] and not spans[-1]:
+            raise RenderingError(
+                "the chat template does not render the conversation before the last answer as the "
+                "beginning of the whole; name another with data.chat_template, or set "
+                "data.completion_only_loss=false"
+            )
+        flat = [list(span) for pieces in spans for span in pieces]
+        unlearned_spans = [list(span) for pieces in others for span in pieces]
+        return {
+            "text": text,
+            "spans": flat,
+            "others": unlearned_spans,
+            "rewritten": rewritten,
+            "unread": unread,
+        }
+
+    def _answer(
+        self,
+        turns: Sequence[Turn],
+        index: int,
+        extra: Mapping[str, Any],
+        text: str,
+        marks: Sequence[Span],
+    ) -> list[Span] | None:
+        """Characters of answer ``index`` with its end mark; None where its text is not kept."""
+        last = index == len(turns) - 1
+        until = text if last else self.template.render(turns[: index + 1], extra)
+        end = len(until.rstrip())
+        if text[:end] != until[:end]:
+            return None
+        opened = self.template.checked_render(turns[:index], extra, True)
+        start = len(opened)
+        if not until.startswith(opened):
+            shared = os.path.commonprefix([opened, until])
+            length_before = len(self.template.render(turns[:index], extra).rstrip())
+            if len(shared) < length_before:
+                return None
+            # The prompt's `<think>` and the answer's `<tool_call>` share letters, not a tag.
+            tag = shared.rfind("<", length_before)
+            start = tag if tag > shared.rfind(">") else len(shared)
+        if start >= end:
+            return None
+        inside = [(max(a, start), b) for a, b in marks if a < end and b > start]
+        if not inside:
+            return [(start, end)]
+        # The end-of-turn mark is the assistant's, whether or not the template marks it.
+        return [*inside[:-1], (inside[-1][0], end)]
+
+    def _check_own(
+        self,
+        turns: Sequence[Turn],
+        index: int,
+        extra: Mapping[str, Any],
+        pieces: Sequence[Span] | None,
+    ) -> None:
+        """Refuse a template that writes other turns' texts into an answer's characters."""
+        previous_role = turns[index - 1]["role"] if index else ""
+        key = (previous_role, *kind_of(turns[index]))
+        if pieces is None or key in self._checked_answers:
+            return
+        altered = [
+            changed(turn, "content") if turn["role"] != "assistant" else turn
+            for turn in turns[: index + 1]
+        ]
+        try:
+            now = self.template.render(turns[: index + 1], extra)
+            other = self.template.render(altered, extra)
+            marks = self.template.marks(altered, extra, other)
+            moved = self._answer(altered, index, extra, other, marks)
+        except Exception:  # it checks what the other turns say
+            self._checked_answers.add(key)
+            return
+        ours = [now[a:b] for a, b in pieces]
+        if moved is not None and [other[a:b] for a, b in moved] != ours:
+            raise RenderingError(
+                "the chat template writes what others say into the assistant's answer, and it "
+                "would be learned; name another with data.chat_template"
+            )
+        self._checked_answers.add(key)
