@@ -84,6 +84,10 @@ class MachineError(MoeFinetuneError, RuntimeError):
     """A process that ended because memory or disk ran out, or because it was killed."""
 
 
+class PluginError(MoeFinetuneError, ImportError):
+    """An installed package whose loss, metric or reward cannot be used."""
+
+
 class NumericsError(MoeFinetuneError, ArithmeticError):
     """A loss, gradient or weight that is not a finite number."""
 

@@ -6,6 +6,7 @@ Add a loss with one file that holds its pure function and its :class:`Term`, and
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -282,4 +283,14 @@ class Term(ABC):
         """Restore what :meth:`state_dict` returned."""
 
 
-TERMS: Registry[type[Term]] = Registry("loss term", ObjectiveError)
+def _plugin_problem(name: str, value: object) -> str | None:
+    if not (isinstance(value, type) and issubclass(value, Term)) or inspect.isabstract(value):
+        return f"is {value!r:.80}, and must be a subclass of moe_finetune.losses.base.Term"
+    if getattr(value, "name", None) != name:
+        return f"its class has the name {getattr(value, 'name', None)!r}; give both one name"
+    return None
+
+
+TERMS: Registry[type[Term]] = Registry(
+    "loss term", ObjectiveError, "moe_finetune.losses", _plugin_problem
+)

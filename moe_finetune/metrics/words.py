@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-
-@dataclass(frozen=True)
-class Word:
-    """A name for people, what it means, and which way is good for specialized, balanced experts.
-
-    ``good`` is +1 (more is better), -1 (less is better) or 0 (neither by itself).
-    """
-
-    name: str
-    meaning: str = ""
-    good: int = 0
-
+from moe_finetune.errors import RecipeError
+from moe_finetune.metrics.layer_metric import LayerMetric, Word, problem_of
+from moe_finetune.registry import Registry
 
 WORDS: dict[str, Word] = {
     "loss": Word("Training loss", "nats per token", -1),
@@ -125,6 +116,14 @@ WORDS: dict[str, Word] = {
 }
 
 
+def _problem(name: str, value: object) -> str | None:
+    return "is a metric of moe-finetune; rename it" if name in WORDS else problem_of(value)
+
+
+METRICS: Registry[LayerMetric] = Registry("metric", RecipeError, "moe_finetune.metrics", _problem)
+"""Metrics that installed packages bring. All are measured at evaluations and in snapshots."""
+
+
 def word(key: str) -> Word:
     """Return the words for a key such as ``losses/load_balance`` or ``routing/max_violation``."""
     head, _, tail = key.rpartition("/")
@@ -132,6 +131,8 @@ def word(key: str) -> Word:
     # The same name can be one of the router and one of the model's predictions: entropy.
     own = f"routing/{name}" if head.endswith("routing") else key
     known = WORDS.get(own) or WORDS.get(name)
+    if known is None and head.endswith("routing") and name in METRICS:
+        known = METRICS[name].word
     plain = name.replace("_", " ").strip()
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":

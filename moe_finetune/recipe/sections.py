@@ -180,7 +180,10 @@ class RouterSection(Section):
 class RewardSection(Section):
     """A reward of reinforcement: one by name, or a function of the user's own Python file."""
 
-    name: str | None = Field(default=None, description="exact_match, boxed or code")
+    name: str | None = Field(
+        default=None,
+        description="exact_match, boxed, code, or one that an installed package brings",
+    )
     file: str | None = Field(default=None, description="your Python file")
     function: str = Field(default="reward", description="of that file")
     weight: float = Field(

@@ -4,7 +4,8 @@
 ``rewards: [{file: my_rewards.py, function: brevity}]``. A reward is called as TRL calls it: with
 the texts of a batch of completions and, by name, a list for each field of their rows; it returns
 a number for each, or None where it does not apply. A new one is a function and a line in
-``REWARDS``, and in ``READ_BY`` where it reads a field.
+``REWARDS``, and in ``READ_BY`` where it reads a field; an installed package brings one by an entry
+point of the group ``moe_finetune.rewards``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from moe_finetune.registry import Registry
 Reward = Callable[..., list[float]]
 LARGEST_REWARD = 1e12
 """Weighted rewards and their squares must fit into float32."""
-REWARDS: Registry[Reward] = Registry("reward", RecipeError)
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    RecipeError,
+    "moe_finetune.rewards",
+    lambda name, value: None if callable(value) else f"is {value!r:.80}, and must be a function",
+)
 
 
 def text_of(completion: Any) -> str:
@@ -101,7 +107,10 @@ def reward_functions(sections: Sequence[RewardSection], columns: Sequence[str]) 
         assert section.name is not None
         function = REWARDS[section.name]
         needed = READ_BY.get(section.name)
-        if needed is not None and needed not in columns:
+        if needed is None:
+            functions.append(_checked(function, f"rewards: '{section.name}'"))
+            continue
+        if needed not in columns:
             raise DataError(
                 f"rewards: '{section.name}' reads the field '{needed}' of each row, and the rows "
                 f"have {', '.join(columns)}{did_you_mean(needed, columns)}; name yours with "

@@ -21,6 +21,7 @@ from moe_finetune.losses.base import ModelFacts
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
+    METRICS,
     coherence_barrier,
     conditional_activation,
     coupling_mass,
@@ -69,6 +70,7 @@ class Sample:
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
         self._router: dict[int, np.ndarray] = {}
         self._pictures, self._gated = pictures, facts.has_gate
+        self._installed = dict(METRICS)
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         layer = record.layer
@@ -155,7 +157,20 @@ class Sample:
         if self.top_k > 1:
             found["activation_cosine"] = gram_cosine(self.rows("activations_gram", layer))
             found["output_cosine"] = gram_cosine(self.rows("outputs_gram", layer))
-        return found
+        return found | self._installed_metrics(layer)
+
+    def _installed_metrics(self, layer: int) -> dict[str, float | None]:
+        several = self.top_k > 1
+        arrays = {
+            "index_TK": self.rows("index", layer),
+            "scores_TK": self.rows("weights", layer),
+            "scores_TE": self.rows("scores", layer),
+            "probabilities_TE": self.rows("probabilities", layer),
+            "router_weight_EH": self._router.get(layer),
+            "activations_gram_TKK": self.rows("activations_gram", layer) if several else None,
+            "outputs_gram_TKK": self.rows("outputs_gram", layer) if several else None,
+        }
+        return {name: metric(name, arrays) for name, metric in self._installed.items()}
 
     def coupling(self) -> list[float]:
         return [

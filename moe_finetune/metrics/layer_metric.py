@@ -1,0 +1,72 @@
+"""A metric of one MoE layer that an installed package brings, and a metric's name for people."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_finetune.errors import PluginError
+
+
+@dataclass(frozen=True)
+class Word:
+    """A name for people, what it means, and which way is good for specialized, balanced experts.
+
+    ``good`` is +1 (more is better), -1 (less is better) or 0 (neither by itself).
+    """
+
+    name: str
+    meaning: str = ""
+    good: int = 0
+
+
+INPUTS = (
+    *("index_TK", "scores_TK", "scores_TE", "probabilities_TE", "router_weight_EH"),
+    *("activations_gram_TKK", "outputs_gram_TKK"),
+)
+"""What a metric can read of a layer, as numpy arrays; see :class:`RoutingRecord`."""
+
+
+@dataclass(frozen=True)
+class LayerMetric:
+    """A number for each MoE layer.
+
+    Attributes:
+        compute: its parameters are names of :data:`INPUTS`; returns a number, or None where the
+            layer has none. It is not called for a layer that lacks an input.
+        word: what the report calls it.
+    """
+
+    compute: Callable[..., float | None]
+    word: Word
+
+    def __call__(self, name: str, arrays: Mapping[str, Any]) -> float | None:
+        """The value for one layer's arrays, by name; an input that is None does not exist.
+
+        Raises:
+            PluginError: ``compute`` failed, or returned something else than a number.
+        """
+        chosen = {key: arrays[key] for key in inspect.signature(self.compute).parameters}
+        if any(array is None for array in chosen.values()):
+            return None
+        try:
+            value = self.compute(**chosen)
+            number = None if value is None else float(value)
+        except Exception as error:  # whatever the package's own code raises
+            raise PluginError(f"metric '{name}' failed: {type(error).__name__}: {error}") from error
+        if number is not None and not math.isfinite(number):
+            raise PluginError(f"metric '{name}' returned {number}; return None where it has none")
+        return number
+
+
+def problem_of(value: object) -> str | None:
+    """Why an entry point's value is no metric, or None."""
+    if not isinstance(value, LayerMetric):
+        return f"is {value!r:.80}, and must be a moe_finetune.metrics.LayerMetric"
+    unknown = [key for key in inspect.signature(value.compute).parameters if key not in INPUTS]
+    if unknown:
+        return f"reads '{unknown[0]}'; a metric can read {', '.join(INPUTS)}"
+    return None

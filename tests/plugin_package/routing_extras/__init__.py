@@ -1,0 +1,34 @@
+"""A loss, a metric and a reward, as a package of its own brings them."""
+
+import numpy as np
+
+from moe_finetune.losses.base import Term
+from moe_finetune.losses.tensors import reduce_tokens
+from moe_finetune.metrics import LayerMetric, Word
+
+
+class LogitSpread(Term):
+    """Mean squared logit of the router."""
+
+    name = "logit_spread"
+    source = "an example"
+    reads = "router logits"
+    trains = frozenset({"router"})
+
+    def loss(self, record, context):
+        return reduce_tokens(record.logits_TE.square().mean(-1), record.mask_T, "mean")
+
+
+def margin(probabilities_TE):
+    first, second = np.sort(probabilities_TE, -1)[:, :-3:-1].T
+    return (first - second).mean()
+
+
+FIRST_CHOICE_MARGIN = LayerMetric(
+    margin, Word("First choice's margin", "over the second, mean over tokens", 1)
+)
+
+
+def brevity(completions, limit, **_):
+    """1 where a completion has at most ``limit`` characters."""
+    return [float(len(text) <= n) for text, n in zip(completions, limit, strict=True)]
