@@ -27,7 +27,7 @@ TERMS = {
     "z_loss": {"weight": 0.02},
 }
 ACCUMULATION = 2
-SCALING = 12 / 3
+SCALING = 128 / 32
 
 
 def watch(folder: Path) -> None:
