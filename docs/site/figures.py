@@ -1,6 +1,7 @@
-"""Figures of the examples in ``recipes/papers``, taken from saved results.
+"""Figures of ``recipes/README.md`` and of the examples in ``recipes/papers``, from saved results.
 
-``<!-- demo: ARM -->`` begins a table of what an arm changed at the demo's length,
+``<!-- demo: ARM -->`` begins a table of what an arm changed at the demo's length, over seeds,
+``<!-- arms: NAME -->`` one of what every arm of a study ended with,
 ``<!-- effects: NAME: 1 2 14/ARM -->`` one of effects of a study, ``<!-- cost: NAME -->`` one of a
 step's time and memory by arm; ``<!-- end of figures -->`` ends it.
 ``python docs/site/figures.py`` (``make tables``) writes them; a test asks that they are current.
@@ -16,8 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "bench" / "results"
-PAGES = sorted((ROOT / "recipes" / "papers").glob("*.md"))
-TABLE = re.compile(r"(<!-- (demo|effects|cost): (.+?) -->\n).*?(<!-- end of figures -->)", re.S)
+PAGES = [ROOT / "recipes" / "README.md", *sorted((ROOT / "recipes" / "papers").glob("*.md"))]
+TABLE = re.compile(
+    r"(<!-- (demo|arms|effects|cost): (.+?) -->\n).*?(<!-- end of figures -->)", re.S
+)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -31,16 +34,41 @@ def number(value: float) -> str:
 
 
 def demo_rows(arm: str) -> Iterator[str]:
-    """What an arm changed: on the demo's held-out rows, and on fresh ones."""
-    compared = result("demo_strength")["arms"][arm]["compared"]
-    # The baseline's balance weighs 0.001 and the arm's more, so that balance is not compared.
-    yield "| number | balance, 0.001 | with the losses | times | on fresh rows, times |"
-    yield "| --- | --- | --- | --- | --- |"
-    for name, row in compared.items():
-        if not name.startswith("fresh/") and name != "max_violation":
-            fresh = compared[f"fresh/{name}"]["times"]
-            shown = [row["baseline"], row["ours"], row["times"], fresh]
-            yield f"| {name.replace('_', ' ')} | {' | '.join(map(number, shown))} |"
+    """What an arm changed on fresh rows, against each baseline."""
+    yield "| number | against | baseline | with the losses | times | difference [95 %] | seeds |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for row in result("demo_strength")["studies"]["demo_strength"]["effects"]:
+        if row["arm"] != arm or row["difference"] is None:
+            continue
+        means = [row["baseline_mean"], row["arm_mean"], row["arm_mean"] / row["baseline_mean"]]
+        spread = f"{row['difference']:+.3g}"
+        if row["seeds"] > 1:
+            spread += f" [{row['low']:+.3g}, {row['high']:+.3g}]"
+        yield (
+            f"| {row['what']} | {row['baseline']} | {' | '.join(map(number, means))} | {spread} "
+            f"| {row['seeds']} |"
+        )
+
+
+ARM_METRICS = {
+    "expert_overlap": "overlap",
+    "score_variance": "score variance",
+    "max_violation": "MaxVio",
+    "validation_loss": "held-out loss",
+    "activation_cosine": "activation cosine",
+    "coupling_mass": "coupling mass",
+    "erc_loss": "ERC loss",
+    "sums": "sums, %",
+}
+
+
+def arm_rows(name: str) -> Iterator[str]:
+    """What each arm of a study ended with: means over seeds."""
+    yield f"| arm | {' | '.join(ARM_METRICS.values())} | seeds |"
+    yield "| --- |" + " --- |" * (len(ARM_METRICS) + 1)
+    for arm, values in result(name)["studies"][name]["arms"].items():
+        cells = [f"{values[metric]:.4g}" for metric in ARM_METRICS]
+        yield f"| `{arm.removeprefix('finetune/')}` | {' | '.join(cells)} | {values['seeds']} |"
 
 
 def effect_rows(asked: str) -> Iterator[str]:
@@ -74,7 +102,7 @@ def cost_rows(name: str) -> Iterator[str]:
 
 def written(text: str) -> str:
     """A page with its tables made anew."""
-    makers = {"demo": demo_rows, "effects": effect_rows, "cost": cost_rows}
+    makers = {"demo": demo_rows, "arms": arm_rows, "effects": effect_rows, "cost": cost_rows}
     return TABLE.sub(lambda m: m[1] + "\n".join(makers[m[2]](m[3])) + "\n" + m[4], text)
 
 

@@ -100,8 +100,8 @@ EFFECTS: tuple[Effect, ...] = (
         "R_sp falls further with the coupling loss",
         "Table 1",
         [
-            tuned("cosine² of activations", after("activation_cosine"), arm, -1, baseline=alone)
-            for arm, alone in ((SC, SP), (SC100, SP100))
+            tuned("cosine² of activations", after("activation_cosine"), arm, -1, baseline=uncoupled)
+            for arm, uncoupled in ((SC, SP), (SC100, SP100))
         ],
     ),
     Effect(

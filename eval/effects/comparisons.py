@@ -10,7 +10,7 @@ from eval.effects.readings import Reading, Result
 from eval.effects.shards import Part
 
 BALANCE = "aux_loss"
-"""The balance loss alone; a study may name another arm for methods that balance otherwise."""
+"""The run with only a balance loss; a study may name another for methods that balance otherwise."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Comparison:
         margin: for sign 0, as a share of the baseline's mean.
         reference: subtracted where there is no baseline arm.
         at_most: the claim is met only if the arm's mean is at most this share of the baseline's.
-        pair: reading of both runs at once, in the place of the difference.
+        pair: a reading of both runs together, instead of the difference.
     """
 
     what: str

@@ -5,6 +5,7 @@ Shape legend: T held-out tokens, L MoE layers, V vocabulary, E experts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,20 @@ import numpy as np
 from transformers import TrainerCallback, set_seed
 
 from eval.effects.probe import measure
-from eval.effects.score import HeldOutTasks
+from eval.effects.score import HeldOutTasks, Row, answer_rows, share_exact
 from eval.effects.settings import TABLE, FinetuneSection, with_table
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.data.examples import prepare
-from moe_finetune.demo.data import TRAIN_FILE, VALIDATION_FILE, write_demo_data
+from moe_finetune.demo.data import (
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    DataSizes,
+    arithmetic_rows,
+    write_demo_data,
+)
 from moe_finetune.demo.pretrain import ensure_demo_checkpoint
 from moe_finetune.io import output_folder, output_lock, write_atomic
+from moe_finetune.io.rows import read_rows, write_jsonl
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.metrics import path_stability
@@ -32,6 +40,7 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.trainer import build_trainer
 
 TOPICS_SEED = 0
+FRESH_SEED = 1
 
 
 class Workbench:
@@ -53,8 +62,12 @@ class Workbench:
         self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
         data = self.recipe({"preset": "none"}, seed=0).data
         self.train = prepare(data.train, data, self.tokenizer, "train")
-        held_out = str(self.data / VALIDATION_FILE)
-        self.validation = prepare(held_out, data, self.tokenizer, "validation").to_list()
+        held_out = (
+            fresh_rows(folder, section.fresh_rows, self.data)
+            if section.fresh_rows
+            else (self.data / VALIDATION_FILE)
+        )
+        self.validation = prepare(str(held_out), data, self.tokenizer, "validation").to_list()
         facts = config_facts(load_config(self.checkpoint))
         documents = [row["input_ids"] for row in self.train.to_list()]
         self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)
@@ -78,9 +91,14 @@ class Workbench:
             perturbation=perturbation,
         )
 
+    def sums(self, seed: int) -> list[Row]:
+        """The arithmetic problems of ``seed``, the same for every arm."""
+        rng = random.Random(f"{seed}/sums")
+        return answer_rows(self.tokenizer, arithmetic_rows(rng, self.section.sums))
+
     def recipe(self, method: dict[str, Any], seed: int) -> Recipe:
         """The recipe of one arm and seed."""
-        own = {
+        filled_in = {
             "model": {"path": str(self.checkpoint), "dtype": "float32"},
             "data": {
                 "train": str(self.data / TRAIN_FILE),
@@ -90,7 +108,7 @@ class Workbench:
             "trainer": {"seed": seed, "save_strategy": "no", "report_to": "none"},
             "export": {"merge": False},
         }
-        return recipe_from_tree(Tree(merge_mappings(self.section.recipe, own)))
+        return recipe_from_tree(Tree(merge_mappings(self.section.recipe, filled_in)))
 
 
 def data_in(folder: Path) -> Path:
@@ -98,9 +116,21 @@ def data_in(folder: Path) -> Path:
     data = folder / "data"
     with output_lock(data, wait=True):  # other shards of the study may need it now
         if not data.is_dir():
-            with output_folder(data, 0) as made:
-                write_demo_data(made)
+            with output_folder(data, 0) as partial:
+                write_demo_data(partial)
     return data
+
+
+def fresh_rows(folder: Path, count: int, data: Path) -> Path:
+    """A file of ``count`` held-out rows, at most, that no file of the demo has."""
+    used = {
+        row["prompt"] for name in (TRAIN_FILE, VALIDATION_FILE) for row in read_rows(data / name)
+    }
+    sizes = DataSizes(train=0, validation=count, arithmetic_test=0, cloze_test=0)
+    drawn = write_demo_data(folder / "fresh", FRESH_SEED, sizes) / VALIDATION_FILE
+    path = folder / "fresh.jsonl"
+    write_jsonl(path, (row for row in read_rows(drawn) if row["prompt"] not in used))
+    return path
 
 
 def topic_frequencies(
@@ -108,7 +138,7 @@ def topic_frequencies(
 ) -> np.ndarray:
     """``(V, E)`` float32: how often each token occurs in each of E groups of like documents.
 
-    Groups are k-means clusters of the documents' token shares, in the place of P3's clusters of
+    Groups are k-means clusters of the documents' token shares, instead of P3's clusters of
     embeddings. Every token has a little of every group, so that rows exist for all; they sum to 1.
     """
     from sklearn.cluster import KMeans
@@ -136,8 +166,10 @@ class Probe(TrainerCallback):
             share of held-out tokens and layers whose top-1 expert is that of the probe before.
     """
 
-    def __init__(self, bench: Workbench, method: SpecializationCallback, count: int):
-        self.bench, self.method, self.count = bench, method, count
+    def __init__(
+        self, bench: Workbench, method: SpecializationCallback, count: int, sums: Sequence[Row]
+    ):
+        self.bench, self.method, self.count, self.sums = bench, method, count, sums
         start, self._top1_TL = bench.start
         self.rows: list[dict[str, float]] = [{"step": 0, **start}]
 
@@ -146,13 +178,16 @@ class Probe(TrainerCallback):
         done, total = state.global_step, state.max_steps
         if done * self.count // total == (done - 1) * self.count // total:
             return
-        work = self.method.specialization
-        assert work is not None
-        work.recorder.restore()  # a model is recorded once at a time
+        specialization = self.method.specialization
+        assert specialization is not None
+        specialization.recorder.restore()  # a model is recorded once at a time
         try:
-            metrics, top1_TL = self.bench.measure(model, work.perturbation)
+            metrics, top1_TL = self.bench.measure(model, specialization.perturbation)
+            if self.sums:
+                exact = share_exact(model, self.sums, specialization.perturbation)
+                metrics["sums"] = 100 * exact
         finally:
-            work.recorder.install()
+            specialization.recorder.install()
         metrics["stability"] = path_stability(self._top1_TL, top1_TL)
         self._top1_TL = top1_TL
         self.rows.append({"step": done, **metrics})
@@ -174,7 +209,7 @@ def run_finetune(
     model = add_lora(model, recipe.lora, recipe.router.train)
     train = bench.train.shuffle(seed)
     trainer, callback = build_trainer(recipe, folder, model, bench.tokenizer, train, None)
-    probe = Probe(bench, callback, bench.section.probes)
+    probe = Probe(bench, callback, bench.section.probes, bench.sums(seed))
     trainer.add_callback(probe)
     try:
         trainer.train()

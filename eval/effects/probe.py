@@ -144,7 +144,7 @@ def _summary(
     def note(name: str, value: float) -> None:
         seen.setdefault(name, []).append(float(value))
 
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         probs_TE, index_TK = layer["probabilities"], layer["index"]
         experts = probs_TE.shape[1]
         note("max_violation", max_violation(expert_load(index_TK, experts)))
@@ -162,10 +162,10 @@ def _summary(
         note("router_cosine", router_cosine(layer.router_EH))
         rank = conditional_mean_rank(layer["logits"], layer["ids"], frequencies_VE)
         note("conditional_mean_rank", rank)
-        if number:
-            below = layers[number - 1]
+        if index:
+            previous = layers[index - 1]
             top_k = index_TK.shape[1]
-            mass = coupling_mass(below["probabilities"], below["index"], probs_TE, top_k)
+            mass = coupling_mass(previous["probabilities"], previous["index"], probs_TE, top_k)
             note("coupling_mass", mass)
     return {name: float(np.mean(values)) for name, values in seen.items()}
 
@@ -175,7 +175,7 @@ def padded_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """``input_ids``, ``attention_mask`` and ``labels``, ``(B, S)``, in the order of ``rows``.
 
-    A batch holds at most ``limit`` positions, padding included, or one row. Padding is masked.
+    A batch has at most ``limit`` positions, padding included, or one row. Padding is masked.
     """
     for batch in fill(rows, limit, lambda row: len(row["input_ids"])):
         ids = [row["input_ids"] for row in batch]

@@ -28,6 +28,11 @@ def mean_of_probes(name: str) -> Reading:
     return lambda result: float(np.mean([row[name] for row in result["probes"] if name in row]))
 
 
+def halfway(name: str) -> Reading:
+    """Metric ``name`` of the probe in the middle of training."""
+    return lambda result: result["probes"][len(result["probes"]) // 2].get(name)
+
+
 def logged(name: str) -> Callable[[Result], list[float]]:
     """A logged value over training."""
     return lambda result: [row[name] for row in result["log"] if name in row]

@@ -8,7 +8,8 @@ Shape legend: B rows, S positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from eval.effects.probe import IGNORED, padded_batches
 from moe_finetune.demo.data import ARITHMETIC_FILE, CLOZE_FILES
-from moe_finetune.io.rows import read_log
+from moe_finetune.io.rows import read_rows
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.perturbation import Perturbation
 
@@ -34,74 +35,91 @@ class HeldOutTasks:
     """
 
     def __init__(self, data: Path, tokenizer: Any, limit: int):
-        self.stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-        self._arithmetic: list[Row] = []
-        for item in _read(data / ARITHMETIC_FILE):
-            row = _row(tokenizer, item["question"], f" {item['answer']}", tokenizer.eos_token_id)
-            self._arithmetic.append(row)
+        self._arithmetic = answer_rows(tokenizer, read_rows(data / ARITHMETIC_FILE))
         self._cloze: dict[str, list[tuple[list[Row], int]]] = {
             domain: [
                 (
                     [_row(tokenizer, item["question"], f" {c}") for c in item["choices"]],
                     item["answer"],
                 )
-                for item in _read(data / name)[:limit]
+                for item in read_rows(data / name)[:limit]
             ]
             for domain, name in CLOZE_FILES.items()
         }
 
     def score(self, model: nn.Module, perturbation: Perturbation | None = None) -> dict[str, float]:
         """Share of right answers of each task, and their ``mean``; nothing may record the model."""
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), Recorder(model, perturbation=perturbation):
-                exact = [right for right, _ in self._answers(model, self._arithmetic)]
-                scores = {"arithmetic": sum(exact) / len(exact)}
-                for domain, items in self._cloze.items():
-                    rows = [row for choices, _ in items for row in choices]
-                    sums = iter([value for _, value in self._answers(model, rows)])
-                    right = 0
-                    for choices, answer in items:
-                        values = [next(sums) for _ in choices]
-                        right += values.index(max(values)) == answer
-                    scores[domain] = right / len(items)
-        finally:
-            model.train(was_training)
+        scores = {"arithmetic": share_exact(model, self._arithmetic, perturbation)}
+        with _measured(model, perturbation):
+            for domain, items in self._cloze.items():
+                rows = [row for choices, _ in items for row in choices]
+                sums = iter([total for _, total in _answers(model, rows)])
+                right = 0
+                for choices, answer in items:
+                    values = [next(sums) for _ in choices]
+                    right += values.index(max(values)) == answer
+                scores[domain] = right / len(items)
         return {**scores, "mean": sum(scores.values()) / len(scores)}
 
-    def _answers(self, model: nn.Module, rows: Sequence[Row]) -> list[tuple[bool, float]]:
-        """Whether greedy decoding gives each row's answer, and the answer's log-likelihood."""
-        # Rows of like length share a batch, so that little of it is padding.
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-        found: list[tuple[bool, float]] = []
-        for batch in padded_batches([rows[i] for i in order]):
-            targets_BS = batch.pop("labels")[:, 1:]
-            logits_BSV = model(**batch, use_cache=False).logits[:, :-1].float()
-            found += self._judge(logits_BSV, targets_BS)
-        return [answer for _, answer in sorted(zip(order, found, strict=True))]
 
-    def _judge(self, logits_BSV: Tensor, targets_BS: Tensor) -> list[tuple[bool, float]]:
-        judged = []
-        for logits_SV, targets_S in zip(logits_BSV, targets_BS, strict=True):
-            at = targets_S != IGNORED
-            answer_N, logs_NV = targets_S[at], logits_SV[at].log_softmax(-1)
-            greedy = logs_NV.argmax(-1).tolist()
-            wanted = answer_N.tolist()
-            same = all(
-                got == want or {got, want} <= self.stops
-                for got, want in zip(greedy, wanted, strict=True)
-            )
-            total = logs_NV.gather(1, answer_N.unsqueeze(1)).sum().item()
-            judged.append((same, total))
-        return judged
+def answer_rows(tokenizer: Any, items: Iterable[dict[str, Any]]) -> list[Row]:
+    """Rows of ``question``, ``answer`` and the end of text, of which the last two are labels."""
+    end = tokenizer.eos_token_id
+    return [_row(tokenizer, item["question"], f" {item['answer']}", end) for item in items]
+
+
+def share_exact(
+    model: nn.Module, rows: Sequence[Row], perturbation: Perturbation | None = None
+) -> float:
+    """Share of ``rows`` whose labels greedy decoding gives; nothing may record the model."""
+    with _measured(model, perturbation):
+        return sum(right for right, _ in _answers(model, rows)) / len(rows)
+
+
+@contextmanager
+def _measured(model: nn.Module, perturbation: Perturbation | None) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), Recorder(model, perturbation=perturbation):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _answers(model: nn.Module, rows: Sequence[Row]) -> list[tuple[bool, float]]:
+    """Whether greedy decoding gives each row's answer, and the answer's log-likelihood."""
+    # Rows of like length share a batch, so that little of it is padding.
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+    answers: list[tuple[bool, float]] = []
+    ends = torch.tensor(model.generation_config.eos_token_id).flatten()  # type: ignore[union-attr]
+    for batch in padded_batches([rows[i] for i in order]):
+        targets_BS = batch.pop("labels")[:, 1:]
+        logits_BSV = model(**batch, use_cache=False).logits[:, :-1].float()
+        answers += _judge(logits_BSV, targets_BS, ends)
+    return [answer for _, answer in sorted(zip(order, answers, strict=True))]
+
+
+def _judge(logits_BSV: Tensor, targets_BS: Tensor, ends: Tensor) -> list[tuple[bool, float]]:
+    learned_BS = targets_BS != IGNORED
+    targets_N = targets_BS[learned_BS]
+    logs_NV = logits_BSV[learned_BS].log_softmax(-1)
+    greedy_N = logs_NV.argmax(-1)
+    # Decoding ends with any of the end tokens.
+    ended_N = torch.isin(greedy_N, ends) & torch.isin(targets_N, ends)
+    right_N = (greedy_N == targets_N) | ended_N
+    logs_N = logs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    sizes = learned_BS.sum(1).tolist()
+    return [
+        (bool(right.all()), float(logs.sum()))
+        for right, logs in zip(right_N.split(sizes), logs_N.split(sizes), strict=True)
+    ]
 
 
 def _row(tokenizer: Any, prompt: str, answer: str, *end: int) -> Row:
-    before = tokenizer.encode(prompt, add_special_tokens=False)
-    after = [*tokenizer.encode(answer, add_special_tokens=False), *end]
-    return {"input_ids": before + after, "labels": [IGNORED] * len(before) + after}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return read_log(path)
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), *end]
+    return {
+        "input_ids": prompt_ids + answer_ids,
+        "labels": [IGNORED] * len(prompt_ids) + answer_ids,
+    }

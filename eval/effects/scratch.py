@@ -51,7 +51,7 @@ def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> d
     curve, norms, diverged = [], [], None
     torch.manual_seed(seed)
     model.train()
-    with Specialization(model, method, total_steps=section.steps) as work:
+    with Specialization(model, method, total_steps=section.steps) as specialization:
         for step in range(section.steps):
             for group in optimizer.param_groups:
                 group["lr"] = section.learning_rate * schedule(step, section.steps)
@@ -66,8 +66,8 @@ def run_scratch(section: ScratchSection, method: dict[str, Any], seed: int) -> d
                 break
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            work.step()
-        values = work.read()
+            specialization.step()
+        values = specialization.read()
     held_out = math.inf
     if diverged is None:
         held_out = _held_out(model, documents, tokenizer, mixture, text_rows)
@@ -92,7 +92,7 @@ def schedule(step: int, steps: int) -> float:
 def _held_out(
     model: Any, documents: list[Document], tokenizer: Any, mixture: Mixture, text_rows: int
 ) -> float:
-    """Mean of text and answer loss on documents that no training split holds."""
+    """Mean of text and answer loss on documents of no training split."""
     hidden = [
         dataclasses.replace(document, split="pretrain")  # the split that `batches` reads
         for document in documents
@@ -101,5 +101,5 @@ def _held_out(
     source = batches(hidden, tokenizer, mixture, HELD_OUT_SEED)
     model.eval()
     with torch.no_grad():
-        found = [losses(model, *next(source), text_rows) for _ in range(HELD_OUT_BATCHES)]
-    return sum(float(text + answers) / 2 for text, answers in found) / len(found)
+        batch_losses = [losses(model, *next(source), text_rows) for _ in range(HELD_OUT_BATCHES)]
+    return sum(float(text + answers) / 2 for text, answers in batch_losses) / len(batch_losses)

@@ -19,10 +19,10 @@ TABLE = "token_frequencies.safetensors"
 
 
 def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    known = [field.name for field in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(kind)]
     for name in values:
-        if name not in known:
-            raise ValueError(f"unknown key '{name}'{did_you_mean(name, known)}")
+        if name not in names:
+            raise ValueError(f"unknown key '{name}'{did_you_mean(name, names)}")
     return values
 
 
@@ -62,6 +62,10 @@ class FinetuneSection(Section):
             apart; the untrained model is measured once for all.
         embeddings: tokens that expert overlap is measured on.
         tasks: most passages of the held-out code and prose tasks.
+        fresh_rows: held-out rows to measure on, drawn with another seed than the demo's and none of
+            its own; 0: the demo's held-out rows.
+        sums: arithmetic problems on held-out facts, drawn anew for each seed and the same for all
+            arms, that every probe but the first answers (``sums`` in its row, in percent).
     """
 
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -71,6 +75,8 @@ class FinetuneSection(Section):
     probes: int = Field(default=4, ge=1)
     embeddings: int = Field(default=1500, ge=20)
     tasks: int = Field(default=200, ge=1)
+    fresh_rows: int = Field(default=0, ge=0)
+    sums: int = Field(default=0, ge=0)
 
 
 class ScratchSection(Section):
@@ -106,10 +112,15 @@ class ScratchSection(Section):
 
 
 class Miniature(Section):
-    """Everything that decides a miniature study; a part that is left out is not run."""
+    """Everything that decides a miniature study; a part that is left out is not run.
+
+    ``claims``: whether its table has the comparisons of :mod:`eval.effects.claims` or those of
+    :mod:`eval.effects.claims_at_shares`.
+    """
 
     kind: Literal["miniature"]
     title: str = "Headline effects in miniature"
+    claims: Literal["headline", "shares"] = "headline"
     seeds: list[int] = Field(min_length=1)
     recovery: RecoverySection | None = None
     classification: ClassificationSection | None = None
@@ -158,5 +169,5 @@ def with_table(method: dict[str, Any], table: str) -> dict[str, Any]:
     )
     if not supervised:
         return method
-    below = {"terms": {"supervised_routing": {"table": table}}}
-    return merge_mappings(below, method)
+    defaults = {"terms": {"supervised_routing": {"table": table}}}
+    return merge_mappings(defaults, method)

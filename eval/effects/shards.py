@@ -43,19 +43,19 @@ class Shard:
 
 def shards_of(study: Miniature) -> list[Shard]:
     """All runs, seed by seed, so that an interrupted study has whole seeds of every arm."""
-    found = []
+    shards = []
     for seed in study.seeds:
         if study.recovery is not None:
-            found.append(Shard("recovery", "sweep", seed))
+            shards.append(Shard("recovery", "sweep", seed))
         if study.classification is not None:
-            found += [Shard("classification", arm, seed) for arm in study.classification.arms]
+            shards += [Shard("classification", arm, seed) for arm in study.classification.arms]
         if study.finetune is not None:
             once = study.finetune.once if seed != study.seeds[0] else ()
             arms = [arm for arm in study.finetune.arms if arm not in once]
-            found += [Shard("finetune", arm, seed) for arm in arms]
+            shards += [Shard("finetune", arm, seed) for arm in arms]
         if study.scratch is not None:
-            found += [Shard("scratch", arm, seed) for arm in study.scratch.arms]
-    return found
+            shards += [Shard("scratch", arm, seed) for arm in study.scratch.arms]
+    return shards
 
 
 def begin(study: Miniature, output: Path, resume: bool = False) -> None:
@@ -64,20 +64,20 @@ def begin(study: Miniature, output: Path, resume: bool = False) -> None:
     A study in it may have other seeds or further arms; what decides its runs must be the same.
 
     Raises:
-        OutputExistsError: it holds something else, or this study without ``resume``.
-        RecipeError: it holds runs of other settings.
+        OutputExistsError: it has other files, or this study without ``resume``.
+        RecipeError: its runs have other settings.
     """
     settings = study.model_dump(mode="json")
-    place = output / STUDY_FILE
-    if enter_folder(output, STUDY_FILE, "a study", resume):
-        held = read_object(place, RecipeError, f"choose another --output than {output}")
-        different = [key for key in _decisive(settings) if _clash(held, settings, key)]
+    study_file = output / STUDY_FILE
+    if enter_folder(output, study_file, "a study", resume):
+        saved = read_object(study_file, RecipeError, f"choose another --output than {output}")
+        different = [key for key in _decisive(settings) if _clash(saved, settings, key)]
         if different:
             raise RecipeError(
-                f"{output}: holds runs of this study with other settings under "
+                f"{output}: has runs of this study with other settings under "
                 f"{', '.join(different)}; choose another --output"
             )
-    write_atomic(place, json.dumps(settings, indent=2) + "\n")
+    write_atomic(study_file, json.dumps(settings, indent=2) + "\n")
 
 
 def _decisive(settings: dict[str, Any]) -> Iterator[str]:
@@ -86,16 +86,16 @@ def _decisive(settings: dict[str, Any]) -> Iterator[str]:
             yield part
 
 
-def _clash(held: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
-    before, now = held.get(part), settings[part]
-    if before is None:
+def _clash(saved: dict[str, Any], settings: dict[str, Any], part: str) -> bool:
+    old_part, now = saved.get(part), settings[part]
+    if old_part is None:
         return False
     without = ("arms", "once")
-    if {k: v for k, v in before.items() if k not in without} != {
+    if {k: v for k, v in old_part.items() if k not in without} != {
         k: v for k, v in now.items() if k not in without
     }:
         return True
-    arms, old = now.get("arms", {}), before.get("arms", {})
+    arms, old = now.get("arms", {}), old_part.get("arms", {})
     return isinstance(arms, dict) and any(arms[a] != old[a] for a in set(arms) & set(old))
 
 
@@ -155,8 +155,8 @@ def _step(shard: Shard, runner: Runner) -> Step:
     def make(attempt: Attempt) -> None:
         start = time.perf_counter()
         result = runner.run(shard)
-        held = {"seconds": round(time.perf_counter() - start, 2), **_plain(result)}
-        write_atomic(file, json.dumps(held) + "\n")
+        saved = {"seconds": round(time.perf_counter() - start, 2), **_plain(result)}
+        write_atomic(file, json.dumps(saved) + "\n")
 
     return Step(shard.name, make, done=file.is_file)
 
@@ -167,19 +167,19 @@ def read_shards(study: Miniature, output: Path) -> dict[Shard, dict[str, Any]]:
     Raises:
         RecipeError: a result that cannot be read; delete it to run it again.
     """
-    found = {}
+    results = {}
     for shard in shards_of(study):
         file = shard.file(output)
         if not file.exists():
             continue
-        found[shard] = read_json(file, RecipeError, "delete it to run it again")
-    return found
+        results[shard] = read_json(file, RecipeError, "delete it to run it again")
+    return results
 
 
 def _plain(value: Any) -> Any:
     """Numbers that JSON has: infinity and NaN become None."""
     if isinstance(value, dict):
-        return {key: _plain(held) for key, held in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -60,8 +60,8 @@ class StrengthStudy(Section):
         arms = {BASELINE: self.baseline}
         for share in self.shares:
             for name, section in self.methods.items():
-                own = {"terms": {term: {"share": share} for term in section.terms}}
-                method = merge_mappings(merge_mappings(self.baseline, section.method), own)
+                shares = {"terms": {term: {"share": share} for term in section.terms}}
+                method = merge_mappings(merge_mappings(self.baseline, section.method), shares)
                 arms[arm_of(name, share)] = method
         finetune = FinetuneSection.model_validate({**self.finetune, "arms": arms})
         return Miniature(kind="miniature", seeds=self.seeds, finetune=finetune)
@@ -102,7 +102,7 @@ def run(
 ) -> int:
     """Run the study in the folder ``output`` and return the number of failed runs.
 
-    ``output`` then holds ``shards/`` (one result a run), ``runs/``, ``strength.md|json`` and
+    ``output`` then contains ``shards/`` (one result a run), ``runs/``, ``strength.md|json`` and
     ``strength.svg``, a Pareto picture of each method.
 
     Raises:

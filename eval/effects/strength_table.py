@@ -17,8 +17,6 @@ from eval.effects.strength import BASELINE, StrengthStudy, shard_of
 from moe_finetune.io import write_atomic
 from moe_finetune.io.tables import markdown as pipe_table
 from moe_finetune.metrics.statistics import t_interval
-from moe_finetune.report.charts.frame import Scale
-from moe_finetune.report.markup import Markup, tag
 
 Results = Mapping[Shard, Mapping[str, Any]]
 LOSS = "validation_loss"
@@ -55,7 +53,7 @@ class Point:
 
 def points_of(study: StrengthStudy, results: Results) -> list[Point]:
     """Every method and share of which a run and the baseline's of its seed are there."""
-    found = []
+    points = []
     for name, section in study.methods.items():
         for share in study.shares:
             pairs = [
@@ -66,18 +64,18 @@ def points_of(study: StrengthStudy, results: Results) -> list[Point]:
             ]
             if not pairs:
                 continue
-            before = [_last(a, section.metric) for a, _ in pairs]
-            after = [_last(b, section.metric) for _, b in pairs]
+            baseline_values = [_last(a, section.metric) for a, _ in pairs]
+            values = [_last(b, section.metric) for _, b in pairs]
             costs = _changes(pairs, LOSS)
             also = [m for m in ALSO if m != section.metric]
-            found.append(
+            points.append(
                 Point(
                     method=name,
                     share=share,
                     seeds=len(pairs),
                     metric=section.metric,
-                    baseline=_mean(before),
-                    value=_mean(after),
+                    baseline=_mean(baseline_values),
+                    value=_mean(values),
                     moved=_mean(_changes(pairs, section.metric)),
                     cost=_mean(costs),
                     cost_high=_high(costs),
@@ -85,7 +83,7 @@ def points_of(study: StrengthStudy, results: Results) -> list[Point]:
                     also={metric: _mean(_changes(pairs, metric)) for metric in also},
                 )
             )
-    return found
+    return points
 
 
 def _last(result: Mapping[str, Any], name: str) -> float:
@@ -122,7 +120,7 @@ def write_strength(study: StrengthStudy, results: Results, output: Path) -> str:
     plain = {"title": study.title, "cost": study.cost, "points": [asdict(p) for p in points]}
     write_atomic(output / "strength.json", json.dumps(plain, indent=1) + "\n")
     write_atomic(output / "strength.md", text + "\n")
-    write_atomic(output / "strength.svg", picture(study, points) + "\n")
+    draw(study, points, output / "strength.svg")
     return text
 
 
@@ -149,90 +147,34 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.{0 if abs(share) >= 0.1 else 1}f} %"
 
 
-# -- the picture: one panel a method, cost to the right, the metric's change upwards -------------
-
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 330, 240, 56, 34, 16, 44
 COLUMNS = 3
-INK, LINE, MARK, BEST = "#1a212b", "#d5dae1", "#5a6573", "#0b5f96"
+FAR = 8
+"""Multiples of the study's cost beyond which only that a point is far matters."""
 
 
-def picture(study: StrengthStudy, points: list[Point]) -> str:
-    """An SVG of its own: what each share costs, and how far it moves the method's metric."""
+def draw(study: StrengthStudy, points: list[Point], path: Path) -> None:
+    """A panel for each method: what each share costs, and how far it moves the method's metric."""
+    from matplotlib.figure import Figure
+
     names = [name for name in study.methods if any(p.method == name for p in points)]
     rows = math.ceil(len(names) / COLUMNS) or 1
-    parts = []
-    for place, name in enumerate(names):
-        mine = [p for p in points if p.method == name]
-        panel = _panel(study, name, mine, strongest(study, points, name))
-        x, y = WIDTH * (place % COLUMNS), HEIGHT * (place // COLUMNS)
-        parts.append(tag("g", panel, transform=f"translate({x},{y})"))
-    width, height = WIDTH * min(COLUMNS, max(1, len(names))), HEIGHT * rows
-    return tag(
-        "svg",
-        tag("title", study.title),
-        tag("rect", width=str(width), height=str(height), fill="#ffffff"),
-        parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=str(width),
-        height=str(height),
-        font_family="system-ui, sans-serif",
-        font_size="11",
-        fill=INK,
-    )
-
-
-def _panel(study: StrengthStudy, name: str, mine: list[Point], best: Point | None) -> Markup:
-    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-    # Far beyond the cost that the table allows, only that it is far matters.
-    far = 8 * study.cost
-    x = Scale.around([0.0, 100 * study.cost, *(100 * min(p.cost, far) for p in mine)], count=4)
-    y = Scale.around([0.0, *(100 * p.moved for p in mine)], count=4)
-
-    def at(point: Point) -> tuple[float, float]:
-        return (
-            LEFT + inner_w * x(100 * min(point.cost, far)),
-            TOP + inner_h * (1 - y(100 * point.moved)),
-        )
-
-    marks: list[Markup] = [
-        tag("text", name, x=str(LEFT), y="18", font_weight="600", font_size="12.5")
-    ]
-    for tick in x.ticks:
-        px = f"{LEFT + inner_w * x(tick):.1f}"
-        marks.append(tag("line", x1=px, x2=px, y1=str(TOP), y2=str(TOP + inner_h), stroke=LINE))
-        marks.append(
-            tag("text", f"{tick:g}", x=px, y=str(TOP + inner_h + 14), text_anchor="middle",
-                fill=MARK)
-        )  # fmt: skip
-    for tick in y.ticks:
-        py = f"{TOP + inner_h * (1 - y(tick)):.1f}"
-        marks.append(tag("line", x1=str(LEFT), x2=str(LEFT + inner_w), y1=py, y2=py, stroke=LINE))
-        marks.append(
-            tag("text", f"{tick:g}", x=str(LEFT - 6), y=py, dy="4", text_anchor="end", fill=MARK)
-        )
-    limit = f"{LEFT + inner_w * x(100 * study.cost):.1f}"
-    marks.append(
-        tag("line", x1=limit, x2=limit, y1=str(TOP), y2=str(TOP + inner_h), stroke=MARK,
-            stroke_dasharray="4 3")
-    )  # fmt: skip
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in map(at, mine))
-    marks.append(tag("polyline", points=path, fill="none", stroke=BEST, stroke_opacity="0.45"))
-    for point in mine:
-        a, b = at(point)
-        marks.append(
-            tag("circle", cx=f"{a:.1f}", cy=f"{b:.1f}", r="5" if point is best else "3.4",
-                fill=BEST if point is best else "#ffffff", stroke=BEST, stroke_width="1.6")
-        )  # fmt: skip
-        beyond = " →" if point.cost > far else ""
-        marks.append(tag("text", f"{point.share:g}{beyond}", x=f"{a + 7:.1f}", y=f"{b - 5:.1f}"))
-    metric = mine[0].metric.replace("_", " ")
-    marks.append(
-        tag("text", "held-out loss, change in %", x=str(LEFT + inner_w / 2),
-            y=str(HEIGHT - 12), text_anchor="middle", fill=MARK)
-    )  # fmt: skip
-    turned = f"translate(13,{TOP + inner_h / 2:.0f}) rotate(-90)"
-    marks.append(
-        tag("text", f"{metric}, change in %", transform=turned, text_anchor="middle", fill=MARK)
-    )
-    return tag("g", marks)
+    figure = Figure(figsize=(4 * COLUMNS, 3 * rows), layout="constrained")
+    figure.suptitle(study.title)
+    grid = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for axes, name in zip(grid, names, strict=False):
+        shown = [p for p in points if p.method == name]
+        best, limit = strongest(study, points, name), 100 * FAR * study.cost
+        costs, moved = [min(100 * p.cost, limit) for p in shown], [100 * p.moved for p in shown]
+        axes.plot(costs, moved, "o-", color="C0", markerfacecolor="white", linewidth=1)
+        for point, x, y in zip(shown, costs, moved, strict=True):
+            beyond = " →" if 100 * point.cost > limit else ""
+            axes.annotate(f"{point.share:g}{beyond}", (x, y), xytext=(5, 4), fontsize=8,
+                          textcoords="offset points")  # fmt: skip
+            if point is best:
+                axes.plot(x, y, "o", color="C0")
+        axes.axvline(100 * study.cost, color="gray", linestyle="--", linewidth=1)
+        metric = study.methods[name].metric.replace("_", " ")
+        axes.set(title=name, xlabel="held-out loss, change in %", ylabel=f"{metric}, change in %")
+    for axes in list(figure.axes)[len(names) :]:
+        axes.set_axis_off()
+    figure.savefig(path)

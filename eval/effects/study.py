@@ -22,9 +22,9 @@ def run(
 ) -> int:
     """Run the miniature in the folder ``output`` and return the number of failed runs.
 
-    ``output`` then holds ``shards/`` (one result a run), ``runs/`` (recipes and logs),
-    ``effects.md|csv|json``, ``directions.md``, and pictures of P4's experiments (Figure 3 over
-    epochs with the spread of folds, its numbers beside it).
+    ``output`` then contains ``shards/`` (one result a run), ``runs/`` (recipes and logs),
+    ``effects.md|csv|json``, ``directions.md``, and ``pictures/``: P4's Figures 2 and 3, P0's
+    Figure 1, and overlap against MaxVio of every arm.
 
     Args:
         recipe: a file such as ``recipes/studies/miniature.yaml``.
@@ -36,6 +36,7 @@ def run(
     Raises:
         RecipeError, OutputExistsError, OutputBusyError: what cannot be run, and why.
     """
+    from eval.effects.routing_pictures import draw_routing
     from eval.effects.shards import STUDY_FILE, begin, read_shards, run_shards
     from eval.effects.table import effect_rows, markdown, write_tables
     from eval.effects.theory.pictures import draw_pictures
@@ -53,6 +54,7 @@ def run(
             effects = effect_rows(results, upcycle_rows(study.upcycle), effects_of(study))
             write_tables(effects, results, output)
             draw_pictures(results, output / "pictures")
+            draw_routing(results, output / "pictures")
     print(markdown(effects))
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
@@ -66,23 +68,24 @@ def effects_of(study: Miniature) -> list[Effect]:
     Where the study names an arm's own balance loss, the arm is compared with that.
     """
     from eval.effects.claims import EFFECTS
+    from eval.effects.claims_at_shares import SHARES
     from eval.effects.shards import shards_of
 
     parts = {shard.part for shard in shards_of(study)}
-    own = study.finetune.baselines if study.finetune else {}
+    baselines = study.finetune.baselines if study.finetune else {}
     return [
-        replace(effect, comparisons=[with_own_balance(c, own) for c in effect.comparisons])
-        for effect in EFFECTS
+        replace(effect, comparisons=[with_own_balance(c, baselines) for c in effect.comparisons])
+        for effect in (SHARES if study.claims == "shares" else EFFECTS)
         if any(comparison.part in parts for comparison in effect.comparisons)
         or (not effect.comparisons and "finetune" in parts)
     ]
 
 
-def with_own_balance(comparison: Comparison, own: Mapping[str, str]) -> Comparison:
+def with_own_balance(comparison: Comparison, baselines: Mapping[str, str]) -> Comparison:
     """``comparison`` against the arm's own balance loss, where it is against ``aux_loss``."""
     if comparison.part != "finetune" or comparison.baseline != BALANCE:
         return comparison
-    return replace(comparison, baseline=own.get(comparison.arm, BALANCE))
+    return replace(comparison, baseline=baselines.get(comparison.arm, BALANCE))
 
 
 def plan(recipe: str | Path, overrides: Sequence[str] = ()) -> str:

@@ -56,21 +56,21 @@ def compare(comparison: Comparison, results: Results) -> Row:
     bases = arms if baseline is None else _of(results, comparison.part, baseline)
     both = sorted(set(arms) & set(bases))
     pairs = [_pair(comparison, arms[seed], bases[seed]) for seed in both]
-    known = [(value, base) for value, base in pairs if value is not None and base is not None]
-    excluded = len(pairs) - len(known)
-    if not known:
+    complete = [(value, base) for value, base in pairs if value is not None and base is not None]
+    excluded = len(pairs) - len(complete)
+    if not complete:
         return Row(what, arm, baseline, None, None, None, "not run", excluded)
-    found = t_interval([value - base for value, base in known])
-    mean, base_mean = (float(np.mean(column)) for column in zip(*known, strict=True))
+    difference = t_interval([value - base for value, base in complete])
+    mean, base_mean = (float(np.mean(column)) for column in zip(*complete, strict=True))
     if comparison.sign == 0:
-        verdict = verdict_of_no_change(found, comparison.margin * abs(base_mean))
+        verdict = verdict_of_no_change(difference, comparison.margin * abs(base_mean))
     else:
-        verdict = verdict_of_sign(found, comparison.sign)
+        verdict = verdict_of_sign(difference, comparison.sign)
         limit = comparison.at_most
         if verdict == "reproduced" and limit is not None and mean > limit * base_mean:
             verdict = "sign only"
     relative = baseline is not None and comparison.pair is None
-    return Row(what, arm, baseline, mean, base_mean, found, verdict, excluded, relative)
+    return Row(what, arm, baseline, mean, base_mean, difference, verdict, excluded, relative)
 
 
 def _pair(comparison: Comparison, ours: Result, base: Result) -> tuple[float | None, float | None]:
@@ -106,10 +106,10 @@ def markdown(effects: Sequence[tuple[Effect, list[Row]]]) -> str:
               "seeds", "reproduced")]  # fmt: skip
     for effect, rows in effects:
         if not rows:
-            told = ("–", "–", "–", "–", "not run: run the upcycle miniature first")
-            lines.append((str(effect.number), effect.name, effect.paper, *told))
-        for number, row in enumerate(rows):
-            first = number == 0
+            cells = ("–", "–", "–", "–", "not run: run the upcycle miniature first")
+            lines.append((str(effect.number), effect.name, effect.paper, *cells))
+        for position, row in enumerate(rows):
+            first = position == 0
             head = (str(effect.number), effect.name, effect.paper) if first else ("", "", "")
             lines.append((*head, *_cells(row, bold=first)))
     return pipe_table(lines)
@@ -156,11 +156,12 @@ def write_tables(
 
 def _flat(row: Row) -> dict[str, Any]:
     values = asdict(row)
-    found = values.pop("difference") or {"mean": None, "low": None, "high": None, "seeds": 0}
+    difference = values.pop("difference") or {"mean": None, "low": None, "high": None, "seeds": 0}
     ends = {
-        name: None if not np.isfinite(found[name] or 0) else found[name] for name in ("low", "high")
+        name: None if not np.isfinite(difference[name] or 0) else difference[name]
+        for name in ("low", "high")
     }
-    return {**values, "difference": found["mean"], **ends, "seeds": found["seeds"]}
+    return {**values, "difference": difference["mean"], **ends, "seeds": difference["seeds"]}
 
 
 def _cells(row: Row, bold: bool) -> tuple[str, ...]:
@@ -178,10 +179,10 @@ def _cells(row: Row, bold: bool) -> tuple[str, ...]:
     return compared, values, difference, str(row.difference.seeds), word
 
 
-def _interval(found: Interval) -> str:
-    if found.seeds == 1:
-        return f"{found.mean:+.3g}"
-    return f"{found.mean:+.3g} [{found.low:+.3g}, {found.high:+.3g}]"
+def _interval(difference: Interval) -> str:
+    if difference.seeds == 1:
+        return f"{difference.mean:+.3g}"
+    return f"{difference.mean:+.3g} [{difference.low:+.3g}, {difference.high:+.3g}]"
 
 
 def _number(value: float) -> str:

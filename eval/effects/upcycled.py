@@ -1,4 +1,4 @@
-"""Effect 11 from the results of the upcycling miniature, which is a study of its own."""
+"""Effect 11 from the results of the upcycling miniature, a separate study."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def upcycle_rows(folder: str | None) -> list[Row]:
         return []
     path = Path(folder) / RESULTS_FILE
     try:
-        found = parse_json(path.read_bytes())
+        results = parse_json(path.read_bytes())
         return [
-            _row(found["arms"], metric, baseline)
+            _row(results["arms"], metric, baseline)
             for baseline in BASELINES
             for metric in METRICS
-            if baseline == BASELINES[0] or baseline in found["arms"]
+            if baseline == BASELINES[0] or baseline in results["arms"]
         ]
     except (OSError, ValueError) as error:
         raise RecipeError(

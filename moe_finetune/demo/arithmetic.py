@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The question as a model is asked it; the answer follows after one space."""
+        """The prompt; the answer follows after one space."""
         return f"Question: {self.question}\nAnswer:"
 
 

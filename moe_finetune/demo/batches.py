@@ -148,10 +148,10 @@ def _problem_rows(
             if size > mixture.length:
                 raise ValueError(f"length={mixture.length} is too short for a problem of {size}")
             if len(ids) + size > mixture.length:
-                rest = mixture.length - len(ids)
+                padding = mixture.length - len(ids)
                 yield (
-                    np.array(ids + [tokenizer.pad_token_id] * rest),
-                    np.array(labels + [IGNORED] * rest),
+                    np.array(ids + [tokenizer.pad_token_id] * padding),
+                    np.array(labels + [IGNORED] * padding),
                 )
                 ids, labels = [], []
             ids += [*prompt.ids, *reply]

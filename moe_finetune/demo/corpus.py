@@ -91,7 +91,7 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # a file kept for another version of Python
+    except SyntaxError:  # a file for another version of Python
         return
     lines = source.splitlines()
     docstrings = []
@@ -102,8 +102,8 @@ def _module(root: Path, path: Path) -> Iterator[Document]:
         if text is None:
             continue
         expression = node.body[0]
-        for number in range(expression.lineno - 1, expression.end_lineno or expression.lineno):
-            lines[number] = ""
+        for index in range(expression.lineno - 1, expression.end_lineno or expression.lineno):
+            lines[index] = ""
         if len(text) >= MIN_DOCSTRING:
             docstrings.append(text)
     split = split_of(name)
@@ -121,9 +121,9 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
         node = waiting.popleft()
         yield node
         for name in node._fields:
-            held = getattr(node, name, None)
-            if isinstance(held, list) and held and isinstance(held[0], _HOLD_STATEMENTS):
-                waiting.extend(held)
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body and isinstance(body[0], _HOLD_STATEMENTS):
+                waiting.extend(body)
 
 
 _HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)

@@ -60,7 +60,7 @@ def write_demo_data(folder: str | Path, seed: int = 0, sizes: DataSizes | None =
         rng = random.Random(f"{seed}/{name}")
         _write(folder / name, _finetuning_rows(corpus, rng, rows, used))
     rng = random.Random(f"{seed}/{ARITHMETIC_FILE}")
-    _write(folder / ARITHMETIC_FILE, _arithmetic_rows(rng, sizes.arithmetic_test))
+    _write(folder / ARITHMETIC_FILE, arithmetic_rows(rng, sizes.arithmetic_test))
     for domain, name in CLOZE_FILES.items():
         rng = random.Random(f"{seed}/{name}")
         _write(folder / name, _cloze_rows(corpus, domain, rng, sizes.cloze_test))
@@ -73,12 +73,12 @@ def task_problem(rng: random.Random, held_out: bool) -> Problem:
 
 
 def _finetuning_rows(
-    corpus: list[Document], rng: random.Random, number: int, used: set[str]
+    corpus: list[Document], rng: random.Random, count: int, used: set[str]
 ) -> list[dict[str, Any]]:
-    """Rows in random order; ``used`` holds the prompts given out so far and grows."""
+    """Rows in random order; their prompts are added to ``used``, and none in it is drawn again."""
     rows: list[dict[str, Any]] = []
     by_domain = {domain: _documents(corpus, domain, "finetune") for domain in CLOZE_FILES}
-    for i in range(number):
+    for i in range(count):
         domain: Domain | None = (None, "code", None, None, "prose", None, None, None)[i % 8]
         while True:
             if domain is None:
@@ -95,9 +95,10 @@ def _finetuning_rows(
     return rows
 
 
-def _arithmetic_rows(rng: random.Random, number: int) -> Iterable[dict[str, Any]]:
+def arithmetic_rows(rng: random.Random, count: int) -> Iterable[dict[str, Any]]:
+    """``count`` different problems on held-out facts: ``question``, ``answer``."""
     seen: set[str] = set()
-    while len(seen) < number:
+    while len(seen) < count:
         problem = task_problem(rng, held_out=True)
         if problem.prompt not in seen:
             seen.add(problem.prompt)
@@ -105,11 +106,11 @@ def _arithmetic_rows(rng: random.Random, number: int) -> Iterable[dict[str, Any]
 
 
 def _cloze_rows(
-    corpus: list[Document], domain: Domain, rng: random.Random, number: int
+    corpus: list[Document], domain: Domain, rng: random.Random, count: int
 ) -> Iterable[dict[str, Any]]:
     documents = _documents(corpus, domain, "heldout")
     seen: set[str] = set()
-    while len(seen) < number:
+    while len(seen) < count:
         cut = draw_cut(documents, rng, more_lines=1)
         truth = cut.continuation.strip()  # the task joins question and choice by a space
         if cut.context in seen or len(set(truth.split())) < NUM_CHOICES:
@@ -140,13 +141,15 @@ def draw_cut(documents: list[Document], rng: random.Random, more_lines: int) -> 
         if len(lines) <= CONTEXT_LINES + more_lines:
             continue
         at = rng.randrange(CONTEXT_LINES, len(lines) - more_lines)
-        _, _, rest = lines[at].lstrip().partition(" ")
+        _, _, line_end = lines[at].lstrip().partition(" ")
         following = lines[at + 1 : at + 1 + more_lines]
-        if len(rest.rstrip()) < 12 or rest[0] == " " or not all(line.strip() for line in following):
+        if len(line_end.rstrip()) < 12 or line_end[0] == " ":
             continue
-        before = lines[at].removesuffix(f" {rest}")
-        context = "\n".join([*lines[at - CONTEXT_LINES : at], before])
-        continuation = "\n".join([" " + rest, *following])
+        if not all(line.strip() for line in following):
+            continue
+        line_start = lines[at].removesuffix(f" {line_end}")
+        context = "\n".join([*lines[at - CONTEXT_LINES : at], line_start])
+        continuation = "\n".join([" " + line_end, *following])
         if len(context) <= 320 and len(continuation) <= 100 * (1 + more_lines):
             return Cut(document.name, context, continuation)
 

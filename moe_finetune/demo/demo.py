@@ -37,7 +37,7 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     """Run the demo in the folder ``output`` and return the report's page.
 
     What an earlier demo there has finished is kept where nothing that it follows from has changed.
-    The fine-tunes train side by side, each in a process of its own with its part of the cores; a
+    The fine-tunes train side by side, each in its own process with its part of the cores; a
     third process evaluates the three checkpoints, the base meanwhile.
 
     Args:
@@ -47,10 +47,10 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     """
     output = Path(output)
     parts, code = Parts(output), code_identity()
-    wanted = sha256_json([code, backend, steps, fingerprint(PretrainConfig(), 0), recipe_texts()])
+    identity = sha256_json([code, backend, steps, fingerprint(PretrainConfig(), 0), recipe_texts()])
     page = RunFolder(output).page
     runs = [output / method for method in METHODS]
-    if all(run.is_dir() for run in runs) and parts.kept("report", wanted):
+    if all(run.is_dir() for run in runs) and parts.kept("report", identity):
         return page
     threads = _threads_each()
     log = RunFolder(output).log
@@ -60,7 +60,7 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     ):
         _make(output, parts, worker, second, backend, steps, code)
     with terminal().phase("report"):
-        parts.begin("report", wanted)
+        parts.begin("report", identity)
         write_report(runs, page)
         parts.finish("report")
     return page
@@ -77,7 +77,7 @@ def _make(
 ) -> None:
     """The checkpoint, its data, the fine-tunes and all evaluations.
 
-    ``worker`` evaluates, ``second`` trains beside this process.
+    ``worker`` evaluates, ``second`` trains at the same time as this process.
     """
     status = worker.begin(_vllm_imported) if backend is None else None
     with terminal().log_to(RunFolder(output).log):
@@ -97,9 +97,9 @@ def _make(
             base.result()
         parts.finish("base")
     for method in METHODS:  # with the answers, so that the page compares item by item
-        before, copy = output / "base", RunFolder(output / method).base_evaluation
-        shutil.copytree(before / "tasks", copy / "tasks", dirs_exist_ok=True)
-        write_atomic(copy / RESULTS_FILE, (before / RESULTS_FILE).read_bytes())
+        base_eval, copy = output / "base", RunFolder(output / method).base_evaluation
+        shutil.copytree(base_eval / "tasks", copy / "tasks", dirs_exist_ok=True)
+        write_atomic(copy / RESULTS_FILE, (base_eval / RESULTS_FILE).read_bytes())
 
 
 def _fine_tune(
@@ -113,15 +113,15 @@ def _fine_tune(
     """Make the runs that are not there yet.
 
     Steps of so small a model gain little from a second core: each run gets a share of the threads,
-    the same whether another trains beside it or was kept, so that it ends with the same bytes.
+    the same whether another trains at the same time or was kept, so that the bytes are the same.
     """
     identities = {method: sha256_json([code, recipe.hash]) for method, recipe in recipes.items()}
-    wanted = [method for method in recipes if not parts.kept(method, identities[method])]
-    for method in wanted:
+    missing = [method for method in recipes if not parts.kept(method, identities[method])]
+    for method in missing:
         parts.begin(method, identities[method])
-    if not wanted:
+    if not missing:
         return
-    first, *others = wanted
+    first, *others = missing
     with _own_threads(_threads_each()):
         trained = {
             method: second.begin(
@@ -129,11 +129,11 @@ def _fine_tune(
             )
             for method in others
         }
-        terminal().say(" ".join([first, *(f"({method} trains beside it)" for method in others)]))
+        terminal().say(" ".join([first, *(f"({method} trains too)" for method in others)]))
         run_recipe(recipes[first], output / first, _begun(output / first), worker=worker)
         parts.finish(first)
         for method, pending in trained.items():
-            terminal().say(f"{method}, trained beside it")
+            terminal().say(f"{method}, trained at the same time")
             with terminal().phase("wait"):
                 pending.result()
             run_recipe(recipes[method], output / method, resume=True, worker=worker)
@@ -153,7 +153,7 @@ def _vllm_imported() -> VllmStatus:
 
 
 def _import_trainer() -> None:
-    """What a fine-tune imports first; it takes as long as writing the data beside it."""
+    """What a fine-tune imports first; it takes as long as writing the data."""
     import trl.trainer.sft_trainer  # noqa: F401
 
 
@@ -176,12 +176,12 @@ def _own_threads(environment: dict[str, str]) -> Iterator[None]:
     """Let this process, which has begun, take no more threads than one with ``environment``."""
     import torch
 
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _begin_base(
@@ -190,22 +190,22 @@ def _begin_base(
     """Hand over the evaluation of the checkpoint before training; None when it is there."""
     section = recipe.evaluation
     assert section is not None
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "backend": section.backend,
         "data_dir": section.data_dir,
         "vllm": section.vllm,
     }
-    identity = sha256_json([code, checkpoint.name, section.suite, asked])
+    identity = sha256_json([code, checkpoint.name, section.suite, options])
     if parts.kept("base", identity):
         return None
     parts.begin("base", identity)
-    return worker.begin(evaluate, checkpoint, section.suite, output=output / "base", **asked)
+    return worker.begin(evaluate, checkpoint, section.suite, output=output / "base", **options)
 
 
 def say_outcome(output: Path, page: Path) -> None:
     """Print the demo's scores, what its methods changed, and what to do next."""
-    own = ["init", "./my-moe", "--data", "my.jsonl", "--output", "my.yaml"]
-    following = next_commands(page, output / METHODS[-1], own)
+    init_command = ["init", "./my-moe", "--data", "my.jsonl", "--output", "my.yaml"]
+    following = next_commands(page, output / METHODS[-1], init_command)
     end_run({method: output / method for method in METHODS}, output / "base", following)
 
 
@@ -245,7 +245,7 @@ def _usable_backend(status: VllmStatus) -> str:
 
 def _bar(unit: str) -> Any:
     def update(done: int, total: int, values: dict[str, float]) -> None:
-        told = "  ".join(f"{key} {value:.3f}" for key, value in values.items())
-        terminal().progress(done, total, f"{unit} {done}/{total}  {told}")
+        numbers = "  ".join(f"{key} {value:.3f}" for key, value in values.items())
+        terminal().progress(done, total, f"{unit} {done}/{total}  {numbers}")
 
     return update

@@ -1,4 +1,4 @@
-"""What an earlier demo in the same folder left that still holds: known by content.
+"""The parts of an earlier demo in the same folder that are still valid, by content.
 
 A part (a fine-tune, an evaluation, the page) is known by a hash of what it follows from. What is
 finished under the same hash is kept, what was interrupted goes on, and what follows from something
@@ -27,13 +27,13 @@ class Parts:
     """The parts of the demo in ``folder``, as its ``steps/`` notes them.
 
     Raises:
-        OutputExistsError: the folder holds something else.
+        OutputExistsError: the folder has other files.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
         if not (folder / PARTS_FOLDER).is_dir() and is_taken(folder):
-            raise OutputExistsError(f"{folder} holds something else; choose another --output")
+            raise OutputExistsError(f"{folder} has other files; choose another --output")
         self._begun: dict[str, str] = {}
 
     def kept(self, name: str, identity: str) -> bool:

@@ -1,7 +1,7 @@
 """The demo's checkpoint: a small Qwen3-MoE, pretrained on the spot and kept in a cache.
 
 The cache is ``$MOE_FINETUNE_CACHE`` or ``~/.cache/moe-finetune``. A checkpoint's folder is named
-after a hash of everything that it follows from: configuration, seed, the standard library's text,
+after a hash of everything that determines it: configuration, seed, the standard library's text,
 the demo's code and the versions of torch, transformers and tokenizers.
 """
 
@@ -98,7 +98,7 @@ def ensure_demo_checkpoint(
 
 
 def fingerprint(config: PretrainConfig, seed: int) -> str:
-    """Hash of what the checkpoint follows from."""
+    """Hash of everything that determines the checkpoint."""
     import tokenizers
     import torch
     import transformers
@@ -107,8 +107,8 @@ def fingerprint(config: PretrainConfig, seed: int) -> str:
     digest = hashlib.sha256()
     facts = [dataclasses.asdict(config), seed, platform.python_version(), *versions]
     digest.update(json.dumps(facts, sort_keys=True).encode())
-    own = [Path(__file__).with_name(f"{name}.py") for name in OWN_CODE]
-    for path in (*own, *source_files(library_folder())):
+    code_files = [Path(__file__).with_name(f"{name}.py") for name in OWN_CODE]
+    for path in (*code_files, *source_files(library_folder())):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -198,12 +198,12 @@ def make_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     torch.manual_seed(seed)
     try:
         model = Qwen3MoeForCausalLM(sizes)
     finally:
-        torch.set_rng_state(before)
+        torch.set_rng_state(rng_state)
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, turn_end],
         pad_token_id=tokenizer.pad_token_id,
@@ -221,7 +221,7 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy (nats per token) of the first ``text_rows`` rows, and of the others.
 
-    The head runs on learned tokens alone.
+    The head runs on learned tokens only.
     """
     from torch.nn.functional import cross_entropy
 
@@ -269,7 +269,7 @@ def schedule(config: PretrainConfig, step: int) -> float:
 
 
 class _Bar:
-    """A progress bar, or the caller's function in its place."""
+    """A progress bar, or the caller's function instead."""
 
     def __init__(self, steps: int, progress: Progress | None):
         self.steps, self.progress = steps, progress

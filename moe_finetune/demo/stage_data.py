@@ -25,9 +25,9 @@ ROWS, TEST_ROWS = 2000, 200
 def wrong_answer(problem: Problem, rng: random.Random) -> int:
     """An answer with as many digits as the right one, one of them changed."""
     digits = str(problem.answer)
-    place = rng.randrange(len(digits))
-    others = [d for d in "0123456789" if d != digits[place] and (place or d != "0")]
-    return int(digits[:place] + rng.choice(others) + digits[place + 1 :])
+    position = rng.randrange(len(digits))
+    others = [d for d in "0123456789" if d != digits[position] and (position or d != "0")]
+    return int(digits[:position] + rng.choice(others) + digits[position + 1 :])
 
 
 def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Path:
@@ -55,8 +55,8 @@ def write_stage_data(folder: str | Path, seed: int = 0, rows: int = ROWS) -> Pat
             for i, (p, wrong) in enumerate(pairs)
         ),
     )
-    asked = ({"prompt": p.prompt, "answer": str(p.answer)} for p in problems)
-    write_jsonl(folder / "prompts.jsonl", asked)
+    prompts = ({"prompt": p.prompt, "answer": str(p.answer)} for p in problems)
+    write_jsonl(folder / "prompts.jsonl", prompts)
     tests = [task_problem(rng, held_out=True) for _ in range(TEST_ROWS)]
     texts = ({"text": d.text} for d in read_corpus() if d.split == "finetune")
     write_jsonl(folder / "texts.jsonl", texts)

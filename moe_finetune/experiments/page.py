@@ -120,7 +120,11 @@ def figures(results: StudyResults, study_table: Table) -> Markup | None:
         candidates = [
             _benchmarks(arms, study_table, colors),
             *(_metric(arms, column, colors) for column in study_table.columns),
-            *(_curve(arms, column, results, colors) for column in study_table.columns),
+            *(
+                chart
+                for column in study_table.columns
+                for chart in _curves(arms, column, results, colors)
+            ),
         ]
         pictures = [picture for picture in candidates if picture is not None]
         if pictures:
@@ -188,12 +192,15 @@ def _dot(label: str, cell: Cell, colors: dict[str, str]) -> Dot:
     return Dot(cell.mean, cell.mean - spread, cell.mean + spread, colors[label], text)
 
 
-def _curve(
+def _curves(
     arms: Group, column: Column, results: StudyResults, colors: dict[str, str]
-) -> Markup | None:
-    """A column over training, an arm a line: the mean of its runs where all of them have it."""
+) -> list[Markup]:
+    """A column over training, an arm a line: the mean of its runs where all of them have it.
+
+    A metric is drawn a second time as the difference from the baseline's curve.
+    """
     if column.name == AVERAGE and (results.together or results.benchmarks is not None):
-        return None  # a run's own benchmarks are not those of the column
+        return []  # a run's own benchmarks are not those of the column
     series = []
     for row in arms.rows:
         runs = [
@@ -213,10 +220,27 @@ def _curve(
             values = [value * (100 if column.percent else 1) for value in curve.values()]
             series.append(Series(row.label, colors[row.label], steps, values, kind))
     if not series:
-        return None
+        return []
     column_name = column.name if column.benchmark else word(column.name).name
     title = f"{column_name}{', %,' if column.percent else ''} over training steps"
-    return figure(title, line_chart(title, "The mean of each arm's runs.", series))
+    charts = [figure(title, line_chart(title, "The mean of each arm's runs.", series))]
+    differences = [] if column.benchmark else _differences(series)
+    if differences:
+        title = f"{column_name} over training steps, difference from the baseline"
+        charts.append(figure(title, line_chart(title, "Arm minus baseline.", differences)))
+    return charts
+
+
+def _differences(series: list[Series]) -> list[Series]:
+    """Each arm's curve minus the baseline's, at the steps that both have."""
+    base = next((dict(zip(s.x, s.y, strict=True)) for s in series if s.kind == "baseline"), {})
+    differences = []
+    for line in series:
+        points = [(x, y - base[x]) for x, y in zip(line.x, line.y, strict=True) if x in base]
+        if line.kind != "baseline" and len(points) >= POINTS:
+            steps, values = map(list, zip(*points, strict=True))
+            differences.append(Series(line.label, line.color, steps, values))
+    return differences
 
 
 def mean_curve(curves: list[dict[int, float]]) -> dict[int, float]:

@@ -32,7 +32,7 @@ def test_only_what_follows_from_the_same_is_kept(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(OutputExistsError, match="holds something else; choose another --output"):
+    with pytest.raises(OutputExistsError, match="has other files; choose another --output"):
         Parts(tmp_path)
 
 

@@ -256,6 +256,24 @@ def test_an_arm_trains_is_probed_and_scored_and_probing_changes_nothing(bench, t
 
 
 @pytest.mark.slow
+def test_fresh_rows_are_not_the_demos_and_every_arm_of_a_seed_answers_the_same_sums(
+    bench, tiny_checkpoint, tmp_path
+):
+    section = bench.section.model_copy(update={"fresh_rows": 9, "sums": 7})
+    fresh = Workbench(section, tmp_path)
+    demo = {tuple(row["input_ids"]) for row in [*bench.validation, *bench.train.to_list()]}
+    assert 0 < len(fresh.validation) <= 9
+    assert not demo & {tuple(row["input_ids"]) for row in fresh.validation}
+    assert fresh.sums(5) == fresh.sums(5) != fresh.sums(6) and len(fresh.sums(5)) == 7
+    learned = run_finetune(fresh, {"preset": "none"}, 5, tmp_path / "sums")
+    assert "sums" not in learned["probes"][0]
+    assert [0 <= row["sums"] <= 100 for row in learned["probes"][1:]] == [True, True]
+    # Asking sums changes nothing else.
+    again = run_finetune(bench, {"preset": "none"}, 5, tmp_path / "plain")
+    assert [row["loss"] for row in learned["log"]] == [row["loss"] for row in again["log"]]
+
+
+@pytest.mark.slow
 def test_the_bias_and_the_table_of_a_method_are_at_work(bench, tmp_path):
     supervised = run_finetune(bench, {"preset": "supervised_routing"}, 1, tmp_path / "s")
     assert all("losses/supervised_routing" in row for row in supervised["log"])

@@ -8,14 +8,18 @@ import os
 import pytest
 import yaml
 
+from eval.effects.claims_at_shares import EVEN
 from eval.effects.settings import load_miniature, with_table
 from eval.effects.shards import shards_of
 from eval.effects.study import effects_of, plan, run
 from moe_finetune.errors import OutputExistsError, RecipeError
 from moe_finetune.experiments.reproductions import REPRODUCTIONS, reproduction_of
+from moe_finetune.recipe.method import resolve_method
+from moe_finetune.recipe.schema import load_recipe
 from tests.conftest import ROOT
 
 SHIPPED = ROOT / "recipes" / "studies" / "miniature.yaml"
+DEMO_STRENGTH = ROOT / "recipes" / "studies" / "demo_strength.yaml"
 CLASSIFICATION = {
     "arms": ["baseline", "orthogonality"],
     "setting": {
@@ -56,6 +60,26 @@ def test_the_shipped_study_covers_every_comparison():
     for comparison in (*DIRECTIONS, *(c for effect in EFFECTS for c in effect.comparisons)):
         assert (comparison.part, comparison.arm) in arms
         assert (comparison.part, comparison.baseline or comparison.arm) in arms
+
+
+def test_the_study_over_shares_trains_as_the_demo_does_and_compares_arms_of_one_balance():
+    study = load_miniature(DEMO_STRENGTH)
+    assert study.finetune is not None and len(study.seeds) == 10
+    arms = study.finetune.arms
+    demo = load_recipe(ROOT / "recipes/demo/orthogonal_variance.yaml", ["model.path=m"])
+    section = study.finetune.recipe
+    for name, settings in section.items():
+        values = demo.to_mapping()[name]
+        assert settings == {key: values[key] for key in settings}, name
+    assert study.seeds[0] == demo.trainer["seed"]
+    assert resolve_method(arms["ov"]) == demo.method
+    baseline = load_recipe(ROOT / "recipes/demo/aux_loss.yaml", ["model.path=m"]).method
+    assert baseline.terms == resolve_method(arms[EVEN]).terms
+    for comparison in (c for effect in effects_of(study) for c in effect.comparisons):
+        assert comparison.arm in arms
+        balances = [resolve_method(arms[a]).terms["load_balance"].share
+                    for a in (comparison.arm, comparison.baseline)]  # fmt: skip
+        assert balances[0] == balances[1] or comparison.baseline == EVEN
 
 
 def test_a_study_shows_the_effects_of_its_parts():

@@ -134,7 +134,7 @@ def run_arm(
         with torch.no_grad():
             return measure(model(inputs_NF[test_MT]), labels_N[test_MT])
 
-    found = [tested()]
+    probes = [tested()]
     for epoch in range(setting.epochs):
         order_MN = torch.rand(train_MN.shape, generator=generator).argsort(1)
         for rows_MT in train_MN.gather(1, order_MN).split(setting.batch, dim=1):
@@ -143,16 +143,16 @@ def run_arm(
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-        found.append(tested())
+        probes.append(tested())
         if progress is not None:
             progress(epoch + 1, setting.epochs)
     with torch.no_grad():
-        again = model(inputs_NF[test_MT], setting.determinantal_eps)
-        hits_M = (again.logits_MTC.argmax(-1) == labels_N[test_MT]).float().mean(1)
+        chosen = model(inputs_NF[test_MT], setting.determinantal_eps)
+        hits_M = (chosen.logits_MTC.argmax(-1) == labels_N[test_MT]).float().mean(1)
     return {
-        **found[-1],
+        **probes[-1],
         "determinantal_accuracy": hits_M.tolist(),
-        "curves": {name: [at[name] for at in found] for name in CURVES},
+        "curves": {name: [at[name] for at in probes] for name in CURVES},
     }
 
 

@@ -111,7 +111,7 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
     ``spread`` is the standard deviation over the folds of a seed, averaged over seeds as a
     variance is. Runs of before the curves were kept have none.
     """
-    found = []
+    table = []
     for arm, runs in arms.items():
         kept = [run["curves"] for run in runs if "curves" in run]
         if len(kept) < len(runs):
@@ -125,7 +125,7 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
             for epoch, (mean, spread) in enumerate(
                 zip(values_SAM.mean((0, 2)), spread_A, strict=True)
             ):
-                found.append(
+                table.append(
                     {
                         "arm": arm,
                         "metric": metric,
@@ -136,7 +136,7 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
                         "seeds": len(kept),
                     }
                 )
-    return found
+    return table
 
 
 def draw_epochs(rows: list[dict[str, Any]], path: Path) -> Path:
@@ -146,9 +146,9 @@ def draw_epochs(rows: list[dict[str, Any]], path: Path) -> Path:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, metric in zip(figure.subplots(1, 2), ("accuracy", "effective_rank"), strict=True):
         for arm in dict.fromkeys(row["arm"] for row in rows):
-            own = [row for row in rows if (row["arm"], row["metric"]) == (arm, metric)]
+            selected = [row for row in rows if (row["arm"], row["metric"]) == (arm, metric)]
             epochs, mean, spread = (
-                np.array([row[key] for row in own]) for key in ("epoch", "mean", "spread")
+                np.array([row[key] for row in selected]) for key in ("epoch", "mean", "spread")
             )
             (line,) = axes.plot(epochs, mean, label=TITLES.get(arm, arm), linewidth=1.4)
             axes.fill_between(

@@ -180,6 +180,6 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 def _coherence(features_BNH: np.ndarray) -> np.ndarray:
     cosines_BNN = np.abs(features_BNH @ features_BNH.transpose(0, 2, 1))
-    own = np.arange(features_BNH.shape[1])
-    cosines_BNN[:, own, own] = 0
+    diagonal = np.arange(features_BNH.shape[1])
+    cosines_BNN[:, diagonal, diagonal] = 0
     return cosines_BNN.max((1, 2))
