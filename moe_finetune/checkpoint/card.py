@@ -89,12 +89,12 @@ def license_of(base: str | Path) -> str | None:
 
 
 def is_hub_id(value: str | Path) -> bool:
-    """Whether ``value`` looks like ``owner/name`` and is nothing on this disk."""
+    """Whether ``value`` looks like ``owner/name`` and is not a path on this disk."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(value))) and not Path(value).exists()
 
 
 def public_name(value: str | Path) -> str:
-    """A hub id as it is, the last part of a path."""
+    """A hub id unchanged; of a path the last part."""
     return str(value) if is_hub_id(value) else Path(value).name
 
 

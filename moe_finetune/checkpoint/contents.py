@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint folder.
+    """A checkpoint folder.
 
     Attributes:
         config: ``config.json`` as a mapping.
@@ -46,7 +46,7 @@ class Checkpoint:
         return dict.fromkeys(layers, self.family.num_experts(self.model_config))
 
     def parts_left_out(self) -> dict[str, tuple[int, int]]:
-        """Tensors in the files and their bytes of each part that no loader reads."""
+        """Number of tensors and bytes of each part that no loader reads."""
         sizes: dict[str, tuple[int, int]] = {}
         for name, part in self.untrained.items():
             stored = [self.tensors[name]]
@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def layer_number(name: str, family: Family | None) -> int | None:
-    """The decoder layer that a tensor of the files is of; None outside of them."""
+    """The decoder layer of a tensor in the files; None outside the decoder layers."""
     stack = "layers." if family is None else family.disk.stack
     head, separator, tail = name.partition(stack)
     layer = tail.partition(".")[0]

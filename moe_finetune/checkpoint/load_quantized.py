@@ -50,7 +50,7 @@ def load_quantized(
     attn_implementation: str | None = None,
     **unknown: Any,
 ) -> PreTrainedModel:
-    """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
+    """The model of a checked checkpoint, its large weights in ``kind``; see ``load_model``.
 
     A checkpoint that is stored quantized is dequantized tensor by tensor, also for ``kind`` None.
 
@@ -188,7 +188,7 @@ def skeleton(
 
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are held quantized; see the head of this file."""
+    """Names of the parameters that are quantized; see the head of this file."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     names = {
@@ -256,7 +256,7 @@ def _plain(
 def _pieces(
     config: PreTrainedConfig, name: str, shape: tuple[int, ...], family: Family
 ) -> list[str]:
-    """The tensors of the files that ``name`` is, one below the other; itself where it is not."""
+    """The tensors of the files that are stacked in ``name``; by default only itself."""
     pieces = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
     same = {piece[1:] for piece in pieces.values()} == {shape[1:]}
     return list(pieces) if same and sum(p[0] for p in pieces.values()) == shape[0] else [name]
@@ -293,7 +293,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers as they are held."""
+    """Bytes of all parameters and buffers in memory."""
     total = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         if isinstance(tensor, QuantizedWeight):

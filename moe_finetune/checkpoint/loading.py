@@ -71,8 +71,8 @@ def load_model(
     if kind is not None or checkpoint.quantized is not None:
         if expert_ranks > 1:
             raise RecipeError(
-                f"{folder}: is quantized, or to be held so, which does not go with experts spread "
-                "over ranks; take an unquantized checkpoint, or leave them whole"
+                f"{folder}: quantized weights cannot be combined with experts spread over ranks; "
+                "use an unquantized checkpoint, or set parallel.experts: 1"
             )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
@@ -82,7 +82,7 @@ def load_model(
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
-    """Leave a checkpoint's penalties and sampling out of ``generate``; its end tokens stay."""
+    """Reset a checkpoint's penalties and sampling for ``generate``; its end tokens stay."""
     from transformers import GenerationConfig
 
     stored = model.generation_config

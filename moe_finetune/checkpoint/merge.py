@@ -124,7 +124,7 @@ def merge_adapter(
 
 
 def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
-    """The export's model card, from what the adapters say of their training."""
+    """The export's model card, from the adapters' own notes on their training."""
     trainings = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
     methods = dict.fromkeys(str(extra["method"]) for extra in trainings if extra.get("method"))
     named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
@@ -185,7 +185,7 @@ def apply_plan(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Torch's own threads off while ours work, and back as they were."""
+    """Give torch one thread a worker, and its threads back afterwards."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """The merge as data: every output tensor with where it comes from and what changes it.
 
-Nothing is computed and nothing written here; a plan that cannot be carried out raises while it is
-made. ``MergePlan.table`` is what ``--dry-run`` prints.
+Nothing is computed or written here; a merge that cannot be done raises while it is planned.
+``MergePlan.table`` is what ``--dry-run`` prints.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def plan_merge(
             raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
         if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
             raise AdapterError(
-                f"{adapter.folder}: use_dora is set, and DoRA's change is no sum of products: it "
-                "cannot be weighted or added to another adapter's; merge it by itself first"
+                f"{adapter.folder}: DoRA (use_dora) is not a sum of products: it cannot be "
+                "weighted or added to another adapter's change; merge it by itself first"
             )
         for name, update in resolve(adapter, base, index):
             updates.setdefault(name, []).append(update)
@@ -206,7 +206,7 @@ def plan_merge(
 
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
-    """The index for ``files``: the base's own bytes where they still hold, none for one file."""
+    """The index for ``files``: the base's own bytes if they still fit; none for one file."""
     infos = [info for header in files.values() for info in header.tensors.values()]
     weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)
     old = base.folder / INDEX

@@ -20,7 +20,7 @@ _LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
 
 
 def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
-    """Open a folder of safetensors with its ``config.json``: the gate that every verb passes.
+    """Open a folder of safetensors with its ``config.json``, and check it, as every command does.
 
     Its tensors are all that the model needs, with the shapes that the config gives and of float
     dtypes, and no other but those that transformers or the family declares as left out.

@@ -1,4 +1,4 @@
-"""Merged tensors of sampled layers against base + PEFT's own delta, for models that do not fit.
+"""Merged tensors of sampled layers against base + PEFT's own delta, for models too large to load.
 
 PEFT's modules are built without weights; the factors of one module at a time are put into them, so
 the mapping from keys to parameters and the unpacking are PEFT's and not the merge's.

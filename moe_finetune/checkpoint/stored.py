@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, also of one that comes quantized, as floats.
+"""The tensors of a checkpoint's files as floats, also of a quantized one.
 
 A tensor, or one expert of a stack, is dequantized when it is read; the formats are in
 :mod:`moe_finetune.quantization.formats`.
@@ -40,11 +40,11 @@ class Stored(Protocol):
         """One matrix of a stored stack."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the files hold it."""
+        """Whether the files have it."""
 
 
 class PlainTensors:
-    """Float tensors as safetensors files hold them."""
+    """Float tensors of safetensors files."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]):
         self._tensors = tensors

@@ -1,7 +1,7 @@
 """Stored bytes to torch tensors, with plain reads into buffers that each thread keeps.
 
-Files are read with ``preadv``: pages of a memory map would count as this process's memory for as
-long as the kernel likes. Buffers are kept because new memory costs more than the arithmetic in it.
+Files are read with ``preadv``, because pages of a memory map count as this process's memory until
+the kernel drops them. Buffers are kept because new memory costs more than the arithmetic in it.
 """
 
 from __future__ import annotations

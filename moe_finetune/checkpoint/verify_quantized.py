@@ -53,7 +53,7 @@ class QuantizedReport:
 
 
 def trained_with(adapter: Adapter) -> Kind | None:
-    """The number format that an adapter's base was held in while it trained."""
+    """The number format of the base while the adapter trained."""
     return check_kind(adapter.metadata.extra.get("quantization"), f"{adapter.folder}: quantization")
 
 

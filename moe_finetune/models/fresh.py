@@ -1,4 +1,4 @@
-"""A family's model from scratch: a checkpoint's config with other sizes, and random weights."""
+"""A model from scratch: a checkpoint's config with other sizes, and random weights."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:
-    """What another value of the same key must be; None where this one is null."""
+    """The type that another value of the same key must have; None where this one is null."""
     if value is None:
         return None
     return (int, float) if isinstance(value, float) else type(value)

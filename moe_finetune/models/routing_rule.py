@@ -1,4 +1,4 @@
-"""Which rule a router follows, found from what it computed: for the proof of a declaration."""
+"""Infer a router's rule from its outputs, for the proof of a declaration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rows of the families' table: a row states what differs from the two standard routers.
 
-Which layers have experts and how they are fused is asked from transformers' own class
+Which layers have experts and how they are fused is read from transformers' own class
 (:mod:`moe_finetune.models.structure`).
 """
 

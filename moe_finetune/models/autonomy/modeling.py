@@ -56,7 +56,7 @@ class AutonomyConfig(OlmoeConfig):
 
 
 class AutonomyGate(nn.Module):
-    """The first factors of all experts' gates, and the selection by the norms of what they give."""
+    """The first factors of all experts' gates, and the selection by their results' norms."""
 
     def __init__(self, config: AutonomyConfig):
         super().__init__()
@@ -80,7 +80,7 @@ class AutonomyGate(nn.Module):
 
 
 class AutonomyExperts(nn.Module):
-    """The rest of the experts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
+    """The other parts of the experts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
     ``down_proj`` (E, H, D).
 
     Transformers' experts functions do not apply, since experts get what the gate has computed.
@@ -178,7 +178,7 @@ class AutonomyDecoderLayer(OlmoeDecoderLayer):
 
 
 class AutonomyPreTrainedModel(OlmoePreTrainedModel):
-    """What transformers asks of the model's classes."""
+    """What transformers requires of the model's classes."""
 
     config: AutonomyConfig
     config_class = AutonomyConfig
