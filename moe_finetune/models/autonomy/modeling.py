@@ -80,7 +80,7 @@ class AutonomyGate(nn.Module):
 
 
 class AutonomyExperts(nn.Module):
-    """The other parts of the experts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
+    """The experts' other parts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
     ``down_proj`` (E, H, D).
 
     Transformers' experts functions do not apply, since experts get what the gate has computed.
