@@ -235,7 +235,7 @@ def worker(limits: dict[str, int]) -> None:
             arguments = [decode(a, objects.__getitem__) for a in arguments]
             if operation == "load":
                 exec(compile(arguments[0], "<program>", "exec"), namespace)
-                # Handle k is the k-th expected name, so that the answer need not tell.
+                # Handle k is the k-th required name, so the answer need not list them.
                 objects.extend(namespace.get(name) for name in arguments[1])
                 value: Any = [name for name in arguments[1] if name not in namespace]
             elif operation == "call":
