@@ -71,30 +71,32 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the verified merge; once more for the keys that PEFT would write."""
+    """From the checks to the saved adapter: one config, one tokenizer, values read once."""
+    from moe_finetune.checkpoint import values
     from moe_finetune.models import loading
 
-    base, calls = tiny_checkpoint("qwen3_moe"), []
+    calls = {"parse_config": 0, "load_tokenizer": 0, "check_values": 0}
 
-    def counted(name):
-        real = getattr(loading, name)
+    def counted(module, name):
+        real = getattr(module, name)
 
-        def call(path):
-            if path == base:
-                calls.append(name)
-            return real(path)
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return real(*args, **kwargs)
 
-        monkeypatch.setattr(loading, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    counted("parse_config")
-    counted("load_tokenizer")
+    counted(loading, "parse_config")
+    counted(loading, "load_tokenizer")
+    counted(values, "check_values")
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])
     tree = {
-        "model": {"path": str(base), "dtype": "float32"},
+        "model": {"path": str(tiny_checkpoint("qwen3_moe")), "dtype": "float32"},
         "method": {"preset": "none"},
         "lora": {"rank": 3, "alpha": 6},
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 24},
         "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
+        "export": {"merge": False},
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
-    assert sorted(calls) == ["load_tokenizer", "parse_config", "parse_config"]
+    assert calls == {"parse_config": 1, "load_tokenizer": 1, "check_values": 1}

@@ -87,11 +87,11 @@ def default(field: Any) -> str:
 
 def limits(field: Any) -> str:
     """The range of a number or the length of a list."""
-    said = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "at least {}"}
+    patterns = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "at least {}"}
     found = [
         pattern.format(getattr(item, name))
         for item in field.metadata
-        for name, pattern in said.items()
+        for name, pattern in patterns.items()
         if getattr(item, name, None) is not None
         and not (name == "min_length" and item.min_length == 1)
     ]
@@ -132,7 +132,7 @@ def loss_tables() -> str:
     for name, term in TERMS.items():
         own = [row for row in rows(term.Options) if row not in set(rows(TermOptions))]
         parts += ["", f"## `{name}`", f"{term.source}. Reads {term.reads}.", ""]
-        parts += [HEAD, *own] if own else ["It has no options of its own."]
+        parts += [HEAD, *own] if own else ["No further options."]
     return "\n".join(parts)
 
 
@@ -156,7 +156,7 @@ def trainer_table() -> str:
         if not fields:
             continue
         seen |= {(stage.config, field.name) for field in fields}
-        more = "" if stage.name == "sft" else ", beside `SFTConfig`'s"
+        more = "" if stage.name == "sft" else ", in addition to `SFTConfig`'s"
         lines += ["", f"## `stage: {stage.name}`: fields of `{stage.config}`{more}"]
         lines += ["| key | default | limits |", "| --- | --- | --- |"]
         for field in sorted(fields, key=lambda field: field.name):
@@ -184,7 +184,7 @@ TABLES = {
 
 
 def written(name: str) -> str:
-    """The file's text with its table made anew."""
+    """The file's text with a current table."""
     text = (REFERENCE / name).read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     return f"{before}{START}\n{TABLES[name]()}\n\n{END}{rest.partition(END)[2]}"

@@ -79,7 +79,7 @@ def dots(points_N2: np.ndarray, labels_N: np.ndarray) -> str:
 
 
 def panels(title: str, *parts: tuple[str, str]) -> str:
-    """Drawings side by side, each over what it comes to."""
+    """Drawings side by side, each above its value."""
     width = len(parts) * PANEL + (len(parts) - 1) * GAP + 20
     drawn = "".join(
         f"<g transform='translate({10 + i * (PANEL + GAP)} 10)'>{drawing}"

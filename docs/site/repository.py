@@ -1,8 +1,8 @@
 """Shows the repository's other Markdown files on the site, and what its pages link to.
 
 A page of ``docs/`` links to ``../recipes/README.md`` as the repository has it. On the site such a
-file lies under ``repository/``, and links are rewritten accordingly; a link to something that does
-not exist is left as it is, and stops the strict build.
+file is under ``repository/``, and links are rewritten accordingly; a link to something that does
+not exist stays unchanged, and stops the strict build.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pages() -> list[Path]:
 
 
 def place(file: Path) -> str:
-    """Where ``file`` lies on the site."""
+    """Path of ``file`` on the site."""
     if file.is_relative_to(DOCS):
         return file.relative_to(DOCS).as_posix()
     name = file.relative_to(ROOT).as_posix()
@@ -40,7 +40,7 @@ def place(file: Path) -> str:
 
 
 def linked(file: Path) -> dict[str, Path]:
-    """Link as it is written -> the file of the repository that it means, where there is one."""
+    """Link as written -> the file of the repository that it means, where there is one."""
     found = {}
     for name, _ in LINK.findall(file.read_text(encoding="utf-8")):
         target = Path(os.path.normpath(file.parent / name))
@@ -72,6 +72,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         return os.path.relpath(place(known[name]), here or ".") + anchor
 
-    # Without an empty line the comment before a table would take it along.
-    markdown = re.sub(r"^(<!-- .+ -->)\n(?=\|)", r"\1\n\n", markdown, flags=re.M)
-    return LINK.sub(moved, markdown)
+    return spaced(LINK.sub(moved, markdown))
+
+
+def spaced(markdown: str) -> str:
+    """An empty line before each list and table, which Python-Markdown needs and GitHub does not."""
+    lines: list[str] = []
+    in_fence = False
+    for line in markdown.splitlines():
+        opens = re.match(r"(- |1\. |\|)", line)
+        previous = lines[-1] if lines else ""
+        if not in_fence and opens and previous and not re.match(r"(- |\d+\. |\||\s)", previous):
+            lines.append("")
+        in_fence ^= line.lstrip().startswith("```")
+        lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -63,14 +63,16 @@ def load_model(
 
     kind = check_kind(quantization)
     check_attention(options.get("attn_implementation"))
-    opened = source if isinstance(source, Checkpoint) else local_folder(source)
-    checkpoint = open_checkpoint(opened, values=True, stored=True)
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    else:
+        checkpoint = open_checkpoint(local_folder(source), values=True, stored=True)
     folder = checkpoint.folder
     if kind is not None or checkpoint.quantized is not None:
         if expert_ranks > 1:
             raise RecipeError(
-                f"{folder}: quantized weights cannot be combined with experts spread over ranks; "
-                "use an unquantized checkpoint, or set parallel.experts: 1"
+                f"{folder}: is quantised, or to be held so, which does not go with experts spread "
+                "over ranks; take an unquantised checkpoint, or leave them whole"
             )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
@@ -80,7 +82,7 @@ def load_model(
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
-    """Reset a checkpoint's penalties and sampling for ``generate``; its end tokens stay."""
+    """Leave a checkpoint's penalties and sampling out of ``generate``; its end tokens stay."""
     from transformers import GenerationConfig
 
     stored = model.generation_config

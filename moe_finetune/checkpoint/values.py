@@ -1,4 +1,4 @@
-"""Read stored numbers as a stream: are all finite, and which checkpoint are they of?"""
+"""What the stored numbers are, streamed: whether all are finite, and of which checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finite(values: Tensor) -> bool:
 
 
 def not_finite(file: Path, name: str, remedy: str = DAMAGED) -> str:
-    """The message about a tensor that is not finite."""
+    """What to say of a tensor that is not finite."""
     return f"{file}: '{name}' holds NaN or infinity; {remedy}"
 
 

@@ -188,7 +188,7 @@ def compare(
     from moe_finetune.evaluation.comparison import compare as compare_results
     from moe_finetune.io.atomic import refuse_existing
     from moe_finetune.report.analysis import comparison_text, find_trace
-    from moe_finetune.report.comparison_page import comparison_page
+    from moe_finetune.report.page import comparison_page
     from moe_finetune.routing.comparison import compare_traces
     from moe_finetune.routing.trace import RoutingTrace
 

@@ -1,4 +1,4 @@
-"""Bucketing: sequences go to the rank that holds most of the experts they use (P1 app. D).
+"""Bucketing: sequences go to the rank that stores most of the experts they use (P1 app. D).
 
 A scheduler knows a sequence's routing in the first MoE layer before anything else, so that layer
 decides.
@@ -16,7 +16,7 @@ from moe_finetune.metrics.placement import rank_counts
 
 @dataclass(frozen=True)
 class Buckets:
-    """Homes of sequences, and what they bring.
+    """Home ranks of sequences, and the share of dispatches that stay there.
 
     Attributes:
         sequences: numbers of the sequences, ascending.
@@ -25,8 +25,8 @@ class Buckets:
         share_before: share of all dispatches, over all layers, on the home rank when sequences go
             to ranks in turn.
         share_after: the same with ``home_S``.
-        first_layer_before: ``share_before`` in the first MoE layer alone.
-        first_layer_after: ``share_after`` in the first MoE layer alone.
+        first_layer_before: ``share_before`` in the first MoE layer only.
+        first_layer_after: ``share_after`` in the first MoE layer only.
     """
 
     sequences: np.ndarray
@@ -53,7 +53,7 @@ def bucket_sequences(
     The sequences with most to lose choose first (largest gap between best and second rank).
     """
     if not slack >= 1:
-        raise ValueError(f"slack: got {slack}, wanted at least 1")
+        raise ValueError(f"slack: got {slack}, expected at least 1")
     ranks = integers("ranks_LE", ranks_LE, ("L", "E"))
     index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), below=ranks.shape[1])
     seq = integers("seq_T", seq_T, (len(index),))
@@ -92,5 +92,5 @@ def _assign(first_SR: np.ndarray, tokens_S: np.ndarray, capacity: float) -> np.n
 
 
 def _home_share(dispatches_SR: np.ndarray, home_S: np.ndarray) -> float:
-    own = np.take_along_axis(dispatches_SR, home_S[:, None], axis=1)
-    return float(own.sum() / dispatches_SR.sum())
+    home_dispatches = np.take_along_axis(dispatches_SR, home_S[:, None], axis=1)
+    return float(home_dispatches.sum() / dispatches_SR.sum())

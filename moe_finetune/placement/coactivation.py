@@ -19,7 +19,7 @@ DRIFT_BLOCKS = 32
 
 @dataclass(frozen=True)
 class Coactivation:
-    """Counts of a trace, integers held in float64 so that sums are exact in any order.
+    """Counts of a trace, integers in float64 so that sums are exact in any order.
 
     Attributes:
         within_LEE: tokens that both experts of a layer serve, weighted by ``K``; diagonal 0.
@@ -63,12 +63,12 @@ class Coactivation:
     def drift(self, slots_LRS: np.ndarray) -> float:
         """How far a rank's ``load / mean load`` moves between this trace and an equally long one.
 
-        One standard deviation, averaged over layers and ranks that hold the experts ``slots_LRS``.
-        Neighbouring tokens are alike and experts of one rank serve the same tokens, so blocks of
+        One standard deviation, averaged over layers and ranks that have the experts ``slots_LRS``.
+        Neighboring tokens are alike and experts of one rank serve the same tokens, so blocks of
         the trace say more than a binomial formula would; the means of B past and B future blocks
         differ with twice the variance of one mean. The variance is that of successive blocks (half
-        the mean squared difference): a trace that holds one task after another steps once between
-        them, which is what the plan is for and no drift of its ranks.
+        the mean squared difference): a trace of one task after another changes once between
+        them, which the plan is made for; that is not drift.
         """
         blocks, layers, _ = self.blocks_BLE.shape
         if blocks < 2:
@@ -87,10 +87,10 @@ def count_coactivation(index_TLK: np.ndarray, num_experts: int) -> Coactivation:
     within = np.zeros((layers, num_experts, num_experts))
     across = np.zeros((layers - 1, num_experts, num_experts))
     for layer in range(layers):
-        here = index[:, layer]
-        within[layer] = pair_counts(here, here, num_experts)
+        experts_TK = index[:, layer]
+        within[layer] = pair_counts(experts_TK, experts_TK, num_experts)
         if layer + 1 < layers:
-            across[layer] = pair_counts(here, index[:, layer + 1], num_experts)
+            across[layer] = pair_counts(experts_TK, index[:, layer + 1], num_experts)
     load = np.einsum("lee->le", within).copy()
     np.einsum("lee->le", within)[:] = 0
     return Coactivation(

@@ -1,4 +1,4 @@
-"""Plan on the first half of each domain's sequences, judge on the other half."""
+"""Plan on the first half of each domain's sequences, evaluate on the other half."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A plan, and what it and simpler placements do to tokens that it has not seen.
+    """A plan, and how it and simpler placements do on unseen tokens.
 
     Attributes:
         plan: made on the first half.
@@ -36,20 +36,18 @@ class HeldOut:
 def plan_trace(
     trace: RoutingTrace, num_ranks: int, max_imbalance: float = 1.3, num_groups: int = 1
 ) -> HeldOut:
-    """Plan and judge the placement of a trace's model on ``num_ranks`` ranks.
+    """Plan and evaluate the placement of a trace's model on ``num_ranks`` ranks.
 
     ``num_groups``: the model's routing groups (``n_group``), which stay whole.
 
     Raises:
-        TraceError: one sequence only, or fewer tokens than experts.
+        TraceError: only one sequence, or fewer tokens than experts.
         RecipeError: ranks or groups that do not fit the experts.
     """
     info, ids_TLK, sequence_T = trace.info, trace.load("ids"), trace.load("seq")
     seen_T = _first_half(sequence_T, trace.load("domain"))
     if seen_T.all():
-        raise TraceError(
-            f"{trace.path}: holds one sequence; wanted several, to judge the plan on others"
-        )
+        raise TraceError(f"{trace.path}: contains one sequence; the plan is evaluated on others")
     ranks_LE = plan_placement(
         ids_TLK[seen_T], info.num_experts, num_ranks, max_imbalance, num_groups=num_groups
     )
@@ -67,7 +65,7 @@ def plan_trace(
 
 
 def _first_half(sequence_T: np.ndarray, domain_T: np.ndarray) -> np.ndarray:
-    """Tokens of the first half of each domain, so that both halves hold the same mixture."""
+    """Tokens of the first half of each domain, so that both halves have the same mixture."""
     seen_T = np.zeros(len(sequence_T), bool)
     for domain in np.unique(domain_T):
         here_T = domain_T == domain

@@ -3,7 +3,7 @@
 The objective is the number of choice pairs of one token, within a layer and in adjacent layers,
 that share a rank; loads above a limit cost more than any such pair. The search has three parts:
 
-1. *swap*: in one layer, with its neighbours fixed, exchange two experts of different ranks while
+1. *swap*: in one layer, with its neighbors fixed, exchange two experts of different ranks while
    that helps (Kernighan and Lin's move), the best exchange of several disjoint pairs of ranks at a
    time; sweep over the layers up and down until nothing helps;
 2. *stitch*: of several plans, choose one for each layer. Only adjacent layers interact, and names
@@ -75,7 +75,7 @@ def plan_placement(
         )
     if not max_imbalance > 1:
         raise RecipeError(
-            f"max_imbalance: got {max_imbalance}, wanted more than 1 (perfect balance)"
+            f"max_imbalance: got {max_imbalance}, expected more than 1 (perfect balance)"
         )
     index = integers("index_TLK", index_TLK, ("T", "L", "K"), below=num_experts)
     if len(index) < num_experts:
@@ -95,7 +95,7 @@ def plan_placement(
 
 
 class _Search:
-    """State of the search; a plan is ``slots_LRS``, the experts that each rank of a layer holds."""
+    """State of the search; a plan is ``slots_LRS``, the experts of each rank in a layer."""
 
     def __init__(self, counts: Coactivation, num_ranks: int, max_imbalance: float, seed: int):
         self.counts = counts
@@ -122,14 +122,14 @@ class _Search:
         return best
 
     def tighten(self, plan: np.ndarray) -> None:
-        """Lower the limit by the drift of such a plan, so that it holds on other tokens too.
+        """Lower the limit by the drift of such a plan, so that other tokens meet it too.
 
         Several ranks end near the limit and the one that drifts up most counts, hence more than
         one standard deviation. Some room above perfect balance is kept, whatever the drift.
         """
         room = self.max_imbalance - 1
-        kept = max(room - MARGIN * self.counts.drift(plan), LEAST_ROOM * room)
-        self.limit_L *= (1 + kept) / self.max_imbalance
+        room_left = max(room - MARGIN * self.counts.drift(plan), LEAST_ROOM * room)
+        self.limit_L *= (1 + room_left) / self.max_imbalance
 
     def random_plan(self) -> np.ndarray:
         plan = np.stack([self.rng.permutation(self.experts) for _ in range(self.layers)])
@@ -187,10 +187,10 @@ class _Search:
             gain += gain.T - 2 * within
             gain -= self.price * self.added_excess(layer, slots_RS)
             best_RR, where_RR = _best_of_blocks(gain, ranks, size)
-            found = _disjoint(best_RR)
-            if not found:
+            exchanges = _disjoint(best_RR)
+            if not exchanges:
                 return changed
-            for a, b in found:
+            for a, b in exchanges:
                 x, y = divmod(int(where_RR[a, b]), size)
                 slots_RS[a, x], slots_RS[b, y] = slots_RS[b, y], slots_RS[a, x]
             changed = True
@@ -202,9 +202,9 @@ class _Search:
         rank_load = np.repeat(load.sum(-1), size)
         limit = self.limit_L[layer]
         flat = load.ravel()
-        after = np.maximum(rank_load[:, None] + flat[None, :] - flat[:, None] - limit, 0)
-        after -= np.maximum(rank_load - limit, 0)[:, None]
-        return after + after.T
+        excess = np.maximum(rank_load[:, None] + flat[None, :] - flat[:, None] - limit, 0)
+        excess -= np.maximum(rank_load - limit, 0)[:, None]
+        return excess + excess.T
 
     def stitch(self, plans: Sequence[np.ndarray]) -> np.ndarray:
         """The best plan that takes each layer from one of ``plans``, up to names of ranks."""
@@ -215,15 +215,15 @@ class _Search:
         for layer in range(1, self.layers):
             mass = np.zeros((len(plans), len(plans)))
             match: dict[tuple[int, int], np.ndarray] = {}
-            for i, below in enumerate(plans):
-                for j, above in enumerate(plans):
-                    shared = self.shared(layer - 1, below[layer - 1], above[layer])
+            for i, lower in enumerate(plans):
+                for j, upper in enumerate(plans):
+                    shared = self.shared(layer - 1, lower[layer - 1], upper[layer])
                     rows, columns = linear_sum_assignment(-shared)
                     mass[i, j], match[i, j] = shared[rows, columns].sum(), columns
             reached = best[:, None] + mass
             steps.append((reached.argmax(0), match))
-            own = [self.own_value(layer, plan[layer]) for plan in plans]
-            best = reached.max(0) + np.array(own)
+            own_values = [self.own_value(layer, plan[layer]) for plan in plans]
+            best = reached.max(0) + np.array(own_values)
         path = [int(best.argmax())]
         for came_from, _ in reversed(steps):
             path.append(int(came_from[path[-1]]))
@@ -251,10 +251,10 @@ def _disjoint(best_RR: np.ndarray) -> list[tuple[int, int]]:
     Exchanges of disjoint pairs change nothing for each other, so all can be made at once.
     """
     best_RR = np.triu(best_RR, 1)
-    found = []
+    pairs = []
     while best_RR.max() > 0:
         a, b = divmod(int(best_RR.argmax()), len(best_RR))
-        found.append((a, b))
+        pairs.append((a, b))
         best_RR[[a, b]] = 0
         best_RR[:, [a, b]] = 0
-    return found
+    return pairs

@@ -14,9 +14,9 @@ from moe_finetune.io import write_atomic
 
 
 def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> None:
-    """Write ``{"prompt": ...}`` lines: what the model is asked, other rows in each of ``files``.
+    """Write ``{"prompt": ...}`` lines: different rows in each of ``files``.
 
-    No prompt is written twice, so that no file finds in a server's cache what another one left.
+    No prompt is written twice, so that no file finds its prompts in the server's cache.
 
     Args:
         rows: rows of data as training takes them.
@@ -33,19 +33,19 @@ def write_prompts(rows: Path, checkpoint: Path, files: Mapping[Path, int]) -> No
     tokenizer, former = load_tokenizer(checkpoint), Former()
     count = sum(files.values())
     prompts: dict[str, None] = {}
-    for place, row in read_rows(str(rows)):
+    for location, row in read_rows(str(rows)):
         if len(prompts) == count:
             break
-        prompts[prompt_of(former(place, row), tokenizer)] = None
+        prompts[prompt_of(former(location, row), tokenizer)] = None
     if len(prompts) < count:
         raise DataError(
             f"{rows}: {len(prompts)} different prompts, and --bench needs {count}: others for the "
-            "warm-up and for each repetition, as a prompt that was seen is served from the cache; "
+            "warm-up and for each repetition, as a repeated prompt is served from the cache; "
             "lower --samples or --repeat"
         )
     drawn = iter(prompts)
-    for file, number in files.items():
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in islice(drawn, number))
+    for file, size in files.items():
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in islice(drawn, size))
         write_atomic(file, "".join(lines))
 
 
@@ -53,6 +53,6 @@ def prompt_of(row: dict[str, Any], tokenizer: Any) -> str:
     """The text before the last answer of a formed row; of a plain text, all of it."""
     if "messages" in row:
         turns = row["messages"]
-        asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
-        return rendered({**row, "messages": asked}, tokenizer, prompt=True)[0]
+        question = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+        return rendered({**row, "messages": question}, tokenizer, prompt=True)[0]
     return row.get("prompt") or row["text"]

@@ -1,15 +1,15 @@
 """``place --bench``: samples/s in vLLM under expert parallelism, as P1's Table 17 compares them.
 
 Arms: a checkpoint with its experts in round robin (the baseline), the same checkpoint placed by
-the plan of its trace, and another checkpoint placed by its own. Every placement is baked into the
-checkpoint's order of experts, because vLLM falls back to index order without an error where it
-cannot place in round robin. Each arm is served with the ranks in data and expert parallelism (with
-tensor parallelism alone there is no all-to-all to save) and measured by ``vllm bench serve``. The
-warm-up and every repetition ask other prompts, and prefix caching is off: what was asked before
-would skip its prefill, and the all-to-all in it.
+the plan of its trace, and another checkpoint placed by its own plan. Every placement is applied to
+the checkpoint's order of experts, because vLLM silently falls back to index order where it cannot
+place in round robin. Each arm is served with the ranks in data and expert parallelism (with tensor
+parallelism only, there is no all-to-all to save) and measured by ``vllm bench serve``. The warm-up
+and every repetition use different prompts, and prefix caching is off: a repeated prompt would skip
+its prefill, and the all-to-all in it.
 
-vLLM's own balancer chooses the rank on which a request lives. What bucketing (P1 app. D) would add
-is told beside the speeds, from the trace's held-out sequences; requests are not sent by it.
+vLLM's own balancer chooses the rank of a request. What bucketing (P1 app. D) would add is reported
+with the speeds, computed from the trace's held-out sequences; requests are not sent by it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
     checkpoint for each arm), the client's own ``results/`` and ``bench.json``.
 
     Raises:
-        OutputExistsError: the output folder holds something.
+        OutputExistsError: the output folder is not empty.
         DependencyError: fewer GPUs than ranks, or no vLLM.
         DataError, CheckpointError, TraceError, RecipeError: rows, checkpoints or traces that cannot
             be used.
@@ -99,12 +99,12 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
     require_gpus(bench.ranks)
     write_prompts(bench.rows, arms[0].base, bench.prompts())
     placed = [place_arm(bench, arm) for arm in arms]
-    found = []
+    results = []
     for arm, metrics in zip(arms, placed, strict=True):
         speeds = measure(bench, arm, cpu=False)
-        found.append({"arm": arm.name, "placement": arm.placement, **metrics, "speeds": speeds})
-        write_results(bench, found)
-    return table(found)
+        results.append({"arm": arm.name, "placement": arm.placement, **metrics, "speeds": speeds})
+        write_results(bench, results)
+    return table(results)
 
 
 def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
@@ -187,10 +187,10 @@ def require_gpus(ranks: int) -> None:
 
     from moe_finetune.vllm.install import is_cpu_build, require_vllm
 
-    found = torch.cuda.device_count()
-    if found < ranks:
+    gpus = torch.cuda.device_count()
+    if gpus < ranks:
         raise DependencyError(
-            f"--bench: {ranks} ranks need {ranks} GPUs and this machine has {found}; add --dry-run "
+            f"--bench: {ranks} ranks need {ranks} GPUs and this machine has {gpus}; add --dry-run "
             "to see what would be started, or leave --bench out to plan and simulate"
         )
     require_vllm()
@@ -202,8 +202,8 @@ def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
     """Write an arm's plan and checkpoint; its placement metrics on held-out tokens."""
     from moe_finetune.checkpoint.permute import permute_experts
 
-    found = plan_trace(arm.trace, bench.ranks, bench.max_imbalance, bench.groups)
-    plan, info = found.plan, arm.trace.info
+    held_out = plan_trace(arm.trace, bench.ranks, bench.max_imbalance, bench.groups)
+    plan, info = held_out.plan, arm.trace.info
     if arm.placement == "round robin":
         ranks_LE = baseline_placements(len(info.layers), info.num_experts, bench.ranks)[
             "round_robin"
@@ -215,10 +215,10 @@ def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
     arm.folder.parent.mkdir(parents=True, exist_ok=True)
     orders = plan.permutation_LE().tolist()
     permute_experts(arm.base, dict(zip(plan.layers, orders, strict=True)), arm.folder)
-    metrics: dict[str, Any] = dict(found.metrics[arm.placement])
+    metrics: dict[str, Any] = dict(held_out.metrics[arm.placement])
     if arm.placement == "planned":
-        metrics["home_share_in_turn"] = found.buckets.share_before
-        metrics["home_share_bucketed"] = found.buckets.share_after
+        metrics["home_share_in_turn"] = held_out.buckets.share_before
+        metrics["home_share_bucketed"] = held_out.buckets.share_after
     return metrics
 
 
@@ -230,7 +230,7 @@ def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
     """Serve an arm and return its samples/s, once for each repetition.
 
     Raises:
-        EvaluationError: the server was not ready or the client failed; what they said is on stderr.
+        EvaluationError: the server was not ready or the client failed; their output is on stderr.
     """
     from moe_finetune.vllm.install import CPU_KV_CACHE
     from moe_finetune.vllm.serve import watch
@@ -265,16 +265,16 @@ def read_speed(result: Path, samples: int) -> float:
     Raises:
         EvaluationError: not all samples were answered.
     """
-    found = read_object(result, EvaluationError, "measure again")
-    if found.get("completed") != samples:
+    content = read_object(result, EvaluationError, "measure again")
+    if content.get("completed") != samples:
         raise EvaluationError(
-            f"{result}: {found.get('completed')} of {samples} samples were answered; look for the "
+            f"{result}: {content.get('completed')} of {samples} samples were answered; see the "
             "server's error above, and at the rows' lengths against --max-model-len"
         )
-    return float(found["request_throughput"])
+    return float(content["request_throughput"])
 
 
-def write_results(bench: Bench, found: Sequence[dict[str, Any]]) -> None:
+def write_results(bench: Bench, results: Sequence[dict[str, Any]]) -> None:
     """Write ``bench.json`` with what has been measured so far."""
     from moe_finetune.io.environment import describe_environment
 
@@ -283,18 +283,18 @@ def write_results(bench: Bench, found: Sequence[dict[str, Any]]) -> None:
         "samples": bench.samples,
         "output_tokens": bench.output_tokens,
         "serve": list(bench.extra),
-        "arms": list(found),
+        "arms": list(results),
         "date": datetime.date.today().isoformat(),
         "environment": describe_environment(),
     }
     write_atomic(bench.output / "bench.json", json.dumps(document, indent=1) + "\n")
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> str:
     """Samples/s of every arm and its gain over the first, for a reader."""
-    base = fmean(found[0]["speeds"])
+    base = fmean(results[0]["speeds"])
     lines = [f"{'arm':<28}{'placement':<14}{'samples/s':>10}{'±':>8}{'gain':>9}  cross-rank"]
-    for row in found:
+    for row in results:
         speeds = row["speeds"]
         spread = stdev(speeds) if len(speeds) > 1 else 0.0
         lines.append(
@@ -305,7 +305,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         f"{row['arm']}: sequences sent to the rank of their first layer's experts would have "
         f"{row['home_share_bucketed']:.3f} of their dispatches there, in turn "
         f"{row['home_share_in_turn']:.3f} (from the trace, not measured)"
-        for row in found
+        for row in results
         if "home_share_bucketed" in row
     ]
     return "\n".join(lines)

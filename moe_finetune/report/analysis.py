@@ -1,7 +1,7 @@
 """``analyze``: a checkpoint's or a trace's routing -> trace, numbers, snapshot and page.
 
-The folder appears whole or not at all. It holds ``trace/`` (of a checkpoint), ``summary.json``,
-``routing/after.json`` (what the report draws) and ``report/index.html``.
+The folder appears complete or not at all. It contains ``trace/`` (of a checkpoint),
+``summary.json``, ``routing/after.json`` (what the report draws) and ``report/index.html``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from moe_finetune.errors import DataError
 from moe_finetune.io import check_output, one_writer, output_folder, write_atomic
 from moe_finetune.io.run_folder import RunFolder, checkpoint_in
+from moe_finetune.io.tables import aligned
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.arrays import mean_known
 from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
@@ -69,40 +70,39 @@ def analyze(
     Args:
         source: checkpoint folder or hub id, trace folder, or ``.npz`` trace.
         output: new or empty folder.
-        data: files by domain; needed for a checkpoint, and for nothing else.
-        adapter: PEFT adapter over the checkpoint, with its loss-free bias where it has one.
+        data: files by domain; only for a checkpoint.
+        adapter: PEFT adapter over the checkpoint, with its loss-free bias if it has one.
         limit: first rows of each domain.
-        max_length: tokens of a row; what is longer is cut.
+        max_length: longer rows are truncated to this many tokens.
         probabilities: store the probabilities of all experts in the trace.
-        backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which tells the
-            selected experts and nothing else.
+        backend: what runs the checkpoint: ``hf`` (transformers), or ``vllm``, which reports
+            only the selected experts.
         engine: vLLM's own arguments.
 
     Raises:
-        OutputExistsError, OutputBusyError: ``output`` holds something, or is being
-            written.
+        OutputExistsError, OutputBusyError: ``output`` is not empty, or is being written.
         TraceError, CheckpointError, AdapterError: as their names say.
         DependencyError, CaptureError: vLLM cannot be used, or not for this.
         DataError: data without a checkpoint or the reverse, or rows that cannot be used.
     """
-    output, found = Path(output), find_trace(source)
-    if found is not None and (data or adapter is not None or limit or probabilities):
+    output, trace_path = Path(output), find_trace(source)
+    if trace_path is not None and (data or adapter is not None or limit or probabilities):
         raise DataError(f"{source} is a trace; data and adapter are for recording a checkpoint")
-    if found is None and Path(source).is_file():
+    if trace_path is None and Path(source).is_file():
         raise DataError(f"{source}: neither a checkpoint folder nor a trace (folder or .npz)")
-    if found is None and not data:
+    if trace_path is None and not data:
         raise DataError(f"{source} is a checkpoint; name the text to record with --data FILE")
     check_output(output)
-    if found is None:
+    if trace_path is None:
         source = checkpoint_in(source)
     else:
         with output_folder(output, 0) as folder:
-            write_analysis(found, folder, output)
+            write_analysis(trace_path, folder, output)
         return RunFolder(output).page
     if backend == "vllm" and (adapter is not None or probabilities):
         raise DataError(
-            "vLLM tells the selected experts of an ordinary checkpoint: merge an adapter first, "
-            "and leave --probabilities out; or use --backend hf"
+            "vLLM reports only the selected experts of a merged checkpoint: merge an adapter "
+            "first, and leave out --probabilities; or use --backend hf"
         )
     if backend != "vllm" and engine:
         raise DataError("arguments of vLLM's engine need --backend vllm")
@@ -142,22 +142,22 @@ def read_sequences(
     from moe_finetune.data.sources import read_rows
     from moe_finetune.data.tokenize import tokenize_row
 
-    found: list[np.ndarray] = []
+    sequences: list[np.ndarray] = []
     for file in files:
         former = Former()
-        for place, row in read_rows(file):
-            if limit is not None and len(found) >= limit:
+        for location, row in read_rows(file):
+            if limit is not None and len(sequences) >= limit:
                 break
             try:
-                ids = tokenize_row(former(place, row), tokenizer, False).input_ids[:max_length]
+                ids = tokenize_row(former(location, row), tokenizer, False).input_ids[:max_length]
             except DataError as error:
                 message = str(error)
-                named = message if message.startswith(place) else f"{place}: {message}"
+                named = message if message.startswith(location) else f"{location}: {message}"
                 raise DataError(named) from error
-            found.append(np.asarray(ids, np.int32))
-    if not found:
-        raise DataError(f"{', '.join(files)}: no rows; wanted at least one")
-    return found
+            sequences.append(np.asarray(ids, np.int32))
+    if not sequences:
+        raise DataError(f"{', '.join(files)}: no rows; at least one is needed")
+    return sequences
 
 
 def write_analysis(
@@ -199,7 +199,7 @@ def snapshot(
     info = trace.info
     layers, middle = list(info.layers), len(info.layers) // 2
     tokens = summary["trace"]["domains"]
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "layers": layers,
         "num_experts": info.num_experts,
         "top_k": info.top_k,
@@ -212,80 +212,68 @@ def snapshot(
     }
     if len(tokens) > 1:
         counts_GLE = arrays["domain_shares_GLE"] * info.top_k
-        found["domains"] = {
+        content["domains"] = {
             name: np.rint(shares_LE * tokens[name]).astype(int).tolist()
             for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
         }
     if middle + 1 < len(layers):
         matrix = arrays["conditional_activation_LEE"][middle]
-        found["conditional_activation"] = {
+        content["conditional_activation"] = {
             "layers": layers[middle : middle + 2],
             "matrix": matrix.round(4).tolist(),
         }
     if measures is not None:
-        found["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
-        found["coherence"] = measures.coherence()
+        content["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
+        content["coherence"] = measures.coherence()
         if measures.gate_rows_EDH is not None:
             experts = gate_experts(info.num_experts)
             rows = gate_row_points(layers[middle], measures.gate_rows_EDH, experts)
-            found["gate_rows_tsne"] = rows
+            content["gate_rows_tsne"] = rows
     if trace.num_embeddings:
         chunks = list(trace.chunks("embeddings", "embedding_labels"))
         rows_NH = np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks])
         top_N = np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks])
         load_E = arrays["load_LE"][middle]
-        found["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
+        content["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
     if tokenizer is not None and trace.has("token_ids") and trace.has("weights"):
-        found["colored_text"] = passages(trace, tokenizer, middle)
-    return found
+        content["colored_text"] = passages(trace, tokenizer, middle)
+    return content
 
 
-def passages(trace: RoutingTrace, tokenizer: Any, place: int) -> list[dict[str, Any]]:
-    """The start of each domain's first sequence, with the top expert of layer number ``place``."""
-    found: list[dict[str, Any]] = []
+def passages(trace: RoutingTrace, tokenizer: Any, layer_row: int) -> list[dict[str, Any]]:
+    """The start of each domain's first sequence, with the top expert of one layer."""
+    texts_of_domains: list[dict[str, Any]] = []
     domains = range(min(PASSAGES, len(trace.info.domains)))
     for chunk in trace.chunks("ids", "weights", "token_ids", "seq", "domain"):
-        for domain in domains[len(found) :]:
-            here = np.flatnonzero(chunk["domain"] == domain)
-            if not len(here):
+        for domain in domains[len(texts_of_domains) :]:
+            tokens_N = np.flatnonzero(chunk["domain"] == domain)
+            if not len(tokens_N):
                 break
-            first = here[chunk["seq"][here] == chunk["seq"][here[0]]][:PASSAGE]
-            selected_TK = chunk["ids"][first][:, place]
-            experts = top_choice(selected_TK, chunk["weights"][first][:, place])
+            first = tokens_N[chunk["seq"][tokens_N] == chunk["seq"][tokens_N[0]]][:PASSAGE]
+            selected_TK = chunk["ids"][first][:, layer_row]
+            experts = top_choice(selected_TK, chunk["weights"][first][:, layer_row])
             texts = [tokenizer.decode([int(token)]) for token in chunk["token_ids"][first]]
-            found.append(
+            texts_of_domains.append(
                 {
-                    "layer": trace.info.layers[place],
+                    "layer": trace.info.layers[layer_row],
                     "domain": trace.info.domains[domain],
                     "tokens": texts,
                     "experts": np.asarray(experts).tolist(),
                     "selected": selected_TK.tolist(),
                 }
             )
-    return found
+    return texts_of_domains
 
 
-def comparison_text(a: Path, b: Path, found: Mapping[str, Any]) -> str:
-    """What :func:`moe_finetune.routing.comparison.compare_traces` found, for a reader."""
-    share = f"{100 * found['level']:g} %"
-    sort = "the same sequences" if found["paired"] else "different sequences"
-    lines = [
-        f"a: {a}",
-        f"b: {b}",
-        f"{sort}; intervals: {share}, {found['bootstrap']:,} bootstrap replicates",
-        "",
-        f"{'mean over layers':<24}{'a':>10}{'b':>10}{'b - a':>11}  interval",
-    ]
-    for name, row in found["metrics"].items():
-        lines.append(
-            f"{name:<24}{row['a']:>10.4g}{row['b']:>10.4g}{row['difference']:>+11.4g}"
-            f"  [{row['low']:+.4g}, {row['high']:+.4g}]"
-        )
-    stable = found["path_stability"]
-    if stable is not None:
-        lines += [
-            "",
-            f"{'path stability':<24}{stable['value']:.4f}  "
-            f"[{stable['low']:.4f}, {stable['high']:.4f}]",
-        ]
-    return "\n".join(lines)
+def comparison_text(a: Path, b: Path, comparison: Mapping[str, Any]) -> str:
+    """:func:`moe_finetune.routing.comparison.compare_traces`'s results for a reader."""
+    rows = [["mean over layers", "a", "b", "b - a", "interval"]]
+    for name, row in comparison["metrics"].items():
+        values = [f"{row['a']:.4g}", f"{row['b']:.4g}", f"{row['difference']:+.4g}"]
+        rows.append([name, *values, f"[{row['low']:+.4g}, {row['high']:+.4g}]"])
+    if stable := comparison["path_stability"]:
+        interval = f"[{stable['low']:.4f}, {stable['high']:.4f}]"
+        rows.append(["path stability", f"{stable['value']:.4f}", "", "", interval])
+    sequences = "the same sequences" if comparison["paired"] else "different sequences"
+    how = f"{100 * comparison['level']:g} %, {comparison['bootstrap']:,} bootstrap replicates"
+    return f"a: {a}\nb: {b}\n{sequences}; intervals: {how}\n\n{aligned(rows)}"

@@ -16,35 +16,41 @@ from moe_finetune.report.markup import Markup, breakable, number, tag
 from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Run
 
+Cell = object
+"""Content of a table's cell: markup, or anything that is shown as text."""
 BEFORE = "var(--muted)"  # the checkpoint before fine-tuning: hollow dots and dotted lines
+START, END = -1.0, math.inf
+"""Steps that stand for before and after fine-tuning."""
 
 
 def swatch(label: str, color: str, *, hollow: bool = False) -> Markup:
-    """Return a name behind a dot of its colour."""
+    """Return a name behind a dot of its color."""
     kind = "dot hollow" if hollow else "dot"
     dot = tag("span", class_=kind, style=f"--c:{color}", aria_hidden="true")
     return tag("span", dot, tag("span", breakable(label)), class_="run-name")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A routing snapshot with the words and the colour it is shown by; ``run`` is its label."""
+    """A routing snapshot with its label and color; ``run`` is the run's label."""
 
     label: str
     color: str
     routing: Routing
     run: str
-    before: bool = False
+    is_before: bool = False
 
     @property
     def name(self) -> Markup:
         """The label behind a dot: hollow before fine-tuning, filled after it."""
-        return swatch(self.label, self.color, hollow=self.before)
+        return swatch(self.label, self.color, hollow=self.is_before)
 
     def by_layer(self, values: Sequence[float]) -> Series:
         """A value of each MoE layer as a line over depth, dotted before fine-tuning."""
         layers = [float(layer) for layer in self.routing.layers]
-        return Series(self.label, self.color, layers, list(values), "before" if self.before else "")
+        return Series(
+            self.label, self.color, layers, list(values), "before" if self.is_before else ""
+        )
 
 
 def names(shots: Sequence[Snapshot]) -> Markup:
@@ -60,12 +66,9 @@ class Timeline:
     routings: dict[float, Routing]
 
 
-START, END = -1.0, math.inf
-
-
 @dataclass
 class Report:
-    """The runs, and the notes that sections leave on what they could not show."""
+    """The runs, and notes on what could not be shown."""
 
     runs: list[Run]
     title: str
@@ -77,83 +80,80 @@ class Report:
         return self.runs[0] if len(self.runs) > 1 else None
 
     def color(self, run: Run) -> str:
-        """Return the run's colour as CSS; the baseline is grey, a single run is not."""
+        """Return the run's color as CSS; the baseline is gray, a single run is not."""
         if self.baseline is None:
             return "var(--run-1)"
         index = self.runs.index(run)
         return nth_color(index - 1) if index else "var(--run-0)"
 
     def swatch(self, run: Run) -> Markup:
-        """Return the run's label behind a dot in its colour."""
+        """Return the run's label behind a dot in its color."""
         return swatch(run.label, self.color(run))
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the pictures to lay side by side: before (once if all agree), after each run."""
-        befores = [run for run in self.runs if run.before is not None]
+        """Return the pictures to show side by side: before (once if all agree), after each run."""
+        loads = [run.routing_before.load_LE for run in self.runs if run.routing_before is not None]
+        shared = all(np.array_equal(loads[0], load_LE) for load_LE in loads)
         shots: list[Snapshot] = []
-        if _all_equal([run.before for run in befores if run.before is not None]):
-            for run in befores[:1]:
-                assert run.before is not None
-                shots.append(Snapshot("Before fine-tuning", BEFORE, run.before, run.label, True))
-            befores = []
         for run in self.runs:
-            name = f" · {run.label}" if len(self.runs) > 1 else ""
-            if run in befores and run.before is not None:
-                shots.append(Snapshot(f"Before{name}", BEFORE, run.before, run.label, True))
-            if run.after is not None:
-                shots.append(Snapshot(f"After{name}", self.color(run), run.after, run.label))
-        return shots
+            if run.routing_before is not None and not (
+                shared and any(shot.is_before for shot in shots)
+            ):
+                label = "Before fine-tuning" if shared else f"Before · {run.label}"
+                shots.append(Snapshot(label, BEFORE, run.routing_before, run.label, True))
+            if run.routing_after is not None:
+                label = f"After · {run.label}" if len(self.runs) > 1 else "After"
+                shots.append(Snapshot(label, self.color(run), run.routing_after, run.label))
+        return sorted(shots, key=lambda shot: not shot.is_before) if shared else shots
 
     def timelines(self) -> list[Timeline]:
-        """Return the routing of each run over its training; of each snapshot where no run is."""
-        found = []
+        """Return the routing of each run over its training."""
+        lines = []
         for run in self.runs:
-            ends = {START: run.before, **run.routing_steps, END: run.after}
-            known = {step: routing for step, routing in ends.items() if routing is not None}
-            if known:
-                shot = Snapshot(run.label, self.color(run), list(known.values())[-1], run.label)
-                found.append(Timeline(shot, known))
-        return found or [Timeline(shot, {END: shot.routing}) for shot in self.snapshots()]
+            ends = {START: run.routing_before, **run.routing_steps, END: run.routing_after}
+            routings = {step: routing for step, routing in ends.items() if routing is not None}
+            if routings:
+                last = list(routings.values())[-1]
+                shot = Snapshot(run.label, self.color(run), last, run.label)
+                lines.append(Timeline(shot, routings))
+        return lines or [Timeline(shot, {END: shot.routing}) for shot in self.snapshots()]
 
     def difference(self, baseline: Score, score: Score) -> Difference:
-        """Return what :func:`difference` finds, which resamples, once for the page."""
+        """Return :func:`difference`, which resamples, computed once for the page."""
         pair = id(baseline), id(score)
         if pair not in self._differences:
             self._differences[pair] = difference(baseline, score)
         return self._differences[pair]
 
-    def lacks(self, what: str, remedy: str) -> None:
-        """Note what is not shown, and what would bring it."""
+    def note_missing(self, what: str, remedy: str) -> None:
+        """Note what is not shown, and what would provide it."""
         if (what, remedy) not in self.missing:
             self.missing.append((what, remedy))
 
 
-def _all_equal(routings: list[Routing]) -> bool:
-    first = routings[0] if routings else None
-    return all(first is not None and np.array_equal(first.load_LE, r.load_LE) for r in routings)
-
-
 def differ(runs: Sequence[Run], value: Callable[[Run], Hashable | None]) -> bool:
-    """Tell whether the runs that have this value have different ones."""
-    return len({found for run in runs if (found := value(run)) is not None}) > 1
+    """Whether the runs that have this value have different ones."""
+    return len({value(run) for run in runs} - {None}) > 1
 
 
 def listed(shots: Sequence[Snapshot], values: Sequence[float], digits: int = 3) -> str:
-    """Say a value of each snapshot: ``before → after (run), after (run)``.
+    """A value of each snapshot: ``before → after (run), after (run)``.
 
-    Of more than two runs, the least and the greatest value after fine-tuning are said.
+    Of more than two runs, only the least and the greatest value after fine-tuning.
     """
     pairs = list(zip(shots, values, strict=True))
-    before = [number(v, digits) for shot, v in pairs if shot.before]
-    after = [(v, shot.run) for shot, v in pairs if not shot.before and not math.isnan(v)]
-    if len(after) > 2 and len(before) < 2:
-        ends = (min(after), max(after))
-        told = " to ".join(f"{number(v, digits)} ({run})" for v, run in ends)
-    elif len(after) == 1 and len(before) < 2:
-        told = number(after[0][0], digits)
+    starts = [number(value, digits) for shot, value in pairs if shot.is_before]
+    ends = [(value, shot.run) for shot, value in pairs if not shot.is_before]
+    ends = [pair for pair in ends if not math.isnan(pair[0])]
+    if len(ends) == 1 and len(starts) < 2:
+        text = number(ends[0][0], digits)
     else:
-        told = ", ".join(f"{number(v, digits)} ({run})" for v, run in after)
-    return " → ".join(part for part in (", ".join(before), told) if part)
+        many = len(ends) > 2 and len(starts) < 2
+        pairs_shown = (min(ends), max(ends)) if many else ends
+        text = (" to " if many else ", ").join(
+            f"{number(v, digits)} ({run})" for v, run in pairs_shown
+        )
+    return " → ".join(part for part in (", ".join(starts), text) if part)
 
 
 @dataclass(frozen=True)
@@ -168,36 +168,28 @@ class Section:
 def figure(
     title: str | Markup, *content: object, note: str | None = None, wide: bool = False
 ) -> Markup:
-    """Return a picture under a caption that says what to see; ``note`` explains how to read it."""
-    caption = tag(
-        "figcaption",
-        tag("strong", title),
-        tag("span", note, class_="note") if note else None,
-    )
+    """Return a picture under a caption that states what it shows; ``note``: how to read it."""
+    explanation = tag("span", note, class_="note") if note else None
+    caption = tag("figcaption", tag("strong", title), explanation)
     return tag("figure", caption, *content, class_="card wide" if wide else "card")
 
 
 def group(title: str, *content: object, intro: str | None = None) -> Markup:
     """Return a titled group of figures or tables within a section."""
-    return tag(
-        "section",
-        tag("h3", title),
-        tag("p", intro, class_="intro") if intro else None,
-        *content,
-        class_="group",
-    )
+    opening = tag("p", intro, class_="intro") if intro else None
+    return tag("section", tag("h3", title), opening, *content, class_="group")
 
 
 def folded(title: str, *content: Markup | None) -> Markup | None:
     """Return content that a click unfolds; None without any."""
-    shown = [part for part in content if part]
-    return tag("details", tag("summary", title), *shown) if shown else None
+    parts = [part for part in content if part]
+    return tag("details", tag("summary", title), *parts) if parts else None
 
 
 def table(
     caption: str,
-    columns: list[object],
-    rows: list[list[object]],
+    columns: list[Cell],
+    rows: list[list[Cell]],
     *,
     sortable: bool = False,
     keys: list[list[float | str | None]] | None = None,
@@ -206,38 +198,29 @@ def table(
     """Return a table that scrolls inside its own frame on a narrow screen.
 
     Args:
-        caption: what the table holds, for everyone and for screen readers.
+        caption: what the table contains, for everyone and for screen readers.
         columns: header cells.
         rows: body cells; the first of a row is its header.
         sortable: let a click on a header sort the rows.
         keys: values to sort by, one for each cell; None sorts last.
         row_classes: a CSS class for each row.
     """
-    head = [
-        tag(
-            "th",
-            tag("button", c, type="button") if sortable else c,
-            scope="col",
-            aria_sort="none" if sortable else None,
-        )
+    heads = [
+        tag("th", tag("button", c, type="button") if sortable else c, scope="col",
+            aria_sort="none" if sortable else None)
         for c in columns
-    ]
+    ]  # fmt: skip
     body = []
     for r, row in enumerate(rows):
-        cells = []
-        for c, cell in enumerate(row):
-            key = keys[r][c] if keys else None
-            attributes = {"data_key": key}
-            cells.append(
-                tag("th", cell, scope="row", **attributes)
-                if c == 0
-                else tag("td", cell, **attributes)
-            )
-        body.append(tag("tr", cells, class_=row_classes[r] if row_classes else None))
+        row_keys = keys[r] if keys else [None] * len(row)
+        name = row[0] if isinstance(row[0], Markup) else breakable(str(row[0]))
+        first = tag("th", name, scope="row", data_key=row_keys[0])
+        cells = [tag("td", c, data_key=key) for c, key in zip(row[1:], row_keys[1:], strict=True)]
+        body.append(tag("tr", first, cells, class_=row_classes[r] if row_classes else None))
     grid = tag(
         "table",
         tag("caption", tag("span", caption)),
-        tag("thead", tag("tr", head)),
+        tag("thead", tag("tr", heads)),
         tag("tbody", body),
         class_="sortable" if sortable else None,
     )

@@ -56,7 +56,7 @@ def breakable(name: str) -> Markup:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Tell whether ``value`` is an int or float (NaN included, bool excluded)."""
+    """Whether ``value`` is an int or float (NaN included, bool excluded)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -90,15 +90,3 @@ def signed(value: float, digits: int = 2) -> str:
         return DASH
     text = f"{value:+.{digits}f}"
     return (text[1:] if float(text) == 0 else text).replace("-", "−")
-
-
-def duration(seconds: Any) -> str:
-    """Return a time span: ``48 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    if not is_number(seconds) or not math.isfinite(seconds):
-        return DASH
-    whole = round(seconds)
-    if whole < 60:
-        return f"{number(float(seconds), 2)} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

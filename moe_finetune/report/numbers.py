@@ -4,112 +4,99 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.evaluation.score import Score
 from moe_finetune.io.terminal import finite
 from moe_finetune.report.compare import difference
-from moe_finetune.report.routing import Routing
 from moe_finetune.report.runs import Curve, Run, read_runs
+
+SCORE = ("metric", "value", "stderr", "n", "chance")
 
 
 def report_numbers(runs: Iterable[Path | str], labels: list[str] | None = None) -> dict[str, Any]:
-    """Return what the page says as plain data: numbers, strings, lists, None for what is missing.
+    """Return the page's content as plain data: numbers, strings, lists, None for what is missing.
 
     Args:
-        runs: run folders, or folders that hold them; the first run is the baseline.
+        runs: run folders, or folders that contain them; the first run is the baseline.
         labels: a name for each run; the folder's name by default.
 
     Raises:
         DataError, TraceError: a folder without results or a damaged file, by name and line.
     """
-    read = read_runs(runs, labels)
-    return finite(
-        {
-            "runs": [_run(run) for run in read],
-            "comparisons": [_comparison(read[0], run) for run in read[1:]],
-        }
-    )
+    baseline, *others = loaded = read_runs(runs, labels)
+    comparisons = [_comparison(baseline, run) for run in others]
+    return finite({"runs": [_run(run) for run in loaded], "comparisons": comparisons})
 
 
 def _run(run: Run) -> dict[str, Any]:
+    scores, base_scores = (
+        {
+            name: {key: getattr(score, key) for key in SCORE} | {"interval": score.interval()}
+            for name, score in by_task.items()
+        }
+        for by_task in (run.scores, run.base_scores)
+    )
+    snapshots = {"before": run.routing_before, "after": run.routing_after}
     return {
         "label": run.label,
         "path": str(run.path),
         "model": run.model,
         "method": run.method,
         "last_step": run.last_step,
-        "scores": {name: _score(score) for name, score in run.scores.items()},
-        "scores_before": {name: _score(score) for name, score in run.base_scores.items()},
+        "scores": scores,
+        "scores_before": base_scores,
         "curves": {name: _curve(curve) for name, curve in run.curves.items()},
         "routing": {
-            when: _routing(routing)
-            for when, routing in (("before", run.before), ("after", run.after))
+            when: {
+                "layers": routing.layers,
+                "num_experts": routing.num_experts,
+                "tokens": routing.data.get("tokens"),
+                "metrics": {name: asdict(metric) for name, metric in routing.metrics().items()},
+            }
+            for when, routing in snapshots.items()
             if routing is not None
         },
         "summary": run.summary,
     }
 
 
-def _score(score: Score) -> dict[str, Any]:
-    return {
-        "metric": score.metric,
-        "value": score.value,
-        "stderr": score.stderr,
-        "n": score.n,
-        "chance": score.chance,
-        "interval": score.interval(),
-    }
-
-
 def _curve(curve: Curve) -> dict[str, Any]:
-    first, last = ends(curve)
-    finite = [v for v in curve.values if math.isfinite(v)]
+    start, end = ends(curve)
+    known = [v for v in curve.values if math.isfinite(v)]
     return {
         "points": len(curve.values),
-        "start": first,
-        "end": last,
-        "least": min(finite, default=math.nan),
-        "greatest": max(finite, default=math.nan),
-        "not_finite": len(curve.values) - len(finite),
+        "start": start,
+        "end": end,
+        "least": min(known, default=math.nan),
+        "greatest": max(known, default=math.nan),
+        "not_finite": len(curve.values) - len(known),
     }
 
 
 def ends(curve: Curve) -> tuple[float, float]:
     """Return where a curve starts and ends: means of its first and last twentieth, NaN if empty."""
-    finite = [v for v in curve.values if math.isfinite(v)]
-    if not finite:
+    known = [v for v in curve.values if math.isfinite(v)]
+    if not known:
         return math.nan, math.nan
-    count = max(1, len(finite) // 20)
-    return sum(finite[:count]) / count, sum(finite[-count:]) / count
-
-
-def _routing(routing: Routing) -> dict[str, Any]:
-    return {
-        "layers": routing.layers,
-        "num_experts": routing.num_experts,
-        "tokens": routing.data.get("tokens"),
-        "metrics": {
-            name: {"mean": metric.mean, "per_layer": metric.per_layer}
-            for name, metric in routing.metrics().items()
-        },
-    }
+    count = max(1, len(known) // 20)
+    return sum(known[:count]) / count, sum(known[-count:]) / count
 
 
 def _comparison(baseline: Run, run: Run) -> dict[str, Any]:
     scores = {}
-    for name, score in run.scores.items():
-        if name in baseline.scores:
-            delta = difference(baseline.scores[name], score)
-            scores[name] = {
-                "difference": delta.value,
-                "interval": (delta.low, delta.high),
-                "verdict": delta.verdict,
-                "paired": delta.paired,
-            }
+    for name in [name for name in run.scores if name in baseline.scores]:
+        delta = difference(baseline.scores[name], run.scores[name])
+        scores[name] = {
+            "difference": delta.value,
+            "interval": (delta.low, delta.high),
+            "verdict": delta.verdict,
+            "paired": delta.paired,
+        }
     routing = {}
-    if baseline.after is not None and run.after is not None:
-        ours, theirs = run.after.metrics(), baseline.after.metrics()
-        routing = {name: ours[name].mean - theirs[name].mean for name in ours if name in theirs}
+    if baseline.routing_after is not None and run.routing_after is not None:
+        metrics, others = run.routing_after.metrics(), baseline.routing_after.metrics()
+        shared = [name for name in metrics if name in others]
+        routing = {name: metrics[name].mean - others[name].mean for name in shared}
     return {"run": run.label, "baseline": baseline.label, "scores": scores, "routing": routing}

@@ -12,49 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.errors import MoeFinetuneError
-from moe_finetune.io.json_file import read_object
-from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder, read_log
+from moe_finetune.evaluation.score import Score
+from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import finite, terminal
 from moe_finetune.report.context import Report
-from moe_finetune.report.runs import read_runs
+from moe_finetune.report.markup import DASH
+from moe_finetune.report.runs import Run, read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
-
 CHANGES = {
     "expert_overlap": "expert overlap",
     "score_variance": "score variance",
     "max_violation": "MaxVio",
     "entropy": "routing entropy",
 }
-"""Metrics of ``routing/*.json`` that a run ends with."""
-
-
-def outcome(runs: Mapping[str, Path], base: Path | None = None) -> dict[str, Any]:
-    """Scores and changes of runs as plain values.
-
-    Args:
-        runs: label -> a run's folder.
-        base: the folder with ``results.json`` of the checkpoint before training.
-
-    Returns ``scores`` (task -> label -> value, stderr, n, metric) and ``changes`` (label -> metric
-    -> before, after, on the sample that ``routing/`` measures). For what the trainer logs, before
-    and after are the first and the last log, and ``step`` is the first one's: 0 is before training.
-    """
-    scores: dict[str, dict[str, Any]] = {}
-    places = {label: RunFolder(run).evaluation for label, run in runs.items()}
-    if base:
-        places = {"base": base} | places
-    for label, folder in places.items():
-        for task, found in _read(folder / RESULTS_FILE).get("tasks", {}).items():
-            held = {key: found[key] for key in ("value", "stderr", "n", "metric")}
-            scores.setdefault(task, {})[label] = held
-    return {"scores": scores, "changes": {label: _changes(run) for label, run in runs.items()}}
-
-
-# What the trainer logs of a stage's objective.
+"""Routing metrics that a run ends with."""
 LOGGED = {
     "loss": "training loss",
     "eval_loss": "validation loss",
@@ -65,37 +39,52 @@ LOGGED = {
     "rewards/margins": "reward margin",
     "eval_rewards/margins": "validation reward margin",
 }
+"""What the trainer logs of a stage's objective."""
+
+Changes = dict[str, dict[str, float]]
+"""Metric -> ``before``, ``after`` and, of what the trainer logs, the ``step`` of the first log."""
 
 
-def _changes(run: Path) -> dict[str, dict[str, float]]:
-    changes: dict[str, dict[str, float]] = {}
-    folder = RunFolder(run)
-    before, after = (
-        _read(path).get("metrics", {}) for path in (folder.routing_before, folder.routing_after)
-    )
-    for key in CHANGES:
-        pair = [found.get(key, {}).get("mean") for found in (before, after)]
-        if None not in pair:
-            changes[key] = {"before": pair[0], "after": pair[1]}
-    rows = read_log(folder.metrics)
+def outcome(runs: Mapping[str, Run], base: Mapping[str, Score]) -> dict[str, Any]:
+    """Scores and changes of runs as plain values.
+
+    Args:
+        runs: the runs by label.
+        base: scores of the checkpoint before training.
+
+    Returns ``scores`` (task -> label -> value, stderr, n, metric) and ``changes`` (label ->
+    :data:`Changes`).
+    """
+    scores: dict[str, dict[str, Any]] = {}
+    for label, by_task in {"base": base, **{k: run.scores for k, run in runs.items()}}.items():
+        for task, score in by_task.items():
+            fields = ("value", "stderr", "n", "metric")
+            scores.setdefault(task, {})[label] = {key: getattr(score, key) for key in fields}
+    return {"scores": scores, "changes": {label: changes_of(run) for label, run in runs.items()}}
+
+
+def changes_of(run: Run) -> Changes:
+    """Routing before and after on one sample, and the first and last log of the objective."""
+    changes: Changes = {}
+    if run.routing_before and run.routing_after:
+        starts, ends = run.routing_before.metrics(), run.routing_after.metrics()
+        for key in CHANGES.keys() & starts.keys() & ends.keys():
+            pair = {"before": starts[key].mean, "after": ends[key].mean}
+            if all(map(math.isfinite, pair.values())):
+                changes[key] = pair
     for key in LOGGED:
-        logged = [row for row in rows if isinstance(row.get(key), int | float)]
-        if logged:
-            first, last = logged[0], logged[-1]
-            changes[key] = {"before": first[key], "after": last[key], "step": first["step"]}
+        if curve := run.curves.get(key):
+            first, last = curve.values[0], curve.values[-1]
+            changes[key] = {"before": first, "after": last, "step": curve.steps[0]}
     if "reward" in changes:  # the loss of a policy gradient is near 0 whatever is learned
         changes.pop("loss", None)
         changes.pop("eval_loss", None)
     return changes
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path, MoeFinetuneError, "delete it", finite=False) if path.is_file() else {}
-
-
-def outcome_text(found: Mapping[str, Any]) -> str:
-    """The tables of :func:`outcome` for a reader; empty where nothing was measured."""
-    parts = [_score_table(found["scores"]), _change_table(found["changes"])]
+def outcome_text(results: Mapping[str, Any]) -> str:
+    """The tables of :func:`outcome` for a reader; empty if nothing was measured."""
+    parts = [_score_table(results["scores"]), _change_table(results["changes"])]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -105,25 +94,24 @@ def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     rows = [["scores", "n", *labels]]
     for task, row in scores.items():
-        any_one = next(iter(row.values()))
+        one = next(iter(row.values()))
         cells = [_score(row.get(label)) for label in labels]
-        rows.append([f"{task} ({any_one['metric']})", str(any_one["n"]), *cells])
+        rows.append([f"{task} ({one['metric']})", str(one["n"]), *cells])
     return aligned(rows)
 
 
-def _score(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return "–"
-    if found["value"] is None:
+def _score(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return DASH
+    if math.isnan(score["value"]):
         return "not scored"
-    error = f" ± {found['stderr']:.3f}" if found["stderr"] is not None else ""
-    return f"{found['value']:.3f}{error}"
+    error = "" if math.isnan(score["stderr"]) else f" ± {score['stderr']:.3f}"
+    return f"{score['value']:.3f}{error}"
 
 
-def _change_table(changes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    names = CHANGES | LOGGED
+def _change_table(changes: Mapping[str, Changes]) -> str:
     rows = []
-    for key, name in names.items():
+    for key, name in (CHANGES | LOGGED).items():
         pairs = [change[key] for change in changes.values() if key in change]
         if not pairs:
             continue
@@ -142,42 +130,53 @@ def _change_table(changes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> s
 
 def _after(pair: Mapping[str, float] | None, shared_start: bool) -> str:
     if pair is None:
-        return "–"
-    before, after = pair["before"], pair["after"]
-    notes = [] if shared_start else [f"from {before:.4g}"]
-    if before and math.isfinite(before) and math.isfinite(after):
-        share = 100 * (after - before) / abs(before)
+        return DASH
+    start, end = pair["before"], pair["after"]
+    notes = [] if shared_start else [f"from {start:.4g}"]
+    if start and math.isfinite(start) and math.isfinite(end):
+        share = 100 * (end - start) / abs(start)
         notes.append(f"{share:+.{0 if abs(share) >= 10 else 1}f} %")
-    return f"{after:.4g} ({', '.join(notes)})" if notes else f"{after:.4g}"
+    return f"{end:.4g} ({', '.join(notes)})" if notes else f"{end:.4g}"
 
 
 def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None:
-    """Print what the runs came to on standard output; as JSON where the terminal speaks that."""
-    labels = list(runs) if len(runs) > 1 else None  # one run is called by its folder
+    """Print the results of runs on standard output, or as JSON if the terminal is set to it.
+
+    Args:
+        runs: label -> a run's folder.
+        base: the folder with the results of the checkpoint before training.
+        following: the next commands, see :func:`next_commands`.
+    """
+    labels = list(runs) if len(runs) > 1 else None  # a single run is called by its folder
     report = Report(read_runs(runs.values(), labels), "")
-    found, shown = outcome(runs, base) | {"answer": answer_text(report)}, terminal()
-    if shown.style == "json":
-        print(json.dumps(finite(found)))
+    by_label = dict(zip(runs, report.runs, strict=True))
+    _, scores = read_results(base / RESULTS_FILE) if base else ({}, {})
+    results = outcome(by_label, scores) | {"answer": answer_text(report)}
+    if terminal().style == "json":
+        print(json.dumps(finite(results)))
         return
-    if text := outcome_text(found):
+    if text := outcome_text(results):
         print(f"\n{text}")
-    for paragraph in found["answer"]:
-        print("\n" + textwrap.fill(paragraph, WIDTH))
-    if not shown.quiet:
+    for paragraph in results["answer"]:
+        title, *findings = paragraph.splitlines()
+        wrapped = [textwrap.fill(finding, WIDTH, initial_indent="  ", subsequent_indent="    ")
+                   for finding in findings]  # fmt: skip
+        print("\n" + "\n".join([title, *wrapped]))
+    if not terminal().quiet:
         print(f"\n{following}")
 
 
-def next_commands(page: Path | None, run: Path, own: Sequence[str] = ()) -> str:
-    """Commands that a user would want next; ``own`` is one that starts on the user's own data."""
+def next_commands(page: Path | None, run: Path, start: Sequence[str] = ()) -> str:
+    """Commands that a user may want next; ``start`` is one that begins on the user's own data."""
     opener = "open" if sys.platform == "darwin" else shutil.which("xdg-open") and "xdg-open"
     lines = []
     if page is not None and page.is_file():
         words = [opener] if opener else ["python", "-m", "webbrowser"]
-        lines.append(("look at the page", [*words, str(page)]))
-    if RunFolder(run).merged.is_dir():
+        lines.append(("look at the report", [*words, str(page)]))
+    if (run / "merged").is_dir():
         lines.append(("talk to the model", ["moe-finetune", "chat", str(run)]))
         lines.append(("serve it", ["moe-finetune", "serve", str(run)]))
-    if own:
-        lines.append(("train on your own data", ["moe-finetune", *own]))
-    shown = [f"  {what:<24}{shlex.join(command)}" for what, command in lines]
-    return "\n".join(["next:", *shown])
+    if start:
+        lines.append(("train on your own data", ["moe-finetune", *start]))
+    commands = [f"  {what:<24}{shlex.join(command)}" for what, command in lines]
+    return "\n".join(["next:", *commands])

@@ -63,7 +63,7 @@
   }
 
   const palettes = {};
-  // The 256 colours of one of the stylesheet's gradients.
+  // The 256 colors of one of the stylesheet's gradients.
   function palette(name) {
     if (palettes[name]) return palettes[name];
     const stops = getComputedStyle(root).getPropertyValue("--" + name).match(/#\w+|rgb\([^)]*\)/g);
@@ -272,6 +272,18 @@
     links.forEach((_, id) => seen.observe(document.getElementById(id)));
   }
 
+  // On a phone every section but the first is folded; a link to one unfolds it.
+  function setUpFolding() {
+    const unfold = () => {
+      const part = location.hash && document.getElementById(location.hash.slice(1))?.querySelector(".part");
+      if (part) part.open = true;
+    };
+    if (matchMedia("(max-width: 640px)").matches) document.querySelectorAll(".part").forEach((part) => { part.open = false; });
+    addEventListener("hashchange", unfold);
+    document.querySelectorAll("nav a").forEach((a) => a.addEventListener("click", () => setTimeout(unfold)));
+    unfold();
+  }
+
   document.addEventListener("DOMContentLoaded", () => {
     setUpTheme();
     setUpMaps();
@@ -280,5 +292,6 @@
     setUpTables();
     setUpCopying();
     setUpMenu();
+    setUpFolding();
   });
 })();

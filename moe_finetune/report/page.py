@@ -10,8 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from moe_finetune.errors import DataError, DiskSpaceError, OutputExistsError
+from moe_finetune.evaluation.comparison import Comparison
 from moe_finetune.io import output_lock, write_atomic
-from moe_finetune.report.context import Report, Section
+from moe_finetune.report.compare import verdict_mark
+from moe_finetune.report.context import Cell, Report, Section, table
 from moe_finetune.report.markup import Markup, breakable, join, tag
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections import SECTIONS
@@ -29,7 +31,7 @@ def write_report(
     """Write one HTML page on the runs that opens without a network; return its path.
 
     Args:
-        runs: run folders, or folders that hold runs. With two or more, the first is the baseline.
+        runs: run folders, or folders of runs. With two or more, the first is the baseline.
         output: the page's file, which ends in .html, or a folder to put ``index.html`` into; a
             page there is replaced.
         title: the page's heading; made from the runs by default.
@@ -39,21 +41,20 @@ def write_report(
         DataError, TraceError: a folder without results, or a damaged file, by name and line.
         OutputExistsError: the output is a file that this function did not write.
     """
-    read = read_runs(runs, labels)
-    report = Report(read, title or _title([run.label for run in read]))
+    loaded = read_runs(runs, labels)
+    report = Report(loaded, title or _title([run.label for run in loaded]))
     page = render_page(report)
     if len(page.encode()) > LARGE:
         log.warning(
             "the report on %d runs has %.1f MB and may open slowly; give fewer runs",
-            len(read), len(page.encode()) / 1e6,
+            len(loaded), len(page.encode()) / 1e6,
         )  # fmt: skip
     return write_page(page, Path(output))
 
 
 def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
     """Return the page's HTML. ``sections`` that render to None are left out, in the menu too."""
-    rendered = [(section, section.render(report)) for section in sections]
-    shown = [(section, content) for section, content in rendered if content]
+    parts = [(section, content) for section in sections if (content := section.render(report))]
     style = Markup(_asset("page.css"))
     script = Markup(_asset("page.js"))
     # nothing but this very script runs, and nothing is loaded from anywhere
@@ -78,7 +79,7 @@ def render_page(report: Report, sections: Sequence[Section] = SECTIONS) -> str:
         "body",
         tag("a", "Skip to the results", href="#main", class_="skip"),
         _header(report),
-        tag("div", _menu([section for section, _ in shown]), _main(shown), class_="layout"),
+        tag("div", _menu([section for section, _ in parts]), _main(parts), class_="layout"),
         tag("footer", "Made by moe-finetune from the runs' result files."),
         tag("div", id="tip", role="status", aria_live="polite"),
     )
@@ -109,18 +110,32 @@ def _menu(sections: list[Section]) -> Markup:
     return tag("nav", tag("ul", links), aria_label="Sections")
 
 
-def _main(shown: Sequence[tuple[Section, Markup | None]]) -> Markup:
-    parts = [
-        tag(
-            "section",
-            tag("h2", section.title, id=f"{section.id}-title"),
-            content,
-            id=section.id,
-            aria_labelledby=f"{section.id}-title",
-        )
-        for section, content in shown
+def _main(parts: Sequence[tuple[Section, Markup]]) -> Markup:
+    """The sections; all but the first fold, and on a phone the page's script folds them."""
+    first, *others = (
+        (section, tag("h2", section.title, id=f"{section.id}-title"), content)
+        for section, content in parts
+    )
+    bodies = [(first[0], join(first[1:]))]
+    bodies += [
+        (section, tag("details", tag("summary", heading), content, open=True, class_="part"))
+        for section, heading, content in others
     ]
-    return tag("main", join(parts), id="main", tabindex="-1")
+    sections = [
+        tag("section", body, id=section.id, aria_labelledby=f"{section.id}-title")
+        for section, body in bodies
+    ]
+    return tag("main", sections, id="main", tabindex="-1")
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The page of ``moe-finetune compare``: scores against the first run's, task by task."""
+    header, *lines = comparison.table()
+    rows: list[list[Cell]] = [[*line[:-1], verdict_mark(line[-1])] for line in lines]
+    grid = table("Every task", [*header], rows, sortable=True)
+    summary = tag("ul", [tag("li", sentence) for sentence in comparison.summary()])
+    section = Section("scores", "Scores", lambda _: join([grid, summary]))
+    return render_page(Report([], f"Comparison with {comparison.baseline}"), [section])
 
 
 def _asset(name: str) -> str:

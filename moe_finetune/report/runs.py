@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left behind; a file that is missing leaves its field empty."""
+    """The files of one run; the field of a missing file is empty."""
 
     path: Path
     label: str
@@ -39,8 +39,8 @@ class Run:
     summary: dict[str, Any]
     curves: dict[str, Curve]
     last_values: dict[str, Any]  # logged values that are not numbers: the last of each
-    before: Routing | None
-    after: Routing | None
+    routing_before: Routing | None
+    routing_after: Routing | None
     routing_steps: dict[float, Routing]  # at each evaluation
     scores: dict[str, Score]
     base_scores: dict[str, Score]
@@ -64,8 +64,8 @@ class Run:
     @property
     def collapse(self) -> str | None:
         """A sentence on the collapse of the router in training; None where there is none."""
-        collapse = self.after.collapse() if self.after is not None else None
-        if collapse and self.before is not None and self.before.collapse():
+        collapse = self.routing_after.collapse() if self.routing_after is not None else None
+        if collapse and self.routing_before is not None and self.routing_before.collapse():
             return collapse.replace(
                 "Routing collapsed:", "Routing is collapsed, as before training:"
             )
@@ -81,9 +81,9 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """Return the run folders: each path itself, or the runs directly inside it, by name.
 
     Raises:
-        DataError: a path that does not exist or holds nothing of a run.
+        DataError: a path that does not exist or contains nothing of a run.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
             raise DataError(f"{path}: no such folder; give the --output folder of a run")
@@ -93,10 +93,10 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
             raise DataError(
                 f"{path}: no results of a run here; a run's folder contains some of {files}"
             )
-        found += inside
-    if not found:
+        folders += inside
+    if not folders:
         raise DataError("no run was given; give the --output folder of at least one run")
-    return found
+    return folders
 
 
 def _is_run(path: Path) -> bool:
@@ -137,8 +137,7 @@ def read_run(folder: Path, label: str) -> Run:
     """Read one run's folder."""
     files = RunFolder(folder)
     curves, last_values = _read_metrics(files.metrics)
-    results = _read_json(files.results)
-    base = _read_json(files.base_results)
+    results, scores = read_results(files.results)
     curves |= _score_curves(folder, results, curves)
     return Run(
         path=folder,
@@ -148,11 +147,11 @@ def read_run(folder: Path, label: str) -> Run:
         summary=_read_json(files.summary),
         curves=curves,
         last_values=last_values,
-        before=_read_routing(files.routing_before),
-        after=_read_routing(files.routing_after),
+        routing_before=_read_routing(files.routing_before),
+        routing_after=_read_routing(files.routing_after),
         routing_steps=_read_steps(files.routing_steps),
-        scores=_scores(results, files.results),
-        base_scores=_scores(base, files.base_results),
+        scores=scores,
+        base_scores=read_results(files.base_results)[1],
         evaluation={k: v for k, v in results.items() if k != "tasks"},
     )
 
@@ -213,14 +212,20 @@ def _score_curves(
         scored[max(curve.steps[-1] for curve in logged.values())] = results
     curves: dict[str, Curve] = {}
     for step in sorted(scored):
-        for task, found in (scored[step].get("tasks") or {}).items():
+        for task, score in (scored[step].get("tasks") or {}).items():
             curve = curves.setdefault(f"scores/{task}", Curve())
             curve.steps.append(float(step))
-            curve.values.append(math.nan if found["value"] is None else float(found["value"]))
+            curve.values.append(math.nan if score["value"] is None else float(score["value"]))
     return curves
 
 
-def _scores(results: dict[str, Any], path: Path) -> dict[str, Score]:
+def read_results(path: Path) -> tuple[dict[str, Any], dict[str, Score]]:
+    """An evaluation's ``results.json``, and its scores by task; empty where there is no file.
+
+    Raises:
+        DataError: the file is damaged, or a task in it has no value.
+    """
+    results = _read_json(path)
     tasks = results.get("tasks") or {}
     if not isinstance(tasks, dict):
         raise DataError(f"{path}: 'tasks' must map a task's name to its score")
@@ -229,4 +234,4 @@ def _scores(results: dict[str, Any], path: Path) -> dict[str, Score]:
         if not isinstance(task, dict) or "value" not in task:
             raise DataError(f"{path}: task '{name}' has no 'value'; evaluate again")
         scores[name] = Score.parse(task, path.parent)
-    return scores
+    return results, scores

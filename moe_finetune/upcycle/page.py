@@ -20,7 +20,7 @@ from moe_finetune.report.runs import Run, read_run
 from moe_finetune.report.sections.curves import CURVES
 from moe_finetune.report.sections.routing import ROUTING
 from moe_finetune.report.sections.specialization import SPECIALIZATION
-from moe_finetune.report.sections.text import COLORED, color_key, coloured
+from moe_finetune.report.sections.text import COLORED, color_key, colored
 from moe_finetune.upcycle import files
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.results import NOTES, measured_folder
@@ -97,7 +97,7 @@ def _frequent(report: Report) -> Markup | None:
     passages: dict[str, list[dict[str, Any]]] = {
         run.label: texts
         for run in report.runs
-        if run.after is not None and (texts := run.after.data.get("colored_text"))
+        if run.routing_after is not None and (texts := run.routing_after.data.get("colored_text"))
     }
     if not passages:
         return None
@@ -123,5 +123,5 @@ def _frequent(report: Report) -> Markup | None:
         "The same texts in the colors of the chosen experts (Figures 1a and 1b) are further down. "
         "The paper shows one text and layer 16; evaluation.passage_layer chooses another layer."
     )
-    text = tag("div", coloured(frequent, colors), class_="panels broad")
+    text = tag("div", colored(frequent, colors), class_="panels broad")
     return figure(title, color_key(colors), text, note=note, wide=True)

@@ -12,7 +12,7 @@ from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import to_json
 from moe_finetune.io.rows import write_jsonl
 from moe_finetune.report.compare import difference
-from moe_finetune.report.comparison_page import comparison_page
+from moe_finetune.report.page import comparison_page
 
 
 def write(folder, tasks, prompts="same", complete=True, metric="acc", **declared):

@@ -55,11 +55,16 @@ def test_plan_of_another_model(facts, message):
         (lambda d: d.update(format="x"), "not a moe-finetune placement plan"),
         (lambda d: d.update(num_ranks=4), "4 ranks do not divide 6 experts"),
         (lambda d: d.pop("num_ranks"), "cannot be read as a placement plan .KeyError"),
-        (lambda d: d["layers"]["3"]["ranks"].pop(), "layer 3: wanted 6 ranks"),
+        (
+            lambda d: d["layers"]["3"]["ranks"].pop(),
+            "cannot be read as a placement plan .ValueError",
+        ),
         (lambda d: d["layers"]["3"].update(ranks=[0, 0, 0, 1, 1, 2]), r"layer 3: .*\[3, 2, 1\]"),
-        (lambda d: d["layers"]["3"].update(ranks=[0, 0, 1, 1, 2, 5]), "layer 3: wanted 2 experts"),
-        (lambda d: d["layers"]["10"]["permutation"].reverse(), "layer 10: the permutation"),
-        (lambda d: d.update(layers={}), "wanted 6 ranks"),
+        (
+            lambda d: d["layers"]["3"].update(ranks=[0, 0, 1, 1, 2, 5]),
+            "layer 3: expected 2 experts",
+        ),
+        (lambda d: d.update(layers={}), "cannot be read"),
         (lambda d: d["layers"].update(x=d["layers"]["3"]), "cannot be read"),
     ],
 )
@@ -75,7 +80,7 @@ def test_damaged_plans(tmp_path, change, message):
 
 
 def test_plans_must_be_balanced():
-    with pytest.raises(DataError, match="layer 1: wanted 3 experts on each of 2 ranks"):
+    with pytest.raises(DataError, match="layer 1: expected 3 experts on each of 2 ranks"):
         PlacementPlan.of("olmoe", (1,), 2, [[0, 0, 0, 0, 1, 1]])
     with pytest.raises(ValueError, match=r"ranks_LE: got shape \(1, 6\), wanted \(2, E\)"):
         PlacementPlan.of("olmoe", (1, 2), 2, [[0, 0, 0, 1, 1, 1]])

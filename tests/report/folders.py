@@ -10,21 +10,8 @@ import yaml
 
 TASKS = ("arithmetic", "code_completion", "prose_cloze", "gsm8k")
 WORDS = (
-    "def",
-    "add",
-    "(",
-    "a",
-    ",",
-    "b",
-    "):",
-    "return",
-    "a",
-    "+",
-    "b",
-    "Tom",
-    "buys",
-    "4",
-    "more",
+    *("def", "add", "(", "a", ",", "b", "):", "return", "a", "+", "b"),
+    *("Tom", "buys", "4", "more"),
 )
 DOMAINS = ("arithmetic", "code", "prose")
 

@@ -9,11 +9,12 @@ import re
 
 import pytest
 
+from moe_finetune.metrics.words import Word
 from moe_finetune.report.context import Report
 from moe_finetune.report.runs import read_runs
 from moe_finetune.report.sections.answer import ANSWER
 from moe_finetune.report.sections.curves import CURVES
-from moe_finetune.report.sections.experts import change_text
+from moe_finetune.report.sections.experts import Change
 from moe_finetune.report.sections.strength import STRENGTH
 from tests.report.folders import write_run
 
@@ -43,25 +44,22 @@ def change(path, **values):
 
 
 def text(*folders, section=ANSWER):
-    found = section.render(Report(read_runs(folders), "title"))
-    return found and html.unescape(re.sub(r"<wbr>", "", found))
+    markup = section.render(Report(read_runs(folders), "title"))
+    return markup and html.unescape(re.sub(r"<wbr>", "", markup))
 
 
-def test_the_largest_changes_of_the_experts_are_said_first(tmp_path):
+def test_the_largest_changes_of_the_experts_come_first(tmp_path):
     ours = {"expert_overlap": 0.25, "score_variance": 0.037, "entropy": 2.21, "max_violation": 0.6}
     one = run_of(tmp_path / "aux_loss", 1, eval_loss=2.0)
     two = run_of(tmp_path / "ours", 2, ours, **STRENGTHS, eval_loss=2.01)
     shown = text(one, two)
-    assert (
-        "<strong>ours</strong> against aux_loss. In the experts, score variance rose by 85" in shown
-    )
-    order = [
-        shown.index(word) for word in ("score variance", "expert overlap fell by 38", "MaxVio rose")
-    ]
+    opening = "<strong>ours</strong> against aux_loss</p><dl><div><dt>Experts</dt>"
+    assert f"{opening}<dd>score variance +85\u00a0% (0.0200 → 0.0370), expert overlap −38" in shown
+    order = [shown.index(word) for word in ("score variance", "expert overlap −38", "MaxVio +20")]
     assert order == sorted(order)
     assert 'verdict better">+85' in shown and 'verdict better">−37' in shown.replace("−38", "−37")
     assert 'verdict worse">+20' in shown
-    folded = shown[shown.index("% difference") :]
+    folded = shown[shown.index("changed by less than 2 %") :]
     assert "Routing entropy" in folded and "Routing entropy" not in shown[: -len(folded)]
     strength = text(one, two, section=STRENGTH)
     assert "<td>99\u00a0%</td>" in strength and "<td>13.0</td>" in strength
@@ -73,7 +71,7 @@ def test_a_single_run_is_compared_with_the_checkpoint_before(tmp_path):
     change(run / "routing" / "before.json", metrics={"expert_overlap": {"mean": 0.5}})
     shown = text(run)
     assert "against the checkpoint before fine-tuning" in shown
-    assert "expert overlap fell by 20\u00a0% (0.500 → 0.400)" in shown
+    assert "expert overlap −20\u00a0% (0.500 → 0.400)" in shown
 
 
 def test_runs_on_different_data_are_named(tmp_path):
@@ -127,7 +125,7 @@ def test_curves_that_hardly_differ_are_folded_and_two_points_are_none(tmp_path):
     [(0.4, 0.25, "−38\u00a0%"), (2.0, 2.01, "+0.5\u00a0%"), (0.0, 1.0, "–"), (math.nan, 1.0, "–")],
 )
 def test_change_in_percent(before, after, text):
-    assert change_text(before, after) == text
+    assert Change(Word(""), before, after).percent == text
 
 
 def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
@@ -137,10 +135,10 @@ def test_a_checkpoint_that_was_only_analyzed_shows_its_values(tmp_path):
     found["metrics"] = {"score_entropy": {"mean": 1.25}, "collision_entropy": {"mean": 1.1}}
     (run / "routing" / "after.json").write_text(json.dumps(found))
     shown = text(run)
-    said = "</strong>. In the experts, MaxVio is 1.50 and score entropy is 1.25.</p>"
-    assert f"<strong>analyzed{said}" in shown
+    experts = "<dt>Experts</dt><dd>MaxVio 1.50, score entropy 1.25</dd>"
+    assert f"<strong>analyzed</strong></p><dl><div>{experts}" in shown
     assert "how seldom two tokens meet in one expert" in shown
-    assert "% difference" not in shown and "change" not in shown and "Before" not in shown
+    assert "less than" not in shown and "change" not in shown and "Before" not in shown
 
 
 def _log(folder, rows):
@@ -152,15 +150,15 @@ def _log(folder, rows):
 def test_reinforcement_ends_with_its_reward_and_preferences_with_theirs(tmp_path):
     rewards = [{"kind": "train", "step": s, "loss": 0.0, "reward": s / 8} for s in (1, 2, 4)]
     shown = text(_log(tmp_path / "grpo", rewards))
-    assert "Reward went from 0.125 to 0.500" in shown and "loss" not in shown
+    assert "<dt>Reward</dt><dd>0.125 → 0.500</dd>" in shown and "loss" not in shown
     pairs = [
         {"kind": "eval", "step": s, "eval_loss": 0.7, "eval_rewards/accuracies": a,
          "eval_rewards/margins": m}
         for s, a, m in ((0, 0.5, 0.0), (3, 0.75, 1.25))
     ]  # fmt: skip
     shown = text(_log(tmp_path / "dpo", pairs))
-    assert "Validation preference accuracy went from 0.500 to 0.750. " in shown
-    assert "Validation reward margin went from 0 to 1.25." in shown
+    assert "<dt>Validation preference accuracy</dt><dd>0.500 → 0.750</dd>" in shown
+    assert "<dt>Validation reward margin</dt><dd>0 → 1.25</dd>" in shown
 
 
 def test_nothing_is_better_where_the_router_collapsed(tmp_path):

@@ -17,7 +17,7 @@ from moe_finetune.report.charts.frame import Scale, tick_text
 from moe_finetune.report.charts.heatmap import heat_map, shared_limits
 from moe_finetune.report.charts.lines import KEPT, Series, _thin, line_chart, moving_mean
 from moe_finetune.report.charts.scatter import largest_groups
-from moe_finetune.report.markup import duration, number
+from moe_finetune.report.markup import number
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_noise_does_not_fill_the_frame():
     assert scale.high - scale.low >= 0.05 * 2
 
 
-def test_run_colours_stand_out_from_both_grounds():
+def test_run_colors_stand_out_from_both_grounds():
     style = Path(report.__file__).with_name("page.css").read_text()
     pairs = re.findall(r"--run-\d: light-dark\(#(\w+), #(\w+)\)", style)
     assert len(pairs) == 7
@@ -134,10 +134,3 @@ def test_largest_groups():
 )  # fmt: skip
 def test_number(value, text):
     assert number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(4.25, "4.2 s"), (200, "3 min 20 s"), (7512, "2 h 5 min"), (None, "–")]
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text

@@ -64,7 +64,7 @@ def test_unknown_keys_and_kinds_are_kept(tmp_path: Path):
 
 def test_missing_files_leave_fields_empty(tmp_path: Path):
     run = read_run(_metrics(tmp_path / "run", '{"step": 1, "loss": 2.0}'), "run")
-    assert (run.recipe, run.environment, run.scores, run.before, run.after) == (
+    assert (run.recipe, run.environment, run.scores, run.routing_before, run.routing_after) == (
         {},
         {},
         {},
@@ -99,7 +99,7 @@ def test_damaged_file_is_named(tmp_path: Path, name: str, text: str, place: str 
     assert place in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path):
+def test_bytes_that_are_not_text_are_named(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(DataError, match=r"summary\.json: not UTF-8"):
@@ -109,18 +109,18 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"load": [[1, 2, 3]]}, r"'load' has shape \(1, 3\), wanted \(2, 5\)"),
-        ({"load": None}, r"'load' has shape \(\), wanted \(2, 5\)"),
-        ({"load": [[1, 2], [3]]}, "'load' is not a matrix of numbers"),
+        ({"load": [[1, 2, 3]]}, r"'load' has shape \(1, 3\), expected \(2, 5\)"),
+        ({"load": None}, r"'load' has shape \(\), expected \(2, 5\)"),
+        ({"load": [[1, 2], [3]]}, "'load' is missing or malformed"),
         ({"mean_probability": [[0.2] * 4] * 2}, r"'mean_probability' has shape \(2, 4\)"),
         ({"domains": {"code": [[1] * 5]}}, r"'domains\.code' has shape \(1, 5\)"),
         (
             {"conditional_activation": {"layers": [0, 1], "matrix": [[1]]}},
-            r"'conditional_activation\.matrix' has shape \(1, 1\), wanted \(5, 5\)",
+            r"'conditional_activation\.matrix' has shape \(1, 1\), expected \(5, 5\)",
         ),
-        ({"coherence": {"per_layer": [0.1, 0.2]}}, "'coherence' must give 'mean' and 'barrier'"),
-        ({"embeddings": {"points": [[1, 2]]}}, r"'embeddings\.points' must be a list"),
-        ({"colored_text": [{"tokens": ["a"]}]}, "'colored_text' must be a list of objects"),
+        ({"coherence": {"per_layer": [0.1, 0.2]}}, "'coherence' is missing or malformed"),
+        ({"embeddings": {"points": [[1, 2]]}}, "'embeddings' is missing or malformed"),
+        ({"colored_text": [{"tokens": ["a"]}]}, "'colored_text' is missing or malformed"),
     ],
 )
 def test_wrong_shapes_in_a_snapshot_are_named(tmp_path: Path, change: dict, message: str):
@@ -140,7 +140,7 @@ def test_snapshot_without_a_needed_key(tmp_path: Path):
     folder = tmp_path / "run"
     (folder / "routing").mkdir(parents=True)
     (folder / "routing" / "before.json").write_text('{"layers": [0], "num_experts": 3}')
-    with pytest.raises(TraceError, match="key 'load' is missing"):
+    with pytest.raises(TraceError, match="'load' is missing or malformed"):
         read_run(folder, "run")
 
 

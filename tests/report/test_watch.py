@@ -14,6 +14,12 @@ from moe_finetune.errors import DataError
 from moe_finetune.report.watch import SHADES, draw, find_run, heat_map, look
 
 
+def snapshot(run, name, load, **more):
+    """Write the load of two layers and six experts as a measurement of the run."""
+    content = {"layers": [0, 1], "num_experts": 6, "load": load, **more}
+    (run / "routing" / name).write_text(json.dumps(content) + "\n")
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run of 8 steps of which 5 are logged, the last line half."""
@@ -28,8 +34,7 @@ def run(tmp_path):
     rows.insert(2, {"kind": "eval", "step": 2, "eval_loss": 2.5})
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text + '{"kind": "train", "step": 6, "lo')
-    measured = {"load": [[0, 10, 20, 10, 10, 10], [30, 6, 6, 6, 6, 6]]}
-    (folder / "routing" / "before.json").write_text(json.dumps(measured))
+    snapshot(folder, "before.json", [[0, 10, 20, 10, 10, 10], [30, 6, 6, 6, 6, 6]])
     return folder
 
 
@@ -53,12 +58,11 @@ def test_what_is_logged_so_far(run):
 
 
 def test_the_newest_measurement_is_drawn(run):
-    step = {"step": 4, "load": [[1, 1, 1, 1, 1, 7], [1, 1, 1, 1, 1, 1]]}
-    (run / "routing" / "steps.jsonl").write_text(json.dumps(step) + "\n")
+    snapshot(run, "steps.jsonl", [[1, 1, 1, 1, 1, 7], [1, 1, 1, 1, 1, 1]], step=4)
     text = shown(look(run))
     assert "load at step 4: 2 layers down, 6 experts across" in text
     assert f"     0  {SHADES[1] * 5}{SHADES[4]}" in text and f"     1  {SHADES[2] * 6}" in text
-    (run / "routing" / "after.json").write_text(json.dumps({"load": [[2, 2, 2, 2, 2, 2]] * 2}))
+    snapshot(run, "after.json", [[2, 2, 2, 2, 2, 2]] * 2)
     assert "load after: 2 layers" in shown(look(run))
 
 
@@ -66,7 +70,7 @@ def test_what_does_not_fit_is_averaged():
     load_LE = np.ones((3, 40))
     load_LE[2, :2] = (4, 0)
     lines = [line.plain for line in heat_map(load_LE, "after", 30)]
-    assert lines[0].endswith("neighbours averaged")
+    assert lines[0].endswith("neighbors averaged")
     assert lines[3] == "     2  " + SHADES[4] + SHADES[2] * 19, "4 and 0 are 2 on average"
 
 
@@ -77,7 +81,7 @@ def test_a_folder_of_runs_is_the_run_that_wrote_last(run):
     assert find_run(run.parent) == other
     (run / "metrics.jsonl").touch()
     assert find_run(run.parent) == run
-    with pytest.raises(DataError, match="holds no run"):
+    with pytest.raises(DataError, match="contains no run"):
         find_run(run.parent.parent)
 
 
@@ -85,4 +89,4 @@ def test_the_verb_shows_it_once_without_a_terminal(run, capsys):
     assert cli.main(["watch", str(run)]) == 0
     assert "validation loss" in capsys.readouterr().out
     assert cli.main(["watch", str(run / "routing")]) == 2
-    assert "holds no run; name the --output" in capsys.readouterr().err
+    assert "contains no run; give the --output" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 
 def register_config() -> None:
-    """Register ``model_type: deepseek`` with AutoConfig and AutoTokenizer; repeatable."""
+    """Make AutoConfig and AutoTokenizer know ``model_type: deepseek``; repeatable."""
     from transformers import AutoConfig
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -21,7 +21,7 @@ def register_config() -> None:
 
 
 def register() -> None:
-    """Register the model with transformers' Auto classes, and its names on disk; repeatable."""
+    """Make transformers' Auto classes know the model and its names on disk; repeatable."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig

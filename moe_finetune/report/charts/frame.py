@@ -1,6 +1,6 @@
 """The frame of a plot: an SVG as large as the plotted area, its labels in the margin around it.
 
-Positions are percentages and the data lies in an inner SVG that stretches, so that a plot fills
+Positions are percentages and the data is in an inner SVG that stretches, so that a plot fills
 any width while text and line widths keep their size.
 """
 
@@ -48,7 +48,7 @@ class Scale:
         return cls(low, high, tuple(i * step for i in range(first, last + 1)))
 
     def __call__(self, value: float) -> float:
-        """Return where ``value`` lies: 0 at the low end, 1 at the high end."""
+        """Return the position of ``value``: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -58,7 +58,7 @@ def _round_step(rough: float, round_numbers: Sequence[float] = (1, 2, 2.5, 5, 10
 
 
 def nth_color(rank: int) -> str:
-    """Return the page's colour of what comes at this place, from 0; there are six."""
+    """Return the page's color number ``rank``, from 0; there are six."""
     return f"var(--run-{1 + rank % 6})"
 
 
@@ -68,7 +68,7 @@ def percent(share: float) -> str:
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:
-    """Return a tick's label with the decimals that its neighbours need."""
+    """Return a tick's label with the decimals that its neighbors need."""
     largest = max(abs(t) for t in ticks)
     if largest >= 10_000 and all(t % 1000 == 0 for t in ticks):
         return f"{number(round(value / 1000))}k"
@@ -113,7 +113,7 @@ def plot(
     for tick in x.ticks if x else ():
         assert x is not None
         at = percent(x(tick))
-        # the first and the last label would stick out of the picture if centred
+        # the first and the last label would stick out of the picture if centered
         side = " end" if x(tick) > 0.97 else "" if x(tick) < 0.03 else " middle"
         text = tick_text(tick, x.ticks)
         marks.append(tag("text", text, x=at, y="100%", dy="17", class_=f"tick{side}"))

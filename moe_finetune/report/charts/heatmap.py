@@ -38,8 +38,8 @@ def heat_map(
         frames_FRC: one matrix, or one a frame of the figure's slider, the last shown first.
         rows, columns: a label for each row and column.
         row_name, column_name: what rows and columns are, for axes and hover.
-        limits: the values at the ends of the colour map; beyond them the colour stays.
-        unit: said after a value on hover.
+        limits: the values at the ends of the color map; beyond them the color stays.
+        unit: shown after a value on hover.
         differences: use the diverging map; ``limits`` are then symmetric.
         picks: the frame at each place of the slider.
         notes: what the panel's head says at each place of the slider.
@@ -116,7 +116,7 @@ def _labelled(count: int, most: int) -> range:
 def legend(
     limits: tuple[float, float], meaning: str, *, differences: bool = False, clipped: bool = False
 ) -> Markup:
-    """Return the colour bar with its ends. ``clipped``: greater values occur beyond the end."""
+    """Return the color bar with its ends. ``clipped``: greater values occur beyond the end."""
     low, high = (number(end) for end in limits)
     return tag(
         "div",

@@ -14,7 +14,7 @@ HEAD = 24  # and of the row's name above
 
 @dataclass(frozen=True)
 class Dot:
-    """A value with its interval (NaN ends: none), its colour and the text said on hover."""
+    """A value with its interval (NaN ends: none), its color and the text shown on hover."""
 
     value: float
     low: float

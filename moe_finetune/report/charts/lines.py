@@ -11,14 +11,14 @@ import numpy as np
 from moe_finetune.report.charts.frame import SIZE, Scale, inner, percent, plot
 from moe_finetune.report.markup import Markup, tag
 
-KEPT = 200  # points of a line; more cannot be told apart at this size
+KEPT = 200  # points of a line; more are indistinguishable at this size
 HEIGHT = 170  # CSS pixels of the plotted area
 SMOOTH_FROM = 60  # shorter curves are drawn as they are
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, colour (CSS) and points, x ascending; NaN makes a gap.
+    """A line: its name, color (CSS) and points, x ascending; NaN makes a gap.
 
     ``kind``: "" or, drawn behind the others and not solid, "baseline" or "before".
     """
@@ -50,9 +50,9 @@ def line_chart(
         reference, reference_label: a value to mark with a dashed level, and its name.
         y_reach: values that the axis covers at least, to share it among pictures.
     """
-    shown = [v for s in series for v in s.y]
-    shown += [*(y_reach or ()), *([] if reference is None else [reference])]
-    y = Scale.around(shown, zero=zero)
+    y_values = [v for s in series for v in s.y]
+    y_values += [*(y_reach or ()), *([] if reference is None else [reference])]
+    y = Scale.around(y_values, zero=zero)
     xs = [v for s in series for v in s.x]
     x = Scale.exact(min(xs, default=0.0), max(xs, default=1.0))
     lines: list[Markup] = []
@@ -115,29 +115,29 @@ def _thin(x: list[float], y: list[float]) -> list[tuple[float, float]]:
     points = list(zip(x, y, strict=True))
     if len(points) <= KEPT:
         return points
-    kept: list[tuple[float, float]] = [points[0]]
+    thinned: list[tuple[float, float]] = [points[0]]
     stretch = 2 * len(points) / KEPT
     for i in range(KEPT // 2):
         part = points[round(i * stretch) : round((i + 1) * stretch)]
         finite = [p for p in part if math.isfinite(p[1])]
         if not finite:
-            kept.append(part[0])
+            thinned.append(part[0])
             continue
         ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-        kept += sorted(ends)
-    kept.append(points[-1])
-    return kept
+        thinned += sorted(ends)
+    thinned.append(points[-1])
+    return thinned
 
 
 def moving_mean(values: list[float], window: int | None = None) -> list[float]:
-    """Return the centred mean over ``window`` points (a fifteenth of all by default), without NaN.
+    """Return the centered mean over ``window`` points (a fifteenth of all by default), without NaN.
 
     At the ends the window is cut, not shifted; a NaN stays a NaN.
     """
     half = (window or max(3, len(values) // 15)) // 2
-    known, near = np.isfinite(values), np.ones(2 * half + 1)
+    finite, near = np.isfinite(values), np.ones(2 * half + 1)
     sums, counts = (
         np.convolve(part, near)[half : half + len(values)]
-        for part in (np.where(known, values, 0.0), known)
+        for part in (np.where(finite, values, 0.0), finite)
     )
-    return np.where(known, sums / np.maximum(counts, 1), np.nan).tolist()
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan).tolist()

@@ -1,4 +1,4 @@
-"""Points in the plane, the most frequent groups in colour and with a shape of their own."""
+"""Points in the plane, the most frequent groups in color and with their own shape."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def scatter(
     *,
     named: Sequence[int],
 ) -> Markup:
-    """Return the points; groups outside ``named`` are small and grey, behind.
+    """Return the points; groups outside ``named`` are small and gray, behind.
 
     Args:
         points: x, y, group; points that are not finite are left out.
-        named: the groups to tell apart, each with its own colour and shape (at most six).
+        named: the groups to tell apart, each with its own color and shape (at most six).
     """
     finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
     xs, ys = [p[0] for p in finite], [p[1] for p in finite]

@@ -1,8 +1,8 @@
 """The sections of the page, in order.
 
 A section is one file with one ``Section`` and one line here. ``render`` gets the
-:class:`~moe_finetune.report.context.Report` and returns markup, or None when the runs hold nothing
-for it (after a note by ``report.lacks``).
+:class:`~moe_finetune.report.context.Report` and returns markup, or None when the runs have nothing
+for it (after a note by ``report.note_missing``).
 """
 
 from __future__ import annotations

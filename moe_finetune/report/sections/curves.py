@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_finetune.metrics.words import word
 from moe_finetune.report.charts.lines import SMOOTH_FROM, Series, line_chart, moving_mean
-from moe_finetune.report.context import Report, Section, figure, folded, group, table
+from moe_finetune.report.context import Cell, Report, Section, figure, folded, group, table
 from moe_finetune.report.markup import Markup, join, number, tag
 from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
@@ -19,7 +19,7 @@ GROUPS = (
     "Scores",
 )
 OPTIMISATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
-POINTS = 3  # fewer are no curve: they stand in the table
+POINTS = 3  # fewer are not a curve; the table has them
 DIFFERENT = 0.05
 """Runs differ where their curves lie this share of the chart's range apart on average; one run's
 curve is shown where it moves by this share of its size."""
@@ -47,21 +47,24 @@ def _group(name: str) -> str:
 def _render(report: Report) -> Markup | None:
     names = list(dict.fromkeys(name for run in report.runs for name in run.curves))
     if not names:
-        report.lacks("Training curves", "no metrics.jsonl in the run's folder")
+        report.note_missing("Training curves", "no metrics.jsonl in the run's folder")
         return None
     for run in report.runs:
         if not run.curves:
-            report.lacks(f"Training curves of {run.label}", "no metrics.jsonl in its folder")
+            report.note_missing(f"Training curves of {run.label}", "no metrics.jsonl in its folder")
     drawn = [name for name in names if _is_drawn(report, name, names)]
-    shown = [name for name in drawn if _differs(report, name)]
+    different = [name for name in drawn if _differs(report, name)]
     alike = "that hardly differ" if report.baseline else "that hardly change"
-    rest = [name for name in drawn if name not in shown]
+    similar = [name for name in drawn if name not in different]
     return join(
         [
             _legend(report),
             _smoothing(report),
-            *_groups(report, shown),
-            folded(f"{len(rest)} curves {alike}", *_groups(report, rest)),
+            *_groups(report, different),
+            folded(
+                f"{len(similar)} {'curve' if len(similar) == 1 else 'curves'} {alike}",
+                *_groups(report, similar),
+            ),
             _details(report, names),
             _not_numbers(report),
         ]
@@ -70,8 +73,8 @@ def _render(report: Report) -> Markup | None:
 
 def _is_drawn(report: Report, name: str, names: Iterable[str]) -> bool:
     """Whether this is a curve, and no other shows the same quantity with more points."""
-    own = name.removeprefix("eval_")
-    twice = name in REDUNDANT or (name != own != "loss" and own in names)
+    trained = name.removeprefix("eval_")
+    twice = name in REDUNDANT or (name != trained != "loss" and trained in names)
     points = max(len(run.curves[name].values) for run in report.runs if name in run.curves)
     return points >= POINTS and not twice
 
@@ -80,7 +83,7 @@ def _differs(report: Report, name: str) -> bool:
     curves = [run.curves[name] for run in report.runs if name in run.curves]
     finite = [v for curve in curves for v in curve.values if math.isfinite(v)]
     if not finite or len(curves) < len(report.runs):
-        return True  # values that are missing or not finite want to be seen
+        return True  # missing values, and values that are not finite, are always shown
     if len(curves) == 1:
         start, end = ends(curves[0])
         return _group(name) == GROUPS[0] or abs(end - start) > DIFFERENT * max(abs(start), abs(end))
@@ -88,8 +91,8 @@ def _differs(report: Report, name: str) -> bool:
     first, *others = (_smooth(curve) for curve in curves)
     for other in others:
         steps = sorted(set(first) & set(other))
-        apart = [abs(first[step] - other[step]) for step in steps]
-        if not steps or np.nanmean(apart) > DIFFERENT * reach:
+        distances = [abs(first[step] - other[step]) for step in steps]
+        if not steps or np.nanmean(distances) > DIFFERENT * reach:
             return True
     return False
 
@@ -99,12 +102,12 @@ def _smooth(curve: Curve) -> dict[float, float]:
 
 
 def _groups(report: Report, names: list[str]) -> list[Markup]:
-    found = []
+    groups = []
     for title in GROUPS:
         figures = [_figure(report, name) for name in names if _group(name) == title]
         if figures:
-            found.append(group(title, tag("div", figures, class_="grid")))
-    return found
+            groups.append(group(title, tag("div", figures, class_="grid")))
+    return groups
 
 
 def _legend(report: Report) -> Markup | None:
@@ -144,7 +147,7 @@ def _figure(report: Report, name: str) -> Markup:
 
 
 def _title(name: str, curves: list[tuple[Run, Curve]]) -> str:
-    """Say where the curve of one run goes, or which run ends where."""
+    """Where the curve of one run goes, or which run ends where."""
     last = [(ends(curve)[1], run.label) for run, curve in curves]
     finite = [end for end in last if not math.isnan(end[0])]
     if not finite:
@@ -163,7 +166,7 @@ def _title(name: str, curves: list[tuple[Run, Curve]]) -> str:
 
 
 def _details(report: Report, names: list[str]) -> Markup | None:
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for name in names:
         for run in report.runs:
             if name in run.curves:
@@ -174,12 +177,12 @@ def _details(report: Report, names: list[str]) -> Markup | None:
                 most = number(max(finite, default=math.nan))
                 points = number(len(curve.values))
                 rows.append([name, run.label, points, number(start), number(end), least, most])
-    columns: list[object] = ["Logged value", "Run", "Points", "Start", "End", "Least", "Greatest"]
+    columns: list[Cell] = ["Logged value", "Run", "Points", "Start", "End", "Least", "Greatest"]
     return folded("Every logged value in numbers", table("Curves in numbers", columns, rows))
 
 
 def _not_numbers(report: Report) -> Markup | None:
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for run in report.runs:
         for name, value in run.last_values.items():
             text = str(value)

@@ -1,4 +1,4 @@
-"""Load: how often each expert is chosen, how that changed, how steeply it falls off."""
+"""Load: how often each expert is selected, how that changed, how steeply it falls off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(timelines: Sequence[Timeline], title: str) -> Markup:
         described = (
             f"{notes[-1]}. The busiest is expert {busiest[1]} of layer {layers[busiest[0]]}, with "
             f"{number(float(last_LE[busiest]))} times an even share. {int((last_LE == 0).sum())} "
-            f"of {last_LE.size} are never chosen."
+            f"of {last_LE.size} are never selected."
         )
         name = f"Load of each expert in each layer: {line.shot.label}"
         picture = expert_map(
@@ -47,15 +47,15 @@ def load(timelines: Sequence[Timeline], title: str) -> Markup:
         slider(places),
         panels(parts, frames[0][1][0].num_experts),
         legend(limits, "load, as a multiple of an even share", clipped=clipped),
-        note="Each cell is one expert: how many tokens chose it, against an even share (1).",
+        note="Each cell is one expert: how many tokens selected it, against an even share (1).",
         wide=True,
     )
 
 
 def load_title(shots: Sequence[Snapshot]) -> str:
-    """Say whether the load became more even, and in which run."""
+    """Whether the load became more even, and in which run."""
     values = [_max_violation(shot.routing) for shot in shots]
-    if len(shots) == 2 and shots[0].before:
+    if len(shots) == 2 and shots[0].is_before:
         first, last = values
         verb = "stayed as even as before" if abs(last - first) <= 0.02 * abs(first) else (
             "became more even" if last < first else "became less even")  # fmt: skip
@@ -65,40 +65,38 @@ def load_title(shots: Sequence[Snapshot]) -> str:
 
 def load_change(report: Report) -> Markup | None:
     """Difference of relative load, after minus before, of each run."""
-    changes = []
+    changes = {}
     for line in report.timelines():
-        before, after = line.routings.get(START), line.routings.get(END)
-        if before is not None and after is not None and before.layers == after.layers:
-            change_LE = after.relative_load_LE() - before.relative_load_LE()
-            changes.append((line.shot, change_LE))
+        start, end = line.routings.get(START), line.routings.get(END)
+        if start is not None and end is not None and start.layers == end.layers:
+            changes[line.shot] = end.relative_load_LE() - start.relative_load_LE()
     if not changes:
         return None
-    reach = max(float(np.nanpercentile(np.abs(c), 99.5)) for _, c in changes) or 1.0
-    beyond = any(float(np.nanmax(np.abs(c))) > reach * 1.0001 for _, c in changes)
-    parts, told = [], []
-    for shot, change_LE in changes:
+    reach = max(float(np.nanpercentile(np.abs(c), 99.5)) for c in changes.values()) or 1.0
+    beyond = any(float(np.nanmax(np.abs(c))) > reach * 1.0001 for c in changes.values())
+    parts, moved = [], []
+    for shot, change_LE in changes.items():
         # half the sum of absolute changes: the share of dispatches that went to another expert
         share = f"{number(50 * float(np.nanmean(np.abs(change_LE))), 2)} %"
-        told.append(share if len(changes) == 1 else f"{share} ({shot.label})")
+        moved.append(share if len(changes) == 1 else f"{share} ({shot.label})")
         picture = expert_map(
             f"Change of load: {shot.label}", f"{share} of all load moved between experts.",
             shot.routing, change_LE, (-reach, reach), UNIT, differences=True,
         )  # fmt: skip
         parts.append(panel(shot, picture, f"{share} moved"))
-    bar = legend(
-        (-reach, reach), "change of load (after − before)", differences=True, clipped=beyond
-    )
     return figure(
-        f"Fine-tuning sent part of the load to other experts: {', '.join(told)}",
-        panels(parts, changes[0][0].routing.num_experts),
-        bar,
-        note="Blue: chosen less often than before; orange: more often.",
+        f"Fine-tuning moved part of the load to other experts: {', '.join(moved)}",
+        panels(parts, next(iter(changes)).routing.num_experts),
+        legend(
+            (-reach, reach), "change of load (after − before)", differences=True, clipped=beyond
+        ),
+        note="Blue: selected less often than before; orange: more often.",
         wide=True,
     )
 
 
 def frequencies(shots: Sequence[Snapshot]) -> Markup:
-    """Return the selection frequency of the experts of each layer, the most chosen first."""
+    """Return the selection frequency of the experts of each layer, most selected first."""
     parts = []
     most = max(len(shot.routing.layers) for shot in shots)
     top = max(float(np.nanmax(shot.routing.relative_load_LE())) for shot in shots)
@@ -106,8 +104,8 @@ def frequencies(shots: Sequence[Snapshot]) -> Markup:
         ranked_LE = -np.sort(-shot.routing.relative_load_LE(), axis=1)
         ranks = [float(e) for e in range(1, shot.routing.num_experts + 1)]
         last = max(1, len(ranked_LE) - 1)
-        # a few layers, evenly over the depth: more lines could not be told apart
-        shown = {round(i * last / (LINES - 1)) for i in range(LINES)} & set(range(len(ranked_LE)))
+        # a few layers, evenly over the depth: more lines would be indistinguishable
+        drawn = {round(i * last / (LINES - 1)) for i in range(LINES)} & set(range(len(ranked_LE)))
         series = [
             Series(
                 f"layer {layer}",
@@ -116,14 +114,14 @@ def frequencies(shots: Sequence[Snapshot]) -> Markup:
                 ranked_LE[i].tolist(),
             )
             for i, layer in enumerate(shot.routing.layers)
-            if i in shown
+            if i in drawn
         ]
-        # a flat line at 1 is an even load; a long tail at 0 are experts that nobody chooses
+        # a flat line at 1 is an even load; a long tail at 0 are unused experts
         chart = line_chart(
             f"Selection frequency, experts ranked in each layer: {shot.label}",
-            f"The most chosen expert has up to {number(top)} times an even share.",
+            f"The most selected expert has up to {number(top)} times an even share.",
             series,
-            x_label="expert, most chosen first",
+            x_label="expert, most selected first",
             smooth=False,
             zero=True,
             reference=1.0,

@@ -43,33 +43,33 @@ def expert_map(
 
 
 Frames = tuple[Timeline, list[Routing], list[int]]
-"""A run's routing over time: what is kept of it, and which of that each place shows."""
+"""A run's routing over time: its frames, and which of them each position shows."""
 
 
 def over_time(
-    timelines: Sequence[Timeline], cells: int, shown: Callable[[Routing], bool]
+    timelines: Sequence[Timeline], cells: int, has_picture: Callable[[Routing], bool]
 ) -> tuple[list[str], list[Frames]]:
-    """Choose what a slider goes through: the name of each place, and the frames of each run.
+    """Choose the positions of a slider: the name of each, and the frames of each run.
 
     Args:
-        cells: of one frame; the page's size limits how many are kept, evenly over the training.
-        shown: whether a routing has what is to be drawn.
+        cells: of one frame; the page's size limits the number of frames, evenly over the training.
+        has_picture: whether a routing has what is to be drawn.
     """
-    kept: list[tuple[Timeline, dict[float, Routing]]] = []
+    chosen: list[tuple[Timeline, dict[float, Routing]]] = []
     most = max(2, MOST_CELLS // (cells * max(1, len(timelines))))
     for line in timelines:
-        steps = sorted(step for step, routing in line.routings.items() if shown(routing))
+        steps = sorted(step for step, routing in line.routings.items() if has_picture(routing))
         at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
         if steps:
-            kept.append((line, {steps[i]: line.routings[steps[i]] for i in at}))
-    places = sorted({step for _, routings in kept for step in routings})
+            chosen.append((line, {steps[i]: line.routings[steps[i]] for i in at}))
+    positions = sorted({step for _, routings in chosen for step in routings})
     frames = []
-    for line, routings in kept:
-        # a run that was not measured at a place keeps what it showed before
-        picks = [max(0, sum(own <= place for own in routings) - 1) for place in places]
-        frames.append((line, list(routings.values()), picks))
+    for line, routings in chosen:
+        # a run that was not measured at a position shows its last measurement before it
+        counts = [sum(step <= position for step in routings) for position in positions]
+        frames.append((line, list(routings.values()), [max(0, count - 1) for count in counts]))
     names = {START: "before fine-tuning", END: "after fine-tuning"}
-    return [names.get(place, f"step {place:g}") for place in places], frames
+    return [names.get(position, f"step {position:g}") for position in positions], frames
 
 
 def slider(places: Sequence[str]) -> Markup | None:

@@ -21,11 +21,11 @@ def _render(report: Report) -> Markup:
 
 
 def _run(report: Report, run: Run) -> Markup:
-    given = run.summary.get("command") or run.environment.get("command")
-    if isinstance(given, list):
-        given = shlex.join(map(str, given))
+    recorded = run.summary.get("command") or run.environment.get("command")
+    if isinstance(recorded, list):
+        recorded = shlex.join(map(str, recorded))
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in run.label)
-    command = given or f"moe-finetune train {name}.yaml --output runs/{name}"
+    command = recorded or f"moe-finetune train {name}.yaml --output runs/{name}"
     recipe = None
     if run.recipe:
         text = yaml.safe_dump(without_secrets(run.recipe), sort_keys=False, allow_unicode=True)
@@ -37,7 +37,7 @@ def _run(report: Report, run: Run) -> Markup:
                          download=f"{name}.yaml")),
             tag("pre", tag("code", text), tabindex="0"),
         )  # fmt: skip
-    return tag("div", _command(report.swatch(run), str(given or command)), recipe)
+    return tag("div", _command(report.swatch(run), str(recorded or command)), recipe)
 
 
 def _command(title: str | Markup, command: str) -> Markup:

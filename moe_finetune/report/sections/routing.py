@@ -34,64 +34,65 @@ from moe_finetune.report.sections.panels import (
 def _render(report: Report) -> Markup | None:
     shots = report.snapshots()
     if not shots:
-        report.lacks(
-            "Routing pictures",
-            "record the routing with `moe-finetune analyze CHECKPOINT --data FILE`",
-        )
+        remedy = "record the routing with `moe-finetune analyze CHECKPOINT --data FILE`"
+        report.note_missing("Routing pictures", remedy)
         return None
     for run in report.runs:
-        if run.before is None:
-            report.lacks(f"Routing before {run.label}", "no routing/before.json in its folder")
-        if run.after is None:
-            report.lacks(f"Routing after {run.label}", "no routing/after.json in its folder")
+        for when, routing in (("before", run.routing_before), ("after", run.routing_after)):
+            if routing is None:
+                remedy = f"no routing/{when}.json in its folder"
+                report.note_missing(f"Routing {when} {run.label}", remedy)
     if not any(run.routing_steps for run in report.runs):
-        report.lacks("Routing during training", "no evaluation was made while training")
-    return join(
-        [
-            _measured(report, shots),
-            group("Load", load(report.timelines(), load_title(shots))),
-            _paths(report),
-            folded("Change of load, expert by expert", load_change(report)),
-            folded("How steeply the load falls off", frequencies(shots)),
-            folded("Mean routing probabilities", _probabilities(report, shots)),
-            folded("Layer by layer", _per_layer(shots)),
-        ]
-    )
+        report.note_missing("Routing during training", "no evaluation was made while training")
+    return join([
+        _measured(report, shots),
+        group("Load", load(report.timelines(), load_title(shots))),
+        _paths(report),
+        folded("Change of load, expert by expert", load_change(report)),
+        folded("How steeply the load falls off", frequencies(shots)),
+        folded("Mean routing probabilities", _probabilities(report, shots)),
+        folded("Layer by layer", _per_layer(shots)),
+    ])  # fmt: skip
 
 
 def _measured(report: Report, shots: list[Snapshot]) -> Markup:
-    """Say on what the pictures rest."""
+    """What the pictures were measured on."""
     routing = shots[-1].routing
     facts = [f"{number(len(routing.layers))} MoE layers", f"{number(routing.num_experts)} experts"]
     if routing.top_k:
-        facts.append(f"{number(routing.top_k)} chosen per token")
-    tokens = dict.fromkeys(number(s.routing.data.get("tokens")) for s in shots)
+        facts.append(f"{number(routing.top_k)} selected per token")
+    tokens = dict.fromkeys(number(shot.routing.data.get("tokens")) for shot in shots)
     if DASH not in tokens:
         facts.append(f"measured on {' and '.join(tokens)} tokens")
     sentences = [f"{', '.join(facts)}."]
     if any(shot.routing.data.get("data") == "train" for shot in shots):
         sentences.append(
-            "These are tokens of the training data, because the run had no data.validation: what "
-            "was learned by heart shows here as well."
+            "These are tokens of the training data, because the run had no data.validation; "
+            "memorized text shows here as well."
         )
     if any(run.routing_steps for run in report.runs):
         sentences.append(
-            "The steps in between were measured on the first batches of each evaluation: other "
+            "Steps during training were measured on the first batches of each evaluation: other "
             "tokens than before and after fine-tuning."
         )
     return tag("p", " ".join(sentences), class_="intro")
 
 
 def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
-    found = [(shot, shot.routing.matrix("mean_probability")) for shot in shots]
-    known = [(shot, matrix) for shot, matrix in found if matrix is not None]
-    if not known:
-        report.lacks("Mean routing probabilities", "the snapshots hold no 'mean_probability'")
+    matrices = {
+        shot: matrix_LE
+        for shot in shots
+        if (matrix_LE := shot.routing.mean_probability_LE()) is not None
+    }
+    if not matrices:
+        remedy = "the snapshots have no 'mean_probability'"
+        report.note_missing("Mean routing probabilities", remedy)
         return None
-    limits, clipped = shared_limits([matrix for _, matrix in known])
-    even = number(1 / known[0][0].routing.num_experts)
+    limits, clipped = shared_limits(list(matrices.values()))
+    num_experts = next(iter(matrices)).routing.num_experts
+    even = number(1 / num_experts)
     parts = []
-    for shot, matrix_LE in known:
+    for shot, matrix_LE in matrices.items():
         least, top = (number(float(end(matrix_LE))) for end in (np.nanmin, np.nanmax))
         picture = expert_map(
             f"Mean probability of each expert in each layer: {shot.label}",
@@ -99,10 +100,10 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
             shot.routing, matrix_LE, limits,
         )  # fmt: skip
         parts.append(panel(shot, picture, f"up to {top}"))
-    tops = listed([s for s, _ in known], [float(np.nanmax(m)) for _, m in known])
+    tops = listed(list(matrices), [float(np.nanmax(m)) for m in matrices.values()])
     return figure(
         f"Highest mean probability of an expert: {tops} against an even {even}",
-        panels(parts, known[0][0].routing.num_experts),
+        panels(parts, num_experts),
         legend(limits, "mean probability before top-k", clipped=clipped),
         wide=True,
     )
@@ -110,26 +111,25 @@ def _probabilities(report: Report, shots: list[Snapshot]) -> Markup | None:
 
 def _per_layer(shots: list[Snapshot]) -> Markup | None:
     """Every metric that is known for each of three layers or more, over depth."""
-    by_shot = [(shot, shot.routing.metrics()) for shot in shots]
+    metrics = {shot: shot.routing.metrics() for shot in shots}
     figures = []
-    for name in dict.fromkeys(name for _, metrics in by_shot for name in metrics):
-        series, means, holders = [], [], []
-        for shot, metrics in by_shot:
-            metric, layers = metrics.get(name), shot.routing.layers
-            if metric and len(layers) > 2 and len(metric.per_layer or ()) == len(layers):
-                series.append(shot.by_layer(metric.per_layer or []))
-                means.append(metric.mean)
-                holders.append(shot)
-        if series:
+    for name in dict.fromkeys(name for by_name in metrics.values() for name in by_name):
+        metric_of = {
+            shot: by_name[name]
+            for shot, by_name in metrics.items()
+            if name in by_name
+            and 2 < len(shot.routing.layers) == len(by_name[name].per_layer or ())
+        }
+        if metric_of:
             about = word(f"routing/{name}")
-            title = f"{about.name}, mean over layers: {listed(holders, means)}"
+            means = listed(list(metric_of), [metric.mean for metric in metric_of.values()])
+            title = f"{about.name}, mean over layers: {means}"
+            series = [shot.by_layer(metric.per_layer or []) for shot, metric in metric_of.items()]
             chart = line_chart(
                 f"{about.name} in each layer", title, series, x_label="layer", smooth=False
             )
             figures.append(figure(title, chart, note=about.meaning or None))
-    if not figures:
-        return None
-    return join([names(shots), tag("div", figures, class_="grid")])
+    return join([names(shots), tag("div", figures, class_="grid")]) if figures else None
 
 
 def _paths(report: Report) -> Markup | None:
@@ -137,40 +137,36 @@ def _paths(report: Report) -> Markup | None:
     cells = max(line.shot.routing.num_experts for line in timelines) ** 2
     places, frames = over_time(timelines, cells, lambda r: r.conditional() is not None)
     if not frames:
-        report.lacks(
-            "Paths between adjacent layers", "the snapshots hold no 'conditional_activation'"
-        )
+        remedy = "the snapshots have no 'conditional_activation'"
+        report.note_missing("Paths between adjacent layers", remedy)
         return None
-    found = [[pair for r in routings if (pair := r.conditional())] for _, routings, _ in frames]
-    matrices = [np.stack([matrix_EE for _, matrix_EE in pairs]) for pairs in found]
+    pairs = [[pair for r in routings if (pair := r.conditional())] for _, routings, _ in frames]
+    matrices = [np.stack([matrix_EE for _, matrix_EE in of_run]) for of_run in pairs]
     limits, clipped = shared_limits(matrices)
-    below, above = found[0][0][0]
-    parts, tops = [], []
+    layer, next_layer = pairs[0][0][0]
+    parts, changes = [], []
     for (line, routings, picks), matrix_FEE in zip(frames, matrices, strict=True):
         means = [_mean_maximum(matrix_EE) for matrix_EE in matrix_FEE]
-        notes = [f"the likeliest: {number(means[i])} on average" for i in picks]
+        notes = [f"most likely: {number(means[i])} on average" for i in picks]
         numbers = experts(routings[0].num_experts)
-        tops.append((line.shot.label, means))
+        ends = dict.fromkeys((number(means[0]), number(means[-1])))
+        changes.append(f"{' → '.join(ends)} ({line.shot.label})")
         picture = heat_map(
             f"Expert of the next layer given the expert of this one: {line.shot.label}",
-            f"The likeliest next expert has probability {number(means[-1])} on average.",
-            matrix_FEE, rows=numbers, columns=numbers, row_name=f"expert, layer {below}",
-            column_name=f"expert, layer {above}", limits=limits, picks=picks, notes=notes,
+            f"The most likely next expert has probability {number(means[-1])} on average.",
+            matrix_FEE, rows=numbers, columns=numbers, row_name=f"expert, layer {layer}",
+            column_name=f"expert, layer {next_layer}", limits=limits, picks=picks, notes=notes,
         )  # fmt: skip
         parts.append(panel(line.shot, picture, notes[-1]))
-    told = "; ".join(
-        f"{' → '.join(dict.fromkeys((number(means[0]), number(means[-1]))))} ({label})"
-        for label, means in tops
-    )
     return group(
         "Paths",
         figure(
-            f"Knowing the expert in layer {below}, the likeliest one in layer {above} has "
-            f"probability {told}",
+            f"Given the expert in layer {layer}, the most likely one in layer {next_layer} has "
+            f"probability {'; '.join(changes)}",
             slider(places),
             panels(parts, square=True),
             legend(limits, "P(expert in the next layer | expert in this layer)", clipped=clipped),
-            note="Bright cells are habitual paths; rows sum to the number of experts a token uses.",
+            note="Bright cells are frequent paths; rows sum to the number of experts per token.",
             wide=True,
         ),
     )

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from moe_finetune.recipe.section import SECRET
-from moe_finetune.report.context import Report, Section, group, table
+from moe_finetune.report.context import Cell, Report, Section, group, table
 from moe_finetune.report.markup import DASH, Markup, is_number, join, number, tag
 
-MANY = 8  # a longer list of numbers is told by its ends
+MANY = 8  # of a longer list of numbers, only the ends are shown
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -58,8 +58,8 @@ def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) ->
     texts = {key: [value_text(flat.get(key)) for flat in flats] for key in keys}
     different = [key for key in keys if len(set(texts[key])) > 1]
     ordered = different + [key for key in keys if key not in different]
-    columns: list[object] = ["Key", *(report.swatch(run) for run in report.runs)]
-    rows: list[list[object]] = [[tag("code", key), *texts[key]] for key in ordered]
+    columns: list[Cell] = ["Key", *(report.swatch(run) for run in report.runs)]
+    rows: list[list[Cell]] = [[tag("code", key), *texts[key]] for key in ordered]
     classes = ["differs" if key in different else "same" for key in ordered]
     grid = table(caption, columns, rows, row_classes=classes)
     if len(report.runs) == 1 or not different or len(different) == len(keys):
@@ -71,7 +71,7 @@ def side_by_side(report: Report, caption: str, sources: list[dict[str, Any]]) ->
 
 def _render(report: Report) -> Markup | None:
     if not any(run.recipe for run in report.runs):
-        report.lacks("Settings", "no recipe.yaml in the run's folder")
+        report.note_missing("Settings", "no recipe.yaml in the run's folder")
         return None
     recipes = [run.recipe for run in report.runs]
     parts = [side_by_side(report, "Resolved recipes", recipes)]
@@ -90,9 +90,9 @@ def _environment(report: Report) -> Markup | None:
         sources = [run.environment for run in report.runs]
         parts.append(side_by_side(report, "Versions, hardware and times", sources))
     else:
-        report.lacks("Environment", "no environment.json in the run's folder")
+        report.note_missing("Environment", "no environment.json in the run's folder")
     if any(run.evaluation for run in report.runs):
-        # remarks and unfinished tasks stand beside the scores
+        # the section of scores has remarks and unfinished tasks
         sources = [
             {k: v for k, v in run.evaluation.items() if k not in ("notes", "unfinished")}
             for run in report.runs

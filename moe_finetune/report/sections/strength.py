@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from moe_finetune.report.context import Report, Section, table
+from moe_finetune.report.context import Cell, Report, Section, table
 from moe_finetune.report.markup import DASH, Markup, join, number, tag
 from moe_finetune.report.runs import Run
 
 
 def _render(report: Report) -> Markup | None:
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for run in report.runs:
         for term in _terms(run):
             values = {key: _last(run, f"strength/{term}/{key}") for key in _COLUMNS}
-            cells: list[object] = [join([report.swatch(run), f" {term.replace('_', ' ')}"])]
+            cells: list[Cell] = [join([report.swatch(run), f" {term.replace('_', ' ')}"])]
             for key, value in values.items():
                 share = key.startswith("share")
                 cells.append(_share(value) if share else number(value))
