@@ -1,10 +1,10 @@
-"""Load a checkpoint tensor by tensor into a model whose large weights are quantised.
+"""Load a checkpoint tensor by tensor into a model whose large weights are quantized.
 
-The model is built without weights; each tensor is then read, quantised where it is one of
+The model is built without weights; each tensor is then read, quantized where it is one of
 :func:`quantized_names`, and put into its place. Of an expert stack one expert's matrix is in memory
-at a time, so that loading needs little more than the quantised model.
+at a time, so that loading needs little more than the quantized model.
 
-Quantised: the routed experts, and the linear layers of attention, shared experts and dense layers.
+Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
 Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
 language-model head.
 """
@@ -52,10 +52,10 @@ def load_quantized(
 ) -> PreTrainedModel:
     """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
 
-    A checkpoint that is stored quantised is dequantised tensor by tensor, also for ``kind`` None.
+    A checkpoint that is stored quantized is dequantized tensor by tensor, also for ``kind`` None.
 
     Raises:
-        RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
+        RecipeError: an option of ``from_pretrained`` that quantized loading does not have.
     """
     if unknown:
         raise RecipeError(
@@ -68,7 +68,7 @@ def load_quantized(
     stored: Stored = PlainTensors(checkpoint.tensors)
     if checkpoint.quantized is not None:
         stored = checkpoint.quantized
-        log.warning("%s is stored as %s: dequantised while it is loaded", folder, stored.format)
+        log.warning("%s is stored as %s: dequantized while it is loaded", folder, stored.format)
     if kind is not None:
         log.info(
             "experts and linear layers are held as %s; routers, norms, embeddings and the "
@@ -97,7 +97,7 @@ def _one_device(device_map: Any) -> torch.device:
         device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if not isinstance(device_map, str | int | torch.device):
         raise RecipeError(
-            f"device_map: {device_map!r} spreads the model; a quantised one has to be on one device"
+            f"device_map: {device_map!r} spreads the model; a quantized one has to be on one device"
         )
     return torch.device(device_map)
 
@@ -117,7 +117,7 @@ def load_streaming(
     Args:
         folder: where the checkpoint lies; the model's name.
         kind: number format; None keeps every weight in ``dtype``.
-        dtype: of what is not quantised, and of what is when it is dequantised.
+        dtype: of what is not quantized, and of what is when it is dequantized.
         attn_implementation: as in ``from_pretrained``.
         family: the config's, with the layout of these files.
 
@@ -188,7 +188,7 @@ def skeleton(
 
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are held quantised; see the head of this file."""
+    """Names of the parameters that are held quantized; see the head of this file."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     names = {
@@ -205,7 +205,7 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
 
 
 def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
-    """Quantise and freeze the large weights of a model that is in memory, in place."""
+    """Quantize and freeze the large weights of a model that is in memory, in place."""
     names = quantized_names(model, family_of(model.config))
     for name, parameter in list(model.named_parameters()):
         if name in names:
@@ -220,7 +220,7 @@ def _quantised(
     dtype: torch.dtype,
     device: Any,
 ) -> QuantizedWeight:
-    """A quantised weight, read and quantised one matrix at a time."""
+    """A quantized weight, read and quantized one matrix at a time."""
     weight = QuantizedWeight.empty(shape, kind, dtype, device)
     if len(shape) == 2:
         (name,) = places
@@ -241,7 +241,7 @@ def _quantised(
 def _plain(
     shape: tuple[int, ...], places: list[str], stored: Stored, dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """A weight that is not quantised, its pieces one below the other."""
+    """A weight that is not quantized, its pieces one below the other."""
     if len(places) == 1:
         return _placed(places[0], stored.read(places[0]).view(shape), dtype, device)
     tensor = torch.empty(shape, dtype=dtype, device=device)

@@ -71,8 +71,8 @@ def load_model(
     if kind is not None or checkpoint.quantized is not None:
         if expert_ranks > 1:
             raise RecipeError(
-                f"{folder}: is quantised, or to be held so, which does not go with experts spread "
-                "over ranks; take an unquantised checkpoint, or leave them whole"
+                f"{folder}: is quantized, or to be held so, which does not go with experts spread "
+                "over ranks; take an unquantized checkpoint, or leave them whole"
             )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 

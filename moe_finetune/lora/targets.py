@@ -120,7 +120,7 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
     held_quantized = any(quantized(parameter) for parameter in model.parameters())
     if lora is None and held_quantized:
         raise RecipeError(
-            "lora: null trains all weights, and this model's are quantised; give a `lora:` section "
+            "lora: null trains all weights, and this model's are quantized; give a `lora:` section "
             "with a rank, or load it without quantization"
         )
     without_gradient = _without_gradient(model)

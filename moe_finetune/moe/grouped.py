@@ -181,7 +181,7 @@ def add_rows_times(
 
 
 def _matrices(weight: Tensor, part: Part) -> Iterator[Tensor]:
-    """The matrices of the part's experts; a quantised one is made when its turn comes."""
+    """The matrices of the part's experts; a quantized one is made when its turn comes."""
     if not isinstance(weight, QuantizedWeight):
         yield from weight[part.experts].unbind(0)
         return

@@ -5,7 +5,7 @@
 - ``int8``: 8 bits a weight, scaled by the largest magnitude of a matrix's row (LLM.int8, Dettmers
   et al. 2022, arXiv 2208.07339). Weights alone are rounded, activations are not.
 
-A matrix is quantised by itself: no block of weights reaches into the next expert's.
+A matrix is quantized by itself: no block of weights reaches into the next expert's.
 """
 
 from __future__ import annotations

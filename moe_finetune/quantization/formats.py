@@ -1,4 +1,4 @@
-"""Formats of checkpoints that come quantised, and the floats that their tensors stand for:
+"""Formats of checkpoints that come quantized, and the floats that their tensors stand for:
 
 - ``fp8``: 8-bit floats with a scale for each block of a matrix (DeepSeek-V3):
   ``X.weight`` and ``X.weight_scale_inv``.
@@ -39,7 +39,7 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """How quantised tensors lie in the files.
+    """How quantized tensors lie in the files.
 
     Attributes:
         suffixes: a float tensor's name without ``of`` and each of these are its parts, the packed

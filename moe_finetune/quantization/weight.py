@@ -1,9 +1,9 @@
-"""A frozen weight held quantised: an expert stack ``(E, O, I)`` or a matrix ``(O, I)``.
+"""A frozen weight held quantized: an expert stack ``(E, O, I)`` or a matrix ``(O, I)``.
 
 It is a tensor of the float weight's shape, dtype and device, so that PEFT, transformers and the
 experts' forward see what they expect, and it holds packed bytes and scales alone. Reading some
-experts dequantises those; any other operation dequantises what it reads and gives an ordinary
-tensor. Autograd saves the packed weight for the backward, which dequantises it again. Writing into
+experts dequantizes those; any other operation dequantizes what it reads and gives an ordinary
+tensor. Autograd saves the packed weight for the backward, which dequantizes it again. Writing into
 it is an error: an update would be lost.
 
 bitsandbytes' own layers are not used, for what they hide: ``Linear4bit``'s weight has neither the
@@ -89,7 +89,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, kind: Kind) -> QuantizedWeight:
-        """``weight`` (E, R, C) or (R, C), quantised matrix by matrix."""
+        """``weight`` (E, R, C) or (R, C), quantized matrix by matrix."""
         made = cls.empty(weight.shape, kind, weight.dtype, weight.device)
         matrices = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
         for expert, matrix in enumerate(matrices):
@@ -97,7 +97,7 @@ class QuantizedWeight(Tensor):
         return made
 
     def store(self, expert: int, matrix_RC: Tensor) -> None:
-        """Quantise ``matrix_RC`` into the place of ``expert``; 0 where there is but one."""
+        """Quantize ``matrix_RC`` into the place of ``expert``; 0 where there is but one."""
         packed, scales = quantize(matrix_RC.to(self._packed.device), self._layout.kind)
         self._packed[expert] = packed
         self._scales[expert] = scales
@@ -148,7 +148,7 @@ class QuantizedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run ``func``: kept quantised where it moves or views, else on dequantised weights."""
+        """Run ``func``: kept quantized where it moves or views, else on dequantized weights."""
         kwargs = kwargs or {}
         own = _OWN.get(func)
         if own is not None:
@@ -171,12 +171,12 @@ class QuantizedWeight(Tensor):
 
 
 def quantized(tensor: Any) -> bool:
-    """Whether a tensor or parameter is held quantised."""
+    """Whether a tensor or parameter is held quantized."""
     return isinstance(tensor, QuantizedWeight)
 
 
 def quantization_of(model: nn.Module) -> Kind | None:
-    """The format that a model's quantised weights have, or None where none is."""
+    """The format that a model's quantized weights have, or None where none is."""
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedWeight):
             return parameter.kind
@@ -184,7 +184,7 @@ def quantization_of(model: nn.Module) -> Kind | None:
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
-    """Raise for an operation that would write into a quantised weight, or shard it."""
+    """Raise for an operation that would write into a quantized weight, or shard it."""
     name = str(func)
     schema = func._schema
     for argument, value in [
@@ -194,12 +194,12 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and any(map(quantized, tree_leaves(value))):
             raise QuantizationError(
-                f"{name}: a quantised weight cannot be written to; train an adapter, and merge it "
-                "into the unquantised base (moe-finetune merge)"
+                f"{name}: a quantized weight cannot be written to; train an adapter, and merge it "
+                "into the unquantized base (moe-finetune merge)"
             )
     if name.startswith(("c10d.", "_c10d", "aten.split", "aten.chunk")):
         raise QuantizationError(
-            f"{name}: quantised weights cannot be sharded over ranks (FSDP, DeepSpeed, tensor "
+            f"{name}: quantized weights cannot be sharded over ranks (FSDP, DeepSpeed, tensor "
             "parallelism); use one process, or DDP, or train without quantization"
         )
 

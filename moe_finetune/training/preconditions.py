@@ -64,8 +64,8 @@ def check_quantization(kind: str) -> None:
         return
     if _launched_by("FSDP"):
         raise RecipeError(
-            f"model.quantization: '{kind}' does not go with FSDP, which would shard the quantised "
-            "weights; start it without that config (each process then holds the quantised model), "
+            f"model.quantization: '{kind}' does not go with FSDP, which would shard the quantized "
+            "weights; start it without that config (each process then holds the quantized model), "
             "or set model.quantization: none"
         )
 

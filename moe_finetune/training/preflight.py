@@ -117,8 +117,8 @@ def check_stored_quantized(start: Start) -> None:
     stored = f"{start.folder} is stored as {checkpoint.quantized.format}"
     if start.expert_ranks > 1:
         raise RecipeError(
-            f"parallel.experts: {stored}, and what is dequantised while it is loaded cannot be "
-            "divided; name an unquantised checkpoint"
+            f"parallel.experts: {stored}, and what is dequantized while it is loaded cannot be "
+            "divided; name an unquantized checkpoint"
         )
     if recipe.export.merge and recipe.lora is not None:
         raise RecipeError(

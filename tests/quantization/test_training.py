@@ -1,4 +1,4 @@
-"""Training on quantised weights: the gradients of their values, runs, resumption, refusals."""
+"""Training on quantized weights: the gradients of their values, runs, resumption, refusals."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_peft_alone_computes_the_same(tmp_path):
         assert torch.allclose(found, wanted(inputs).logits, atol=1e-5)
         assert torch.equal(found, model(inputs).logits)
     assert any(quantized(parameter) for parameter in model.parameters())
-    with pytest.raises(QuantizationError, match="merge it into the unquantised base"):
+    with pytest.raises(QuantizationError, match="merge it into the unquantized base"):
         model.merge_and_unload()
 
 
@@ -260,7 +260,7 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["lora=null"], "needs an adapter: quantised weights cannot be trained"),
+        (["lora=null"], "needs an adapter: quantized weights cannot be trained"),
         (["lora=null", "model.init=random"], "holds a checkpoint's weights"),
         (["model.quantization=int4"], "must be 'none', 'nf4' or 'int8', not 'int4'"),
     ],
