@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_finetune.losses.presets import PRESETS
+from tests import tiny
 
 BENCH = Path(__file__).resolve().parents[1] / "eval" / "bench"
 
@@ -24,7 +28,6 @@ def test_tiny_on_a_cpu(gpu_step, tmp_path, capsys, monkeypatch):
     assert gpu_step.main(["--device", "cpu", "--tiny", "--write", str(tmp_path / "step.json")]) == 0
     result = json.loads((tmp_path / "step.json").read_text())
     assert result["schema"] == gpu_step.SCHEMA and result["environment"]
-    assert set(result["peers"]) == set(gpu_step.PEERS)
     shallow, deep = result["geometries"]["tiny"]["measured"]
     assert (shallow["layers"], deep["layers"], deep["tokens"]) == (2, 3, 64)
     for measured in (shallow, deep):
@@ -36,14 +39,15 @@ def test_tiny_on_a_cpu(gpu_step, tmp_path, capsys, monkeypatch):
     weights = {name: row["weights_gb"] for name, row in deep["rows"].items()}
     assert weights[gpu_step.NF4] < weights["attention-only"] < weights["ours"]
     assert shallow["rows"]["ours"]["weights_gb"] < weights["ours"]
-    assert len(result["geometries"]["tiny"]["ratios"]) == 7
+    tiny = result["geometries"]["tiny"]
+    assert len(tiny["ratios"]) == 4 + len(gpu_step.PRESETS)
+    assert set(tiny["peers"]) == set(gpu_step.PEERS)
+    assert all("need a GPU" in peer["outcome"] for peer in tiny["peers"].values())
     assert "tokens/s" in capsys.readouterr().out
 
 
 def test_stock_experts_run_as_named(gpu_step, monkeypatch):
     """The kernel that a stock variant is named for is the one that transformers calls."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     calls = []
     grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
@@ -62,6 +66,44 @@ def test_stock_experts_run_as_named(gpu_step, monkeypatch):
     assert not calls
     variants["stock-peft, grouped_mm"].step(batch)
     assert len(calls) == 2  # one a layer
+
+
+def test_presets_are_of_every_paper(gpu_step):
+    sources = " ".join(PRESETS[name].source for name in gpu_step.PRESETS)
+    assert all(paper in sources for paper in ("P0", "P1", "P2", "P3", "P4"))
+
+
+def test_a_peers_grouped_gemm_gets_the_rows_that_it_sorts(gpu_step):
+    """The experts function around it, with products in plain torch, has transformers' values."""
+    peers = importlib.import_module("peers")
+
+    def grouped_gemm(x, w, m_sizes, topk, gather_indices, autotune, permute_x=False,
+                     permute_y=False, is_first_gemm=True):  # fmt: skip
+        order = gather_indices.long()
+        rows = x[order // topk] if permute_x else x
+        products = [r @ m.T for r, m in zip(rows.split(m_sizes.tolist()), w, strict=True)]
+        out = torch.cat(products)
+        return torch.empty_like(out).index_copy(0, order, out) if permute_y else out
+
+    model = tiny.model("qwen3_moe")
+    batch = tiny.batch(rows=2, length=9)
+    with torch.no_grad():
+        expected = model(**batch).logits
+        ALL_EXPERTS_FUNCTIONS.register("tried", peers.with_grouped_gemm(grouped_gemm))
+        model.config._experts_implementation = "tried"
+        logits = model(**batch).logits
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_peer_that_fails_says_why(gpu_step, monkeypatch):
+    """In its own process: here the package is missing, or has no GPU."""
+    monkeypatch.setattr(gpu_step, "left_out", lambda name, device: None)
+    arguments = Namespace(
+        peers=list(gpu_step.PEERS)[:1], tokens=16, length=8, rank=4, dtype="float32", device="cpu",
+        rounds=1, warmup=0,
+    )  # fmt: skip
+    (row,) = gpu_step.peer_rows(arguments, "tiny", 2).values()
+    assert row["outcome"].startswith("left out: ModuleNotFoundError: No module named 'axolotl'")
 
 
 def test_a_layers_cost_and_the_whole_depth(gpu_step):

@@ -14,34 +14,43 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
+import json
 import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from geometries import GEOMETRIES, config_of
+from peers import PEERS, left_out
 from saved import add_save, finish
 from step import batch_of, product_tflops, step_flops, synchronize
 from variants import Variant, adapts_experts, build
 
 from moe_finetune.checkpoint.load_quantized import resident_bytes
+from moe_finetune.errors import ForeignKernelError
 from moe_finetune.models import family_of
 from moe_finetune.moe.layers import config_facts
 
 SCHEMA = 1
 WIDTHS = ("qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "moonlight_16b_a3b")
 DEPTH = {"qwen3_30b_a3b": 48, "gpt_oss_20b": 24, "deepseek_v2_lite": 27, "moonlight_16b_a3b": 27}
-PRESETS = ("orthogonal_variance", "specialization_coupling", "erc")
+PRESETS = (
+    "orthogonal_variance",
+    "specialization_coupling",
+    "erc",
+    "supervised_routing",
+    "dpp",
+    "ncl",
+)
+"""The losses of the five papers."""
 STOCK = {"stock-peft, grouped_mm": "grouped_mm", "stock-peft, eager": "eager"}
 NF4 = "ours, nf4"
 VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESETS), NF4)
-PEERS = {
-    "axolotl, ScatterMoE LoRA": "axolotl.integrations.kernels",
-    "Unsloth, grouped GEMM": "unsloth",
-}
 SHEETS = {"H100": (989.0, 3.35), "H200": (989.0, 4.8), "A100": (312.0, 2.0)}
 """Dense bfloat16 TFLOP/s and TB/s of the data sheets (SXM), by a part of the device's name."""
 Limits = dict[str, tuple[float, float]]
@@ -50,16 +59,46 @@ COPIES_OF_WEIGHTS = 8
 what stock PEFT makes of the stack."""
 
 
-def peers() -> dict[str, str]:
-    """Which other expert kernels could be timed here."""
-    states = {}
-    for name, module in PEERS.items():
+def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict[str, Any]:
+    """Each peer's rows at one depth, from a process of its own, or why there are none."""
+    results: dict[str, Any] = {}
+    for name in arguments.peers:
+        reason = left_out(name, arguments.device)
+        if reason is not None:
+            results[name] = {"outcome": reason}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            command = [sys.executable, __file__, "--child", name, str(file)]
+            command += ["--geometry", geometry, "--layers", str(layers)]
+            for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):
+                command += [f"--{option}", str(getattr(arguments, option))]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                results[name] = json.loads(file.read_text())
+            else:
+                last = done.stderr.strip().splitlines()[-1:]
+                results[name] = {"outcome": f"left out: {''.join(last)[:300]}"}
+    return results
+
+
+def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
+    """Time a peer beside attention-only LoRA and ours in this process, whose kernels it changes."""
+    STOCK[name] = PEERS[name][1]()
+    arguments.geometry, arguments.kernels = arguments.geometry[0], 10
+    names = ["attention-only", name]
+    rows = {}
+    for variants in ([*names, "ours"], names):  # ours refuses layers that a package took over
         try:
-            present = importlib.util.find_spec(module) is not None
-        except ImportError:
-            present = False
-        states[name] = "installed, not timed by this script" if present else "not installed"
-    return states
+            rows = measure(arguments, variants, math.inf, {})["rows"]
+            break
+        except ForeignKernelError as error:
+            rows = {"ours": {"outcome": str(error)}}
+    finished = {"outcome": "ok", "rows": rows}
+    if all("median_s" in rows.get(variant, {}) for variant in names):
+        base = rows["attention-only"]["median_s"]
+        finished["time: peer / attention-only"] = rows[name]["median_s"] / base
+    file.write_text(json.dumps(finished))
 
 
 class Timed:
@@ -317,7 +356,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
-    return {"schema": SCHEMA, "peers": peers(), "geometries": results}
+    return {"schema": SCHEMA, "geometries": results}
 
 
 def one(
@@ -338,7 +377,8 @@ def one(
         "outcome": "ok",
         "depth": depth,
         "measured": both,
-        "per_layer": per_layer(*both, depth),
+        "peers": peer_rows(arguments, geometry, both[1]["layers"]),
+        "per_layer": per_layer(both[0], both[1], depth),
         "ratios": ratios(both[1]["rows"]),
     }
 
@@ -371,7 +411,10 @@ def table(result: dict[str, Any]) -> str:
                 f"  {name}: {limit['share_of_flops']:.1%} of {limit['tflops']:.3g} TFLOP/s, "
                 f"{limit['share_of_bytes']:.1%} of {limit['tb_per_s']:.3g} TB/s"
             )
-    lines += [f"{name}: {state}" for name, state in result["peers"].items()]
+        for name, peer in found.get("peers", {}).items():
+            ratio = peer.get("time: peer / attention-only")
+            figure = peer["outcome"] if ratio is None else f"{ratio:.3f} x attention-only"
+            lines.append(f"  {name}: {figure}")
     return "\n".join(lines)
 
 
@@ -392,6 +435,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--least-seconds", type=float, default=30.0, help=argparse.SUPPRESS)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU and seconds")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     add_save(parser, "gpu_step")
     arguments = parser.parse_args(given)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -401,6 +446,10 @@ def main(given: list[str] | None = None) -> int:
         arguments.geometry, arguments.layers, arguments.dtype = ["tiny"], 3, "float32"
         arguments.tokens, arguments.length, arguments.rank = 64, 32, 8
         arguments.rounds, arguments.warmup = 1, 0
+    if arguments.child:
+        name, file = arguments.child
+        run_peer(arguments, name, Path(file))
+        return 0
     result = run(arguments)
     print(table(result))
     finish(arguments, result, show=False)

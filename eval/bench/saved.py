@@ -33,6 +33,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, Any], show: bool = 
             "environment": describe_environment(),
             "load": round(os.getloadavg()[0], 1),
         }
+        assert not how.keys() & figures.keys(), how.keys() & figures.keys()
         text = json.dumps({**how, **figures}, indent=2)
         for place in [
             RESULTS / f"{arguments.save}.json" if arguments.save else None,

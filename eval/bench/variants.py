@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from pathlib import Path
 
 import torch
 from geometries import config_of
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_finetune.checkpoint.load_quantized import quantize_model
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
+from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
 from moe_finetune.recipe.sections import LoraSection
@@ -84,8 +88,17 @@ def _all_terms_of(variant: str) -> dict:
         return ALL_TERMS
     if variant.startswith("ours+"):
         name = variant.removeprefix("ours+")
-        return dict(PRESETS[name].terms) if name in PRESETS else {name: ALL_TERMS[name]}
+        return PRESETS[name].method()["terms"] if name in PRESETS else {name: ALL_TERMS[name]}
     raise SystemExit(f"unknown variant {variant}")
+
+
+def random_table(facts) -> str:
+    """A file of token frequencies ``(V, E)``, as ``supervised_routing`` reads one."""
+    path = Path(tempfile.gettempdir()) / f"frequencies-{facts.vocab_size}-{facts.num_experts}"
+    if not path.exists():
+        frequencies_VE = torch.rand(facts.vocab_size, facts.num_experts).softmax(-1)
+        save_file({"token_frequencies": frequencies_VE}, path)
+    return str(path)
 
 
 class Variant:
@@ -95,9 +108,13 @@ class Variant:
         self.name, self.model = name, model
         name, _, compiled = name.partition(",")
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        # Without values (a dry run on the meta device) there is nothing to fuse or to read.
+        dry = parameters[0].is_meta
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=not dry)
         facts = model_facts(model)
         terms = terms_of(name, len(facts.moe_layers))
+        if terms and "supervised_routing" in terms:
+            terms["supervised_routing"]["table"] = random_table(facts)
         self.context = contextlib.nullcontext
         if terms is not None:
             from moe_finetune.training.statistics import TrainingStatistics
@@ -108,7 +125,8 @@ class Variant:
                 if name == "ours+metrics"
                 else []
             )
-            self.context = lambda: Recorder(model, objective, observers=observers)
+            kernel: Kernel = "grouped" if dry else "auto"
+            self.context = lambda: Recorder(model, objective, observers=observers, kernel=kernel)
         if compiled:
             # Hooks are compiled into the layers, so they stay.
             self.context().__enter__()

@@ -1,0 +1,84 @@
+"""Expert kernels of other packages, as functions that transformers' experts call.
+
+Installing one changes transformers or PEFT for the whole process, so ``gpu_step.py`` times each in
+a process of its own, interleaved with attention-only LoRA (and with ours, where the recorder runs
+beside it). Both need a GPU and Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+GroupedGemm = Callable[..., Tensor]
+
+
+def scattermoe() -> str:
+    """Axolotl's ScatterMoE with its LoRA fast path; the name of the experts implementation."""
+    from axolotl.integrations.kernels.libs.scattermoe_lora.experts import (
+        register_scattermoe_experts,
+    )
+
+    register_scattermoe_experts()
+    return "scattermoe"
+
+
+def unsloth() -> str:
+    """Unsloth's grouped GEMM, under PEFT's own LoRA; the name of the experts implementation."""
+    from unsloth.kernels.moe.grouped_gemm.interface import grouped_gemm
+
+    ALL_EXPERTS_FUNCTIONS.register("unsloth_grouped_gemm", with_grouped_gemm(grouped_gemm))
+    return "unsloth_grouped_gemm"
+
+
+def with_grouped_gemm(grouped_gemm: GroupedGemm) -> Callable[..., Tensor]:
+    """Transformers' experts function on Unsloth's ``grouped_gemm(x, w, m_sizes, topk, ...)``.
+
+    T tokens with K experts each are S = T*K rows: the first product gathers its rows from the
+    tokens in the order of experts, the second scatters its rows back to (token, choice).
+    """
+
+    def experts_forward(
+        self: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        tokens, top_k = index_TK.shape
+        flat_S = index_TK.reshape(-1)
+        order_S = torch.argsort(flat_S, stable=True)
+        sizes_E = torch.zeros(self.num_experts, dtype=torch.int64, device=flat_S.device)
+        sizes_E.scatter_add_(0, flat_S, torch.ones_like(flat_S))
+        shared = {
+            "m_sizes": sizes_E.to(torch.int32),
+            "topk": top_k,
+            "gather_indices": order_S.to(torch.int32),
+            "autotune": True,
+        }
+        rows_S2D = grouped_gemm(hidden_TH, self.gate_up_proj, permute_x=True, **shared)
+        z_SD = self._apply_gate(rows_S2D)
+        y_SH = grouped_gemm(z_SD, self.down_proj, permute_y=True, is_first_gemm=False, **shared)
+        y_TKH = y_SH.view(tokens, top_k, -1)
+        return (y_TKH * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TH.dtype)
+
+    return experts_forward
+
+
+PEERS: dict[str, tuple[str, Callable[[], str]]] = {
+    "axolotl, ScatterMoE LoRA": ("axolotl", scattermoe),
+    "Unsloth, grouped GEMM": ("unsloth", unsloth),
+}
+"""Package that must be installed, and what installs the kernel."""
+
+
+def left_out(name: str, device: str) -> str | None:
+    """Why a peer cannot be timed here, or None."""
+    package, _ = PEERS[name]
+    if device != "cuda":
+        return "left out: its kernels need a GPU"
+    for needed in (package, "triton"):
+        if importlib.util.find_spec(needed) is None:
+            return f"left out: {needed} is not installed"
+    return None
