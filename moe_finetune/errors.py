@@ -45,7 +45,7 @@ class ForeignKernelError(CaptureError):
 
 
 class QuantizationError(MoeFinetuneError, RuntimeError):
-    """Something that cannot be done with a model whose weights are quantized."""
+    """Something that cannot be done with a model whose weights are quantised."""
 
 
 class ObjectiveError(MoeFinetuneError, ValueError):

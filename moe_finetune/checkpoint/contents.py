@@ -25,8 +25,8 @@ class Checkpoint:
         config: ``config.json`` as a mapping.
         model_config: transformers' config of the same; a copy of it goes into each model.
         files: header of every weight file, by file name, in the order of the names.
-        tensors: every tensor by name, as an unquantized checkpoint has it.
-        quantized: reads them where they are stored quantized.
+        tensors: every tensor by name, as an unquantised checkpoint has it.
+        quantized: reads them where they are stored quantised.
         untrained: tensors that no loader reads, such as an MTP head's, and what each is a part of.
     """
 

@@ -1,10 +1,10 @@
-"""Load a checkpoint tensor by tensor into a model whose large weights are quantized.
+"""Load a checkpoint tensor by tensor into a model whose large weights are quantised.
 
-The model is built without weights; each tensor is then read, quantized where it is one of
+The model is built without weights; each tensor is then read, quantised where it is one of
 :func:`quantized_names`, and put into its place. Of an expert stack one expert's matrix is in memory
-at a time, so that loading needs little more than the quantized model.
+at a time, so that loading needs little more than the quantised model.
 
-Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
+Quantised: the routed experts, and the linear layers of attention, shared experts and dense layers.
 Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
 language-model head.
 """
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.fit import places_on_disk
@@ -33,7 +34,7 @@ from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
 from moe_finetune.models.structure import class_of, pieces_on_disk
 from moe_finetune.quantization.codec import Kind
-from moe_finetune.quantization.weight import QuantizedWeight
+from moe_finetune.quantization.weight import QuantizedWeight, local_weight, quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -47,15 +48,17 @@ def load_quantized(
     kind: Kind | None,
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
+    expert_ranks: int = 1,
     attn_implementation: str | None = None,
     **unknown: Any,
 ) -> PreTrainedModel:
     """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
 
-    A checkpoint that is stored quantized is dequantized tensor by tensor, also for ``kind`` None.
+    A checkpoint that is stored quantised is dequantised tensor by tensor, also for ``kind`` None.
+    Of experts spread over ranks each rank reads and quantizes only its own.
 
     Raises:
-        RecipeError: an option of ``from_pretrained`` that quantized loading does not have.
+        RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
     """
     if unknown:
         raise RecipeError(
@@ -68,7 +71,7 @@ def load_quantized(
     stored: Stored = PlainTensors(checkpoint.tensors)
     if checkpoint.quantized is not None:
         stored = checkpoint.quantized
-        log.warning("%s is stored as %s: dequantized while it is loaded", folder, stored.format)
+        log.warning("%s is stored as %s: dequantised while it is loaded", folder, stored.format)
     if kind is not None:
         log.info(
             "experts and linear layers are held as %s; routers, norms, embeddings and the "
@@ -85,7 +88,15 @@ def load_quantized(
     if family.disk.either and family.disk.transposed:
         stored = Transposed(stored, family)
     return load_streaming(
-        folder, config, stored, kind, dtype, device, attn_implementation, family=family
+        folder,
+        config,
+        stored,
+        kind,
+        dtype,
+        device,
+        attn_implementation,
+        family=family,
+        expert_ranks=expert_ranks,
     )
 
 
@@ -97,7 +108,7 @@ def _one_device(device_map: Any) -> torch.device:
         device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if not isinstance(device_map, str | int | torch.device):
         raise RecipeError(
-            f"device_map: {device_map!r} spreads the model; a quantized one has to be on one device"
+            f"device_map: {device_map!r} spreads the model; a quantised one has to be on one device"
         )
     return torch.device(device_map)
 
@@ -111,21 +122,27 @@ def load_streaming(
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
     family: Family | None = None,
+    expert_ranks: int = 1,
 ) -> PreTrainedModel:
     """The causal language model of ``config`` in eval mode, its large weights in ``kind``.
 
     Args:
         folder: where the checkpoint lies; the model's name.
         kind: number format; None keeps every weight in ``dtype``.
-        dtype: of what is not quantized, and of what is when it is dequantized.
+        dtype: of what is not quantised, and of what is when it is dequantised.
         attn_implementation: as in ``from_pretrained``.
         family: the config's, with the layout of these files.
+        expert_ranks: how many ranks share the routed experts.
 
     Raises:
         UnsupportedModelError: a parameter of the model that no tensor of the files is.
     """
     family = family or family_of(config)
     model = skeleton(config, dtype, attn_implementation)
+    if expert_ranks > 1:
+        from moe_finetune.moe.spread import place_experts
+
+        model = place_experts(model, expert_ranks, torch.device(device or "cpu").type)
     names = quantized_names(model, family) if kind is not None else frozenset()
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -141,10 +158,16 @@ def load_streaming(
                 f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
                 "stored as a tensor of its own; load it without quantization"
             )
+        target, experts = state[name], range(shapes[name][0] if shapes[name] else 0)
+        if hasattr(target, "device_mesh"):  # spread over ranks by transformers' plan
+            rank, ranks = target.device_mesh.get_local_rank(), target.device_mesh.size()
+            experts = experts[len(experts) * rank // ranks : len(experts) * (rank + 1) // ranks]
         if kind is not None and name in names:
-            value: Tensor = _quantised(shapes[name], disk, stored, kind, state[name].dtype, device)
+            value: Tensor = _quantised(
+                shapes[name], disk, stored, kind, target.dtype, device, experts
+            )
         else:
-            value = _plain(shapes[name], disk, stored, state[name].dtype, device)
+            value = _plain(shapes[name], disk, stored, target.dtype, device, experts)
         _set(model, name, value)
     model.tie_weights()
     for name, buffer in model.named_buffers():
@@ -160,7 +183,7 @@ def load_streaming(
     _read_generation_config(model, folder)
     model.requires_grad_(True)
     for parameter in model.parameters():
-        if isinstance(parameter, QuantizedWeight):
+        if quantized(parameter):
             parameter.requires_grad_(False)
     return model.eval()
 
@@ -188,7 +211,7 @@ def skeleton(
 
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are held quantized; see the head of this file."""
+    """Names of the parameters that are held quantised; see the head of this file."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     names = {
@@ -205,7 +228,7 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
 
 
 def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
-    """Quantize and freeze the large weights of a model that is in memory, in place."""
+    """Quantise and freeze the large weights of a model that is in memory, in place."""
     names = quantized_names(model, family_of(model.config))
     for name, parameter in list(model.named_parameters()):
         if name in names:
@@ -219,38 +242,54 @@ def _quantised(
     kind: Kind,
     dtype: torch.dtype,
     device: Any,
+    experts: range,
 ) -> QuantizedWeight:
-    """A quantized weight, read and quantized one matrix at a time."""
-    weight = QuantizedWeight.empty(shape, kind, dtype, device)
+    """A quantised weight, or these experts of a stack, read one matrix at a time."""
     if len(shape) == 2:
+        weight = QuantizedWeight.empty(shape, kind, dtype, device)
         (name,) = places
         weight.store(0, _placed(name, stored.read(name), dtype, device))
-    elif len(places) == 1:
-        for expert in range(shape[0]):
-            matrix = stored.read_expert(places[0], expert)
-            weight.store(expert, _placed(places[0], matrix, dtype, device))
-    else:
-        parts = len(places) // shape[0]
-        for expert in range(shape[0]):
-            expert_places = places[expert * parts : (expert + 1) * parts]
-            matrix = torch.cat([stored.read(name) for name in expert_places])
-            weight.store(expert, _placed(expert_places[0], matrix, dtype, device))
+        return weight
+    weight = QuantizedWeight.empty((len(experts), *shape[1:]), kind, dtype, device)
+    for number, expert in enumerate(experts):
+        if len(places) == 1:
+            name, matrix = places[0], stored.read_expert(places[0], expert)
+        else:
+            name, *_ = names = _places_of(expert, places, shape)
+            matrix = torch.cat([stored.read(piece) for piece in names])
+        weight.store(number, _placed(name, matrix, dtype, device))
     return weight
 
 
 def _plain(
-    shape: tuple[int, ...], places: list[str], stored: Stored, dtype: torch.dtype, device: Any
+    shape: tuple[int, ...],
+    places: list[str],
+    stored: Stored,
+    dtype: torch.dtype,
+    device: Any,
+    experts: range,
 ) -> Tensor:
-    """A weight that is not quantized, its pieces one below the other."""
+    """A weight that is not quantised, its pieces one below the other; of a stack these experts."""
     if len(places) == 1:
-        return _placed(places[0], stored.read(places[0]).view(shape), dtype, device)
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = stored.read(places[0]).view(shape)
+        if shape:
+            tensor = tensor[experts.start : experts.stop]
+        return _placed(places[0], tensor, dtype, device)
+    if len(experts) < shape[0]:
+        places = [name for expert in experts for name in _places_of(expert, places, shape)]
+    tensor = torch.empty((len(experts), *shape[1:]), dtype=dtype, device=device)
     flat, first = tensor.view(-1), 0
     for name in places:
         piece = _placed(name, stored.read(name), dtype, device).reshape(-1)
         flat[first : first + piece.numel()] = piece
         first += piece.numel()
     return tensor
+
+
+def _places_of(expert: int, places: list[str], shape: tuple[int, ...]) -> list[str]:
+    """The tensors of the files that one expert of a stack is."""
+    parts = len(places) // shape[0]
+    return places[expert * parts : (expert + 1) * parts]
 
 
 def _pieces(
@@ -276,12 +315,18 @@ def _placed(name: str, tensor: Tensor, dtype: torch.dtype, device: Any) -> Tenso
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put ``value`` where the parameter or buffer ``name`` was."""
+    """Put ``value`` where the parameter or buffer ``name`` was, or this rank's part of it."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
         module._buffers[leaf] = value
     else:
+        target: Any = module._parameters[leaf]
+        if hasattr(target, "device_mesh"):
+            mesh, placements = target.device_mesh, target.placements
+            value = DTensor.from_local(
+                value, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
+            )
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
@@ -296,10 +341,8 @@ def resident_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers as they are held."""
     total = 0
     for tensor in [*model.parameters(), *model.buffers()]:
-        if isinstance(tensor, QuantizedWeight):
-            total += tensor.stored_bytes
-        else:
-            total += tensor.numel() * tensor.element_size()
+        weight = local_weight(tensor)
+        total += tensor.numel() * tensor.element_size() if weight is None else weight.stored_bytes
     return total
 
 

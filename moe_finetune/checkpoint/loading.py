@@ -69,14 +69,9 @@ def load_model(
         checkpoint = open_checkpoint(local_folder(source), values=True, stored=True)
     folder = checkpoint.folder
     if kind is not None or checkpoint.quantized is not None:
-        if expert_ranks > 1:
-            raise RecipeError(
-                f"{folder}: is quantized, or to be held so, which does not go with experts spread "
-                "over ranks; take an unquantized checkpoint, or leave them whole"
-            )
         from moe_finetune.checkpoint.load_quantized import load_quantized
 
-        return load_quantized(checkpoint, kind, dtype, device_map, **options)
+        return load_quantized(checkpoint, kind, dtype, device_map, expert_ranks, **options)
     config = copy.deepcopy(checkpoint.model_config)
     return read_weights(folder, config, expert_ranks, dtype=dtype, device_map=device_map, **options)
 

@@ -38,7 +38,7 @@ class MergeReport:
         seconds: wall time of planning and writing.
         delta_norms: Frobenius norm of the float32 change of each changed tensor.
         expert_norms: the same for each routed expert (gate, up and down together), by layer.
-        requantized: what storing the result in the base's quantized format cost; None for floats.
+        requantized: what storing the result in the base's quantised format cost; None for floats.
     """
 
     output: Path
@@ -69,7 +69,7 @@ def merge_adapter(
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
     Memory stays at a few tens of megabytes a thread plus one layer's factors, whatever the size of
-    the checkpoint; in a quantized format at a few copies of one matrix a thread. The output appears
+    the checkpoint; in a quantised format at a few copies of one matrix a thread. The output appears
     complete or not at all.
 
     Args:
@@ -80,8 +80,8 @@ def merge_adapter(
             it the output keeps the base's own.
         progress: called with (bytes done, bytes in all).
         workers: threads, by default one a core, at most 8, and two that wait for the disk.
-        format: "base" also takes a base that is stored quantized, and writes its format again:
-            changed tensors are requantized, all others keep their bytes.
+        format: "base" also takes a base that is stored quantised, and writes its format again:
+            changed tensors are requantised, all others keep their bytes.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -152,7 +152,7 @@ def apply_plan(
     """Carry out ``plan`` and return the norm of the change of each changed tensor.
 
     And of each expert, under ``name[expert]``, where a tensor holds a stack of them. ``sums``
-    receives those of each tensor that is requantized.
+    receives those of each tensor that is requantised.
     """
     from moe_finetune.checkpoint.compute import Factors, Merged
     from moe_finetune.checkpoint.requantized import Requantized

@@ -147,7 +147,7 @@ def plan_merge(
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
         CheckpointError: a tensor to change is stored in a dtype that cannot be added to, or
-            ``dtype`` is asked of a base that is stored quantized.
+            ``dtype`` is asked of a base that is stored quantised.
         UnsupportedModelError: a bias that the family cannot store.
     """
     if dtype is not None and dtype not in STORED:
@@ -192,7 +192,7 @@ def plan_merge(
         if plan.updates and plan.source and not floats:
             raise CheckpointError(
                 f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
-                "adapter cannot be merged into a quantized checkpoint, use the unquantized one"
+                "adapter cannot be merged into a quantised checkpoint, use the unquantised one"
             )
     if dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]

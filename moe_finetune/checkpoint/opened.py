@@ -28,7 +28,7 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     Args:
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise only headers are read, whatever the checkpoint's size.
-        stored: also take a checkpoint that is stored quantized, for readers of ``quantized``.
+        stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.
 
     Raises:
         CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors, or

@@ -191,7 +191,7 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
         contents[ids] = Renumbered(base.tensors[ids], order)
     if disk.fused:
         return contents
-    # Whatever else an expert has on disk (scales of a quantized one) moves with it.
+    # Whatever else an expert has on disk (scales of a quantised one) moves with it.
     head = f"{block}.{disk.down.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
         expert, dot, leaf = name.removeprefix(head).partition(".")

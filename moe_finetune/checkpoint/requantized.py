@@ -16,7 +16,7 @@ from moe_finetune.io.safetensors_header import TensorInfo
 
 @dataclass
 class Sums:
-    """Sums over the elements of changed tensors, of float32 values before requantizing.
+    """Sums over the elements of changed tensors, of float32 values before requantising.
 
     Attributes:
         error: squared distance of the written values from base + adapter.

@@ -35,7 +35,7 @@ def compare_tensors(
 ) -> dict[str, tuple[float, float]]:
     """Base tensor name -> (largest difference, the same over the largest element).
 
-    Of a tensor that ``merged`` stores quantized the second is the norm of the difference over the
+    Of a tensor that ``merged`` stores quantised the second is the norm of the difference over the
     norm of the change.
     """
     deltas: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint's files, also of one that comes quantized, as floats.
+"""The tensors of a checkpoint's files, also of one that comes quantised, as floats.
 
-A tensor, or one expert of a stack, is dequantized when it is read; the formats are in
+A tensor, or one expert of a stack, is dequantised when it is read; the formats are in
 :mod:`moe_finetune.quantization.formats`.
 """
 
@@ -82,10 +82,10 @@ class Transposed:
 
 
 class QuantizedTensors:
-    """A quantized checkpoint's tensors as floats; see the head of this file.
+    """A quantised checkpoint's tensors as floats; see the head of this file.
 
     Attributes:
-        tensors: name, shape and a float dtype of every tensor, as an unquantized checkpoint has
+        tensors: name, shape and a float dtype of every tensor, as an unquantised checkpoint has
             them; their offsets mean nothing.
 
     Raises:
@@ -142,7 +142,7 @@ class QuantizedTensors:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, float32 where it is stored quantized."""
+        """The whole tensor, float32 where it is stored quantised."""
         return self.values(name, self.read_parts(name))
 
     def read_expert(self, name: str, expert: int) -> Tensor:

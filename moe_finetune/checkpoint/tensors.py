@@ -32,7 +32,7 @@ _held = threading.local()
 
 
 def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
-    """``size`` uninitialized bytes that this thread keeps under ``name``.
+    """``size`` uninitialised bytes that this thread keeps under ``name``.
 
     Their address and the file offset ``offset`` differ by a multiple of a page, so that they can be
     written there directly. The next call with the same name may hand out the same bytes.

@@ -1,4 +1,4 @@
-"""A merged checkpoint against the quantized model that its adapter was trained on.
+"""A merged checkpoint against the quantised model that its adapter was trained on.
 
 The adapter was trained on quantized weights and is merged into unquantized ones, so the logits
 differ by the quantization error. That error is measured on the base without an adapter and the same
@@ -34,8 +34,8 @@ class QuantizedReport:
 
     Attributes:
         kind: the number format that the adapter was trained with.
-        base: of the quantized base to the base: what quantization itself costs.
-        merged: of the merged checkpoint to the quantized base + adapter.
+        base: of the quantised base to the base: what quantisation itself costs.
+        merged: of the merged checkpoint to the quantised base + adapter.
         tolerance: the bound on ``merged``, ``FACTOR`` x ``base``.
     """
 
@@ -64,9 +64,9 @@ def verify_quantized(
     bias: Mapping[int, Sequence[float]] | None = None,
     seed: int = 0,
 ) -> QuantizedReport | None:
-    """Compare ``merged`` with the quantized base + ``adapter`` in float32, one model at a time.
+    """Compare ``merged`` with the quantised base + ``adapter`` in float32, one model at a time.
 
-    None where the adapter was trained on an unquantized base, or where a float32 model does not fit
+    None where the adapter was trained on an unquantised base, or where a float32 model does not fit
     into 60 % of the free memory.
 
     Raises:

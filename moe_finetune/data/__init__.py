@@ -1,1 +1,1 @@
-"""From sources (files, folders, the hub) to tokenized examples."""
+"""From sources (files, folders, the hub) to tokenised examples."""

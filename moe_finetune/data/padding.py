@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 
 def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Neighbors together, in order: at most ``positions`` with padding, or one row, a batch.
+    """Neighbours together, in order: at most ``positions`` with padding, or one row, a batch.
 
     Args:
         rows: what is batched; sorted by length there is least padding.

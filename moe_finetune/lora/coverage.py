@@ -29,7 +29,7 @@ class Group:
     Attributes:
         tensors, parameters: of the model itself, without what an adapter adds.
         reached_tensors, reached_parameters: of those, what an adapter changes or training updates.
-        trained_tensors, trained_parameters: what the optimizer holds.
+        trained_tensors, trained_parameters: what the optimizer updates.
     """
 
     tensors: int = 0
@@ -137,21 +137,21 @@ def counted(parameters: Mapping[str, tuple[int, ...]], config: Any) -> Coverage:
 
 def group_of(name: str, family: Family, moe_layers: set[int]) -> str:
     """Group of a parameter's name as ``named_parameters`` gives it, PEFT's wrapping included."""
-    _, inside, rest = f".{name}.".partition(f".{family.backbone}.layers.")
-    number, _, rest = rest.partition(".")
+    _, inside, suffix = f".{name}.".partition(f".{family.backbone}.layers.")
+    number, _, suffix = suffix.partition(".")
     if not inside:
         return "other"
     layer = int(number)
-    if rest.startswith(tuple(f"{target}." for target in family.attention_targets)):
+    if suffix.startswith(tuple(f"{target}." for target in family.attention_targets)):
         return "attention"
     if layer not in moe_layers:
         return "other"
-    if rest.startswith(f"{family.experts_path}."):
+    if suffix.startswith(f"{family.experts_path}."):
         return "routed experts"
-    if rest.startswith(f"{family.router_path}."):
+    if suffix.startswith(f"{family.router_path}."):
         return "router"
     shared = {f"{target.rpartition('.')[0]}." for target in family.shared_targets}
-    return "shared experts" if rest.startswith(tuple(shared)) else "other"
+    return "shared experts" if suffix.startswith(tuple(shared)) else "other"
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[Any, float]]:

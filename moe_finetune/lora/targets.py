@@ -53,22 +53,22 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
     parameters: list[str] = []
     of_part: dict[str, list[str]] = {}
     for group in lora.targets:
-        before = len(modules), len(parameters)
+        counts = len(modules), len(parameters)
         if group == "attention":
-            found = [t for t in family.attention_targets if _any_ends(names, t)]
+            attention = [t for t in family.attention_targets if _any_ends(names, t)]
             # PEFT takes these names for a part of the experts' stacks.
-            halves = [t for t in found if t.rpartition(".")[2] in GATED_MLP]
-            modules += [t for t in found if t not in halves]
+            halves = [t for t in attention if t.rpartition(".")[2] in GATED_MLP]
+            modules += [t for t in attention if t not in halves]
             parameters += [f"{target}.weight" for target in halves]
         elif group == "shared_experts":
-            found = [t for t in family.shared_targets if _any_ends(names, t)]
-            parameters += [f"{target}.weight" for target in found]
+            attention = [t for t in family.shared_targets if _any_ends(names, t)]
+            parameters += [f"{target}.weight" for target in attention]
         else:
-            found = list(family.expert_targets)
-            parameters += found
-        of_part[group] = [*modules[before[0] :], *parameters[before[1] :]]
+            attention = list(family.expert_targets)
+            parameters += attention
+        of_part[group] = [*modules[counts[0] :], *parameters[counts[1] :]]
         # The default names all three, so that a model with shared experts trains them.
-        if not found and "targets" in lora.model_fields_set:
+        if not attention and "targets" in lora.model_fields_set:
             log.warning("lora.targets: %s has no %s; nothing is adapted there", family.title, group)
     if router == "lora":
         parameters.append(family.router_target)
@@ -110,7 +110,7 @@ def lora_config(model: nn.Module, lora: LoraSection, router: str) -> LoraConfig:
 def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Module:
     """Freeze the model and add the adapter.
 
-    Without ``lora`` the whole model trains, and with no targets but a full router the routers alone
+    Without ``lora`` the whole model trains, and with no targets but a full router only the routers
     do; both are without an adapter (PEFT has none that only saves modules). A router that trains in
     full becomes float32: updates at usual learning rates are below the resolution of bfloat16. With
     a selection of experts the factors of the others are never made.
@@ -161,7 +161,7 @@ def add_lora(model: nn.Module, lora: LoraSection | None, router: str) -> nn.Modu
 
 
 def _without_gradient(model: nn.Module) -> set[str]:
-    """Parameters that the model's class itself holds still, such as a selection bias."""
+    """Parameters that the model's class itself freezes, such as a selection bias."""
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return still if len(still) < len(list(model.parameters())) else set()
 

@@ -97,7 +97,7 @@ def _kind(value: Any) -> type | tuple[type, ...] | None:
 def fresh_model(
     config: PreTrainedConfig, seed: int, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model of ``config`` with random float32 weights, as its class initializes them."""
+    """A model of ``config`` with random float32 weights, as its class initialises them."""
     import torch
     from transformers import set_seed
 

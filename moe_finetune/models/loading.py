@@ -112,7 +112,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
         if getattr(config, key) is None:
             setattr(config, key, value)
-    # Quantized tensors are read as the floats that they stand for.
+    # Quantised tensors are read as the floats that they stand for.
     for key in ("auto_map", QUANTIZATION):
         if hasattr(config, key):
             delattr(config, key)

@@ -22,7 +22,7 @@ class WeightRule:
     difference: float
 
     def __str__(self) -> str:
-        summed = "of sum 1" if self.renormalize else "not renormalized"
+        summed = "of sum 1" if self.renormalize else "not renormalised"
         return f"{self.score}, {summed}, scaled by {self.scaling:.4g}"
 
 

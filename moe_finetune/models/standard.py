@@ -44,7 +44,7 @@ LINEAR_ATTENTION = under(
 
 
 def softmax(model_type: str, title: str, **facts: Any) -> Family:
-    """Qwen's router: softmax, selected scores renormalized where the config says so."""
+    """Qwen's router: softmax, selected scores renormalised where the config says so."""
     return _row(model_type, title, {"score": "softmax"} | facts)
 
 

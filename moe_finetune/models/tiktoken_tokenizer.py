@@ -87,7 +87,7 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Build the fast tokenizer of a folder with ``tiktoken.model`` and ``tokenizer_config.json``.
 
     Splits and merges as tiktoken does with :data:`PATTERN`; special tokens in a text are
-    recognized; nothing is added at its ends.
+    recognised; nothing is added at its ends.
 
     Raises:
         CheckpointError: a file is damaged or the two do not belong together.

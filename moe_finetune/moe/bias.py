@@ -2,7 +2,7 @@
 
 ``b_e += u * sign(mean load - load_e)`` (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing";
 DeepSeek-V3), loads summed over the accumulation window and all ranks. The bias acts on which
-experts are selected and never on their weights. It is kept beside the model: a reference forward
+experts are selected and never on their weights. It is stored outside the model: a reference forward
 with the adapter disabled, or another one active, sees the checkpoint's own routing.
 """
 
@@ -49,9 +49,15 @@ class BiasBalancer(Perturbation):
     def install(self, model: nn.Module) -> None:
         if self._adapter is None:
             self._adapter = TrainedAdapter(model)
-        self._rules = {
-            layer.index: Rule(layer) for layer in moe_layers(model) if layer.index in self.bias
-        }
+        self._rules = {}
+        for layer in moe_layers(model):
+            if layer.index not in self.bias:
+                continue
+            self._rules[layer.index] = Rule(layer)
+            # Now, rather than in a forward: a copy from the host waits for the device.
+            device = next(layer.router.parameters()).device
+            self.bias[layer.index] = self.bias[layer.index].to(device)
+            self._load[layer.index] = self._load[layer.index].to(device)
         self._inner.install(model)
 
     @property
@@ -96,14 +102,14 @@ class BiasBalancer(Perturbation):
 
     def effective(self, layers: Sequence[MoeLayer]) -> dict[str, Tensor]:
         """Biases to export: the checkpoint's own, where it has one, plus what was learned."""
-        found = {}
+        biases = {}
         for layer in layers:
             if layer.index not in self.bias:
                 continue
             learned = self.bias[layer.index].cpu()
-            own = Rule(layer).own_bias(learned)
-            found[f"bias.{layer.index}"] = own.detach().cpu() + learned
-        return found
+            layer_bias = Rule(layer).own_bias(learned)
+            biases[f"bias.{layer.index}"] = layer_bias.detach().cpu() + learned
+        return biases
 
     def state_dict(self) -> dict[str, Tensor]:
         """Biases by ``bias.<decoder layer>``; loads are empty between steps."""

@@ -1,4 +1,4 @@
-"""Select experts again from the router's logits, with a bias on the selection alone.
+"""Select experts again from the router's logits, with a bias that acts only on the selection.
 
 Mirrors what each family's own router does after its logits; with a bias of 0 the result is the
 router's own, bit for bit. Shapes: T tokens, E experts, K selected.

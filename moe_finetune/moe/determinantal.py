@@ -59,7 +59,7 @@ def greedy_choice(quality_TN: Tensor, features_TNH: Tensor, k: int, eps: float) 
 
 
 WORK = 2**24
-"""Numbers of outputs that are held at a time."""
+"""How many values of outputs are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DeterminantalChoice(Perturbation):
     """Lets every MoE layer choose by :func:`greedy_choice`, weights as the router makes them.
 
     All candidates are computed for every token: E/K times the experts' work, N/K with N candidates,
-    among which alone the guarantee then holds.
+    and only among these is the guarantee true.
 
     Raises:
         CaptureError: on ``install``, where the router's choice is not of any k experts by score.

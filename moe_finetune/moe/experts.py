@@ -1,4 +1,4 @@
-"""The routed experts' forward: LoRA beside the frozen stack, never added into it.
+"""The routed experts' forward: LoRA computed next to the frozen stack, never added into it.
 
 Steps, for T tokens that select K of E experts each (S = T*K rows sorted by expert):
 
@@ -8,8 +8,8 @@ Steps, for T tokens that select K of E experts each (S = T*K rows sorted by expe
 4. ``y = z V^T + c + s (drop(z) A'^T) B'^T``;
 5. ``out = sum_k w_k y_k``.
 
-The whole is one autograd node. Its backward is written out so that it keeps only the input, the
-gate/up rows, the rank-sized products and ``y``; ``x`` and ``z`` are made again. Gram matrices of a
+The whole is one autograd node. Its backward is written out (:mod:`.experts_backward`) so that it
+keeps only the input, the gate/up rows, the rank-sized products and ``y``. Gram matrices of a
 token's K activations and K outputs come out of the same node, so that losses on them cost two
 small products and no copy of the vectors. On a CPU steps 1-4 run a few experts at a time, so that
 rows go from step to step in its cache. Nothing is accumulated by concurrent writes, which makes a
@@ -26,22 +26,11 @@ import torch
 from torch import Tensor
 
 from moe_finetune.losses.tensors import without_autocast
-from moe_finetune.moe.by_token import (
-    activations_gradient_,
-    combine,
-    gram,
-    outputs_gradient,
-    sum_over_choices,
-)
-from moe_finetune.moe.gated import dropped, gated, gated_gradient, keep_mask
-from moe_finetune.moe.grouped import (
-    Groups,
-    OuterSums,
-    Part,
-    RowSums,
-    add_rows_times,
-    rows_times,
-)
+from moe_finetune.moe.by_token import combine, gram
+from moe_finetune.moe.experts_backward import Call, ExpertsGradient, Incoming, Saved
+from moe_finetune.moe.gated import dropped, gated, keep_mask
+from moe_finetune.moe.grouped import Groups, Part, add_rows_times, rows_times
+from moe_finetune.moe.offloaded_stack import dequantized_when_read
 
 
 @dataclass(frozen=True)
@@ -101,22 +90,6 @@ class ExpertsResult:
     outputs_TKH: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The part of a call that carries no gradient."""
-
-    index_TK: Tensor
-    num_experts: int
-    activation: Callable[[Tensor], Tensor]
-    scaling_up: float
-    scaling_down: float
-    dropout_up: float
-    dropout_down: float
-    dropout_expert: float
-    grouped: bool
-    needs: frozenset[str]
-
-
 # Traced, its loop over the experts would be unrolled for every new set of group sizes.
 @torch.compiler.disable
 def run_experts(
@@ -135,7 +108,7 @@ def run_experts(
         needs: of "activations_gram", "outputs_gram", "activations", "outputs".
     """
     gate_up, lora_up, lora_down = experts.gate_up_E2DH, experts.lora_up, experts.lora_down
-    call = _Call(
+    call = Call(
         index_TK=index_TK,
         num_experts=gate_up.shape[0],
         activation=experts.activation,
@@ -145,6 +118,7 @@ def run_experts(
         dropout_down=lora_down.dropout if lora_down else 0.0,
         dropout_expert=experts.dropout,
         grouped=experts.grouped,
+        quantized=any(map(dequantized_when_read, (gate_up, experts.down_EHD))),
         needs=needs,
     )
     out, z_gram, y_gram, z, y = _Experts.apply(
@@ -168,14 +142,16 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
+        ctx: Any, call: Call, hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down,
         bias_up, bias_down,
     ):  # fmt: skip
         tokens, selected = call.index_TK.shape
         (_, hidden, width), pairs = down.shape, call.index_TK.numel()
         flat_S = call.index_TK.reshape(-1)
         with without_autocast(hidden_TH.device):
-            groups = Groups.of(call.index_TK, call.num_experts, call.grouped)
+            groups = Groups.of(
+                call.index_TK, call.num_experts, call.grouped, in_chunks=call.quantized
+            )
             mask_TH = keep_mask(hidden_TH.shape, call.dropout_up, hidden_TH)
             expert_mask_SD = keep_mask((pairs, width), call.dropout_expert, hidden_TH)
             mask_SD = keep_mask((pairs, width), call.dropout_down, hidden_TH)
@@ -192,7 +168,7 @@ class _Experts(torch.autograd.Function):
             if call.needs & {"activations", "activations_gram"}:
                 z_TKD = hidden_TH.new_empty(tokens, selected, width)
 
-            for part in _parts(groups, hidden_TH):
+            for part in _parts(groups, gate_up):
                 x = hidden_TH.index_select(0, part.tokens_P)
                 rows = rows_times(x, gate_up.transpose(1, 2), part, out=rows_S2D)
                 if bias_up is not None:
@@ -227,11 +203,13 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.groups = call, groups
         ctx.set_materialize_grads(False)
         keep_y = ctx.needs_input_grad[2] or call.needs & {"outputs", "outputs_gram"}
-        ctx.save_for_backward(
+        assert rows_S2D is not None  # a part's, or the buffer of all
+        saved = Saved(
             hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
             rows_S2D, p_up_Sr, p_down_Sr, y_TKH if keep_y else None, mask_TH, mask_SD,
             expert_mask_SD,
         )  # fmt: skip
+        ctx.save_for_backward(*saved)
         return (
             out_TH,
             z_gram,
@@ -243,122 +221,17 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out, grad_z_gram, grad_y_gram, grad_z, grad_y):
-        (
-            hidden_TH, weights_TK, gate_up, down, a_up, b_up, a_down, b_down, bias_up, bias_down,
-            rows_S2D, p_up_Sr, p_down_Sr, y_TKH, mask_TH, mask_SD, expert_mask_SD,
-        ) = ctx.saved_tensors  # fmt: skip
-        call, groups = ctx.call, ctx.groups
-        _, needs_h, needs_w, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        needs_bias_up, needs_bias_down = ctx.needs_input_grad[-2:]
-        hidden = down.shape[1]
-        with without_autocast(hidden_TH.device):
-            grad_weights = None
-            if needs_w and grad_out is not None:
-                grad_weights = torch.bmm(y_TKH, grad_out.to(y_TKH.dtype).unsqueeze(2)).squeeze(2)
-                grad_weights = grad_weights.to(weights_TK.dtype)
-            if grad_out is not None:
-                grad_out = grad_out.to(hidden_TH.dtype)
-            rows_S = groups.inverse()
-            dy_SH = weights_S = dz_own_SD = None
-            if grad_y_gram is not None or grad_y is not None:
-                dy_SH = outputs_gradient(grad_out, grad_y_gram, grad_y, weights_TK, y_TKH, rows_S)
-            elif grad_out is not None:
-                weights_S = weights_TK.reshape(-1).index_select(0, groups.slots_S)
-                weights_S = weights_S.to(hidden_TH.dtype)
-            if grad_z_gram is not None or grad_z is not None:
-                z_SD = gated(rows_S2D, call.activation)
-                dz_own_SD = activations_gradient_(grad_z_gram, grad_z, z_SD, rows_S)
-                del z_SD
-            lora_input_TH = dropped(hidden_TH, mask_TH, call.dropout_up)
-
-            sums: dict[str, Any] = {
-                "gate_up": OuterSums(gate_up if needs_gate_up else None, groups),
-                "down": OuterSums(down if needs_down else None, groups),
-                "a_up": OuterSums(a_up, groups),
-                "b_up": OuterSums(b_up, groups, call.scaling_up),
-                "a_down": OuterSums(a_down, groups),
-                "b_down": OuterSums(b_down, groups, call.scaling_down),
-                "bias_up": RowSums(bias_up if needs_bias_up else None, groups),
-                "bias_down": RowSums(bias_down if needs_bias_down else None, groups),
-            }
-            separate = mask_TH is not None
-            dx_SH: Any = None
-            dx_lora_SH: Any = None
-            if needs_h:
-                # A part's dy has been used up when its dx is written.
-                dx_SH = groups.buffer(hidden, hidden_TH) if dy_SH is None else dy_SH
-                dx_lora_SH = groups.buffer(hidden, hidden_TH) if separate else None
-
-            for part in _parts(groups, hidden_TH):
-                if dy_SH is not None:
-                    dy = dy_SH[part.rows]
-                elif weights_S is not None:
-                    dy = grad_out.index_select(0, part.tokens_P)
-                    dy.mul_(weights_S[part.rows].unsqueeze(1))
-                else:
-                    dy = hidden_TH.new_zeros(part.tokens_P.numel(), hidden)
-                rows = rows_S2D[part.rows]
-                z = gated(rows, call.activation)
-                z = dropped(z, _rows(expert_mask_SD, part), call.dropout_expert)
-
-                # down projection
-                dz = rows_times(dy, down, part)
-                if needs_bias_down:
-                    sums["bias_down"].add(dy, part)
-                if needs_down:
-                    sums["down"].add(dy, z, part)
-                if a_down is not None:
-                    mask = _rows(mask_SD, part)
-                    dp = rows_times(dy, b_down, part, call.scaling_down)
-                    sums["b_down"].add(dy, p_down_Sr[part.rows], part)
-                    sums["a_down"].add(dp, dropped(z, mask, call.dropout_down), part)
-                    if mask is None:
-                        add_rows_times(dz, dp, a_down, part)
-                    else:
-                        dz.add_(dropped(rows_times(dp, a_down, part), mask, call.dropout_down))
-                dz = dropped(dz, _rows(expert_mask_SD, part), call.dropout_expert)
-                del dy, z
-
-                # activation
-                if dz_own_SD is not None:
-                    dz.add_(dz_own_SD[part.rows])
-                drows = gated_gradient(rows, dz, call.activation)
-                del dz
-                if needs_bias_up:
-                    sums["bias_up"].add(drows, part)
-
-                # gate and up projections
-                if needs_gate_up or (a_up is not None and not separate):
-                    x = hidden_TH.index_select(0, part.tokens_P)
-                if needs_gate_up:
-                    sums["gate_up"].add(drows, x, part)
-                dx = rows_times(drows, gate_up, part, out=dx_SH) if needs_h else None
-                dx_lora = None
-                if a_up is not None:
-                    if separate:
-                        x = lora_input_TH.index_select(0, part.tokens_P)
-                    dp = rows_times(drows, b_up, part, call.scaling_up)
-                    sums["b_up"].add(drows, p_up_Sr[part.rows], part)
-                    sums["a_up"].add(dp, x, part)
-                    if needs_h and separate:
-                        dx_lora = rows_times(dp, a_up, part, out=dx_lora_SH)
-                    elif dx is not None:
-                        add_rows_times(dx, dp, a_up, part)
-                if groups.bounds is None:
-                    dx_SH, dx_lora_SH = dx, dx_lora
-
-            grad_hidden: Any = None
-            if needs_h:
-                grad_hidden = sum_over_choices(dx_SH, rows_S, call.index_TK.shape)
-            if needs_h and separate:
-                through_TH = sum_over_choices(dx_lora_SH, rows_S, call.index_TK.shape)
-                grad_hidden.add_(dropped(through_TH, mask_TH, call.dropout_up))
-        return (None, grad_hidden, grad_weights, *(total.result() for total in sums.values()))
+    def backward(ctx: Any, *incoming: Tensor | None):
+        saved, needs_grad = Saved(*ctx.saved_tensors), ctx.needs_input_grad[1:]
+        with without_autocast(saved.hidden_TH.device):
+            gradient = ExpertsGradient(saved, ctx.call, ctx.groups, Incoming(*incoming), needs_grad)
+            return (None, *gradient.run(_parts(ctx.groups, saved.gate_up_E2DH)))
 
 
-def _parts(groups: Groups, hidden_TH: Tensor) -> list[Part]:
-    return groups.parts(hidden_TH.shape[1] * hidden_TH.element_size())
+def _parts(groups: Groups, gate_up: Tensor) -> list[Part]:
+    _, rows, hidden = gate_up.shape
+    item = gate_up.element_size()
+    return groups.parts(row_bytes=hidden * item, matrix_bytes=rows * hidden * item)
 
 
 def _rows(mask_SD: Tensor | None, part: Part) -> Tensor | None:

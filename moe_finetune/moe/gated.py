@@ -1,6 +1,6 @@
 """What is between an expert's two projections, and dropout, each with its gradient.
 
-Usually ``z = act(gate) * up`` of stacked projections, gate first; a class with a gate of its own
+Usually ``z = act(gate) * up`` of stacked projections, gate first; a class with its own gate
 (clamped, interleaved, or no gate at all) has it called as it is.
 """
 

@@ -1,7 +1,11 @@
 """Products of rows grouped by expert: one kernel call on GPUs, one product an expert on CPUs.
 
-Shape legend: S rows sorted by expert (tokens x selected), P rows of a part, E experts, I inputs,
-O outputs.
+Quantized stacks are read ``DEQUANTIZED_BYTES`` at a time: the kernel then runs once for every few
+experts, those that got tokens. Their number must be known on the host, which costs such a layer one
+read of E group sizes in a forward (the backward reuses them).
+
+Shape legend: S rows sorted by expert (tokens x selected), P rows of a part, E experts, C experts of
+a part, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moe_finetune.errors import CaptureError
+from moe_finetune.moe.offloaded_stack import fetched
 from moe_finetune.quantization.weight import QuantizedWeight
 
 Kernel = Literal["auto", "grouped", "loop"]
 ALIGNMENT_BYTES = 16
 PART_BYTES = 2**22
+DEQUANTIZED_BYTES = 2**27
+"""Most of a quantized stack that is dequantized at a time; one expert, where that is more."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +38,18 @@ class Part:
         rows: where they lie among the sorted rows.
         slots_P: row -> flat pair ``t*K + k``.
         tokens_P: row -> token.
-        experts: which they are; None when the device computes groups by itself.
-        sizes: how many rows each of them has.
-        offsets_E: int32 ends of the groups, for the device.
+        experts: which they are: a slice, int64 numbers on the device, or None for all.
+        sizes: how many rows each of them has; empty where the kernel reads ``offsets_C``.
+        offsets_C: int32 ends of their groups among the part's rows, for the grouped kernel; None
+            where each expert is a separate product.
     """
 
     rows: slice
     slots_P: Tensor
     tokens_P: Tensor
-    experts: slice | None
+    experts: slice | Tensor | None
     sizes: list[int]
-    offsets_E: Tensor
+    offsets_C: Tensor | None
 
     def split(self, rows_PX: Tensor) -> tuple[Tensor, ...]:
         return rows_PX.split(self.sizes)
@@ -55,17 +63,20 @@ class Groups:
         slots_S: sorted row -> flat pair ``t*K + k``; stable, so it repeats exactly.
         tokens_S: sorted row -> token.
         offsets_E: int32 ends of the groups in sorted rows, on the device.
-        bounds: the same as Python integers with a leading 0, or None when the device computes
-            groups by itself (reading them would stall the GPU's queue).
+        bounds: the same as Python integers with a leading 0, or None when only the device knows
+            the groups (reading them would stall the GPU's queue).
+        grouped: whether a part is one call of the grouped kernel.
     """
 
     slots_S: Tensor
     tokens_S: Tensor
     offsets_E: Tensor
     bounds: list[int] | None
+    grouped: bool
 
     @classmethod
-    def of(cls, index_TK: Tensor, num_experts: int, on_device: bool) -> Groups:
+    def of(cls, index_TK: Tensor, num_experts: int, grouped: bool, in_chunks: bool) -> Groups:
+        """``in_chunks``: weights are quantized, so that the kernel gets a few experts at a time."""
         flat_S = index_TK.reshape(-1)
         slots_S = torch.argsort(flat_S, stable=True)
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat_S.device)
@@ -75,27 +86,31 @@ class Groups:
             slots_S=slots_S,
             tokens_S=slots_S // index_TK.shape[-1],
             offsets_E=offsets_E.to(torch.int32),
-            bounds=None if on_device else [0, *offsets_E.tolist()],
+            bounds=None if grouped and not in_chunks else [0, *offsets_E.tolist()],
+            grouped=grouped,
         )
 
-    def parts(self, row_bytes: int) -> list[Part]:
+    def parts(self, row_bytes: int, matrix_bytes: int) -> list[Part]:
         """Experts to take at a time.
 
-        All on a device that computes groups; else about 4 MiB of rows of ``row_bytes``, so that
-        what one product wrote is in the cache when the next reads it. None is without rows,
-        unless all are.
+        All where only the device knows the groups; of quantized ones as many matrices of
+        ``matrix_bytes`` as ``DEQUANTIZED_BYTES`` has; else about 4 MiB of rows of ``row_bytes``,
+        so that what one product wrote is in the cache when the next reads it. None is without
+        rows, unless all are.
         """
         if self.bounds is None:
             rows = slice(0, self.slots_S.numel())
             return [Part(rows, self.slots_S, self.tokens_S, None, [], self.offsets_E)]
+        if self.grouped:
+            return self._chunks(self.bounds, max(1, DEQUANTIZED_BYTES // matrix_bytes))
         limit = max(1, PART_BYTES // row_bytes)
         experts = len(self.bounds) - 1
         parts: list[Part] = []
         first = 0
         for last in range(1, experts + 1):
             if last < experts:
-                begin, here, end = self.bounds[first], self.bounds[last], self.bounds[last + 1]
-                if not begin < here < end or end - begin <= limit:
+                begin, middle, end = self.bounds[first], self.bounds[last], self.bounds[last + 1]
+                if not begin < middle < end or end - begin <= limit:
                     continue
             parts.append(self._part(self.bounds[first : last + 1], slice(first, last)))
             first = last
@@ -104,7 +119,23 @@ class Groups:
     def _part(self, bounds: list[int], experts: slice) -> Part:
         rows = slice(bounds[0], bounds[-1])
         sizes = [end - start for start, end in pairwise(bounds)]
-        return Part(rows, self.slots_S[rows], self.tokens_S[rows], experts, sizes, self.offsets_E)
+        return Part(rows, self.slots_S[rows], self.tokens_S[rows], experts, sizes, None)
+
+    def _chunks(self, bounds: list[int], size: int) -> list[Part]:
+        """Parts of ``size`` experts, of those that have rows."""
+        counts_E = self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1))
+        # Experts with rows first, in their order: as many as the bounds say.
+        ids_E = torch.argsort(counts_E == 0, stable=True)
+        ends = [end for start, end in pairwise(bounds) if end > start] or [0]
+        parts, begin = [], 0
+        for first in range(0, len(ends), size):
+            chosen = slice(first, first + size)
+            ids_C, end = ids_E[chosen][: len(ends) - first], ends[chosen][-1]
+            rows = slice(begin, end)
+            offsets_C = self.offsets_E[ids_C] - begin
+            parts.append(Part(rows, self.slots_S[rows], self.tokens_S[rows], ids_C, [], offsets_C))
+            begin = end
+        return parts
 
     def inverse(self) -> Tensor:
         """Flat pair ``t*K + k`` -> sorted row."""
@@ -115,7 +146,7 @@ class Groups:
     def buffer(self, width: int, like: Tensor) -> Tensor | None:
         """Memory (S, width) that the parts' products are written into, ``out`` of the products.
 
-        None on a device that computes groups: its one product is the whole.
+        None where one product covers all rows.
         """
         if self.bounds is None:
             return None
@@ -155,48 +186,60 @@ def rows_times(
 
     ``out``: a buffer of all sorted rows; the part's rows of it are filled and returned.
     """
-    if part.experts is None:
-        product = grouped_mm(rows_PI, weight_EIO, offs=part.offsets_E)
-        return product if scale == 1.0 else product.mul_(scale)
+    if part.offsets_C is not None:
+        product = grouped_mm(rows_PI, _stack(weight_EIO, part), offs=part.offsets_C)
+        if scale != 1.0:
+            product.mul_(scale)
+        return product if out is None else out[part.rows].copy_(product)
     if out is None:
-        made_PO = rows_PI.new_empty(rows_PI.shape[0], weight_EIO.shape[2])
+        result_PO = rows_PI.new_empty(rows_PI.shape[0], weight_EIO.shape[2])
     else:
-        made_PO = out[part.rows]
-    matrices = _matrices(weight_EIO, part)
-    for into, left, matrix in zip(part.split(made_PO), part.split(rows_PI), matrices, strict=True):
-        _product(left, matrix, scale, out=into)
-    return made_PO
+        result_PO = out[part.rows]
+    triples = zip(
+        part.split(result_PO), part.split(rows_PI), _matrices(weight_EIO, part), strict=True
+    )
+    for into, rows, matrix in triples:
+        _product(rows, matrix, scale, out=into)
+    return result_PO
 
 
 def add_rows_times(
     into_PO: Tensor, rows_PI: Tensor, weight_EIO: Tensor, part: Part, scale: float = 1.0
 ) -> None:
     """``into[p] += scale * rows[p] @ weight[expert(p)]``, in place."""
-    if part.experts is None:
-        into_PO.add_(grouped_mm(rows_PI, weight_EIO, offs=part.offsets_E), alpha=scale)
+    if part.offsets_C is not None:
+        product = grouped_mm(rows_PI, _stack(weight_EIO, part), offs=part.offsets_C)
+        into_PO.add_(product, alpha=scale)
         return
     matrices = _matrices(weight_EIO, part)
-    for into, left, matrix in zip(part.split(into_PO), part.split(rows_PI), matrices, strict=True):
-        into.addmm_(left, matrix, alpha=scale)
+    for into, rows, matrix in zip(part.split(into_PO), part.split(rows_PI), matrices, strict=True):
+        into.addmm_(rows, matrix, alpha=scale)
+
+
+def _stack(weight_EIO: Tensor, part: Part) -> Tensor:
+    """The weights of a part's experts ``(C, I, O)``; only these are dequantized."""
+    weight_EIO = fetched(weight_EIO)
+    return weight_EIO if part.experts is None else weight_EIO[part.experts]
 
 
 def _matrices(weight: Tensor, part: Part) -> Iterator[Tensor]:
     """The matrices of the part's experts; a quantized one is made when its turn comes."""
+    weight = fetched(weight)
+    assert isinstance(part.experts, slice)
     if not isinstance(weight, QuantizedWeight):
         yield from weight[part.experts].unbind(0)
         return
-    assert part.experts is not None
     unused = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     for expert, rows in zip(range(part.experts.start, part.experts.stop), part.sizes, strict=True):
         yield weight[expert] if rows else unused
 
 
-def _product(left: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
+def _product(rows: Tensor, right: Tensor, scale: float, out: Tensor) -> None:
     """``out = scale * left @ right``."""
     if scale == 1.0:
-        torch.mm(left, right, out=out)
+        torch.mm(rows, right, out=out)
     else:
-        out.addmm_(left, right, beta=0, alpha=scale)
+        out.addmm_(rows, right, beta=0, alpha=scale)
 
 
 class OuterSums:
@@ -209,14 +252,20 @@ class OuterSums:
         self.scale = scale
         self.sums_EOI: Tensor | None = None
         if groups.bounds is not None and like_EOI is not None:
-            self.sums_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
+            make = torch.zeros_like if groups.grouped else torch.empty_like
+            self.sums_EOI = make(like_EOI, memory_format=torch.contiguous_format)
 
     def add(self, left_PO: Tensor, right_PI: Tensor, part: Part) -> None:
         """Add the rows of ``part``; every part once."""
-        if part.experts is None:
-            self.sums_EOI = grouped_mm(left_PO.t(), right_PI, offs=part.offsets_E)
+        if part.offsets_C is not None:
+            sums_COI = grouped_mm(left_PO.t(), right_PI, offs=part.offsets_C)
             if self.scale != 1.0:
-                self.sums_EOI.mul_(self.scale)
+                sums_COI.mul_(self.scale)
+            if isinstance(part.experts, Tensor):
+                assert self.sums_EOI is not None
+                self.sums_EOI.index_copy_(0, part.experts, sums_COI)
+            else:
+                self.sums_EOI = sums_COI
             return
         assert self.sums_EOI is not None
         sums = self.sums_EOI[part.experts].unbind(0)

@@ -5,7 +5,7 @@ Installed on one model instance:
 1. backbone pre-hook: makes the forward's :class:`ForwardContext` and passes it down;
 2. decoder-layer pre-hook: takes it out of the keyword arguments for the hooks below;
 3. router hooks: perturb the input, re-select with a bias, and note logits, weights and index;
-4. experts: transformers' registered experts function, with LoRA beside the frozen stack;
+4. experts: transformers' registered experts function, which computes LoRA separately;
 5. block hook: builds the record, evaluates the objective, injects it at the block's output.
 
 Nothing global is replaced, and :meth:`Recorder.restore` leaves the model as it was.
@@ -103,12 +103,12 @@ class Recorder:
     @contextmanager
     def using(self, **changes: Any) -> Iterator[None]:
         """Change fields of the plan for the forwards that start inside."""
-        before = {name: getattr(self.plan, name) for name in changes}
+        former = {name: getattr(self.plan, name) for name in changes}
         self.change(**changes)
         try:
             yield
         finally:
-            self.change(**before)
+            self.change(**former)
 
     def add_observer(self, observer: Observer) -> None:
         self.change(observers=(*self.plan.observers, observer))
@@ -158,10 +158,10 @@ class Recorder:
         by_module = {id(layer.decoder_layer): layer for layer in self.layers}
         facts = self.layers[0].family.rows
         for module in map(inside, self.backbone.layers):
-            found, in_layer = by_module.get(id(module)), InLayer()
+            layer_here, in_layer = by_module.get(id(module)), InLayer()
             self._hook(
                 module.register_forward_pre_hook(
-                    partial(self._take_context, found, in_layer), with_kwargs=True
+                    partial(self._take_context, layer_here, in_layer), with_kwargs=True
                 )
             )
             for part in module.modules():
@@ -189,7 +189,7 @@ class Recorder:
             self._attach(wrapper, "forward", partial(run_linear, wrapper, self.dropout))
 
     def _take_over(self, experts: Any) -> None:
-        """Let the experts run by our function: on a config of their own, which others may share."""
+        """Let the experts run by our function, on a copy of a config that others may share."""
         shared = experts.config
         experts.config = copy.copy(shared)
         experts.config._experts_implementation = IMPLEMENTATION
@@ -202,7 +202,7 @@ class Recorder:
         if up.dim() == 3:
             up, down = stacks(experts)
         if up.dim() != 3 or grouped_products(self.kernel, up, down):
-            return  # partitioned weights have their shape in the forward alone
+            return  # partitioned weights have their shape only in the forward
         if self.kernel == "auto" and up.device.type == "cuda":
             log.warning(
                 "experts of shapes %s and %s in %s cannot use the grouped kernel (widths must be "
@@ -229,10 +229,10 @@ class Recorder:
         self._labels = kwargs.get("labels")
         self._ids = kwargs.get("input_ids", args[0] if args else None)
         # A composite may make its language part's masks itself.
-        told = tell_positions(kwargs, _shaped_as_ids(args, kwargs))
+        new_kwargs = tell_positions(kwargs, _shaped_as_ids(args, kwargs))
         mask = kwargs.get("attention_mask")
-        self._mask = mask if told.get("attention_mask") is not mask else None
-        return args, told
+        self._mask = mask if new_kwargs.get("attention_mask") is not mask else None
+        return args, new_kwargs
 
     def _forget_inputs(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._labels = self._ids = self._mask = None
@@ -246,9 +246,9 @@ class Recorder:
                 use_cache = getattr(module.config, "use_cache", False)
             check_layers(self.backbone.layers, use_cache)
         like_BL = _shaped_as_ids(args, kwargs)
-        asked, facts = kwargs, self.layers[0].family.rows
+        token_kwargs, facts = kwargs, self.layers[0].family.rows
         if self._mask is not None:
-            asked = {**kwargs, "attention_mask": self._mask}
+            token_kwargs = {**kwargs, "attention_mask": self._mask}
         dtype = next(module.parameters()).dtype
         kwargs, sequences, packed = separate(kwargs, like_BL, module.config, dtype, facts)
         context = ForwardContext(
@@ -264,7 +264,7 @@ class Recorder:
         if context.wanted:
             context.tokens = read_tokens(
                 args,
-                asked,
+                token_kwargs,
                 ids_BL=ids,
                 pad_token_id=getattr(module.config, "pad_token_id", None),
                 labels_BL=labels,
@@ -321,7 +321,7 @@ def _experts_function(
 ) -> Tensor:
     """Transformers' experts function of the name ``moe_finetune``: the layer's own, if recorded.
 
-    ``projected`` is what self-ranking experts get beside it.
+    ``projected``: further arguments of self-ranking experts.
     """
     run = self.__dict__.get("_moe_finetune")
     if run is None:

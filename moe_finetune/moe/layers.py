@@ -1,4 +1,4 @@
-"""A model's MoE layers: where they are, what they hold while they run, which can be recorded."""
+"""A model's MoE layers: where they are, what they note while they run, which can be recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_finetune.moe.lora_factors import parameter_wrappers, variants
 
 @dataclass(eq=False)
 class MoeLayer:
-    """One MoE layer of the model and what it holds while it runs.
+    """One MoE layer of the model and what its hooks note while it runs.
 
     Attributes:
         outer_experts: the experts under PEFT's wrappers; ``experts`` are the module inside.
@@ -60,10 +60,10 @@ def backbone_of(model: nn.Module) -> Any:
     """The decoder stack below the language-model head, under PEFT and wrappers too."""
     inner = causal_lm(model)
     while not hasattr(inner, "layers") and hasattr(inner, "get_decoder"):
-        below = inner.get_decoder()  # a composite may hold a whole language model
-        if below is inner:
+        decoder = inner.get_decoder()  # a composite may contain a whole language model
+        if decoder is inner:
             break
-        inner = below
+        inner = decoder
     if not hasattr(inner, "layers"):
         raise CaptureError(f"{type(inner).__name__} has no decoder layers to record")
     return inner
@@ -77,7 +77,7 @@ def family_in(model: nn.Module) -> Family:
 def moe_layers(model: nn.Module) -> list[MoeLayer]:
     """All MoE layers of the model, in order."""
     backbone, family = backbone_of(model), family_in(model)
-    found = []
+    layers = []
     for index in family.moe_layers(backbone.config):
         decoder_layer = inside(backbone.layers[index])
         block = getattr(decoder_layer, family.block_path) if family.block_path else decoder_layer
@@ -89,10 +89,10 @@ def moe_layers(model: nn.Module) -> list[MoeLayer]:
                 f"'{family.router_path}' and '{family.experts_path}'"
             )
         inner, _ = parameter_wrappers(outer)
-        every = variants(inner)
-        layer = MoeLayer(index, decoder_layer, block, router, every[0], every, outer, family)
-        found.append(layer)
-    return found
+        copies = variants(inner)
+        layer = MoeLayer(index, decoder_layer, block, router, copies[0], copies, outer, family)
+        layers.append(layer)
+    return layers
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
@@ -178,9 +178,9 @@ def activation_of(experts: Any) -> Callable[[Tensor], Tensor]:
 @contextmanager
 def in_mode(model: nn.Module, train: bool) -> Iterator[None]:
     """The model in train or in eval mode, and afterwards in the one that it was in."""
-    before = model.training
+    was_training = model.training
     model.train(train)
     try:
         yield
     finally:
-        model.train(before)
+        model.train(was_training)

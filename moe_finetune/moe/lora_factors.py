@@ -49,10 +49,10 @@ def variants(module: Any) -> list[Any]:
     """
     if not isinstance(module, ModulesToSaveWrapper):
         return [module]
-    own, saved = module.original_module, dict(module.modules_to_save)
+    original, saved = module.original_module, dict(module.modules_to_save)
     active = [] if module.disable_adapters else [n for n in module.active_adapters if n in saved]
-    found = [saved.pop(name) for name in active[:1]]
-    return [*found, own, *saved.values()]
+    modules = [saved.pop(name) for name in active[:1]]
+    return [*modules, original, *saved.values()]
 
 
 def active_adapter(wrapper: ParamWrapper) -> str | None:
@@ -116,7 +116,7 @@ def _takes_rows_for_inputs(wrapper: ParamWrapper) -> bool:
 
 
 def router_linear(router: Any, path: str = "weight") -> Any:
-    """The part of ``router`` that holds its weight at ``path``, under PEFT's wrappers of both."""
+    """The part of ``router`` with its weight at ``path``, under PEFT's wrappers of both."""
     if not isinstance(router, ParamWrapper):
         router = variants(router)[0]
     for name in path.split(".")[:-1]:

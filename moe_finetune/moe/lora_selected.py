@@ -21,6 +21,8 @@ class SelectedExpertsLora(ParamWrapper):
     optimizer state and the saved adapter are n / E of a full adapter's.
     """
 
+    _places: Tensor
+
     def __init__(
         self,
         base_layer: nn.Module,
@@ -32,6 +34,10 @@ class SelectedExpertsLora(ParamWrapper):
     ):
         self.chosen = tuple(chosen)
         super().__init__(base_layer, adapter_name, parameter_name, config, **options)
+        # A buffer moves with the model; a list would be copied to a GPU in every forward, which
+        # waits for it.
+        places = torch.tensor(self.chosen, device=self.get_param().device)
+        self.register_buffer("_places", places, persistent=False)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         sizes = super()._get_in_out_features(module)
@@ -40,9 +46,8 @@ class SelectedExpertsLora(ParamWrapper):
 
     def spread(self, values_nXY: Tensor) -> Tensor:
         """Values of the chosen experts -> of all experts (E, X, Y), zero elsewhere."""
-        places = torch.tensor(self.chosen, device=values_nXY.device)
-        whole = values_nXY.new_zeros(self.total_experts, *values_nXY.shape[1:])
-        return whole.index_copy(0, places, values_nXY)
+        values_EXY = values_nXY.new_zeros(self.total_experts, *values_nXY.shape[1:])
+        return values_EXY.index_copy(0, self._places.to(values_nXY.device), values_nXY)
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """PEFT's factors ``(lhs, rhs, scaling)`` of the update, for all experts."""
@@ -57,15 +62,15 @@ class SelectedExpertsLora(ParamWrapper):
 
 def selected_experts(model: nn.Module) -> dict[int, tuple[int, ...]] | None:
     """Chosen experts by decoder layer, None when LoRA is on all experts or on none."""
-    found: dict[int, tuple[int, ...]] = {}
+    chosen: dict[int, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, SelectedExpertsLora):
-            found[int(name.rpartition(".layers.")[2].partition(".")[0])] = module.chosen
-    return found or None
+            chosen[int(name.rpartition(".layers.")[2].partition(".")[0])] = module.chosen
+    return chosen or None
 
 
 def materialize(model: nn.Module) -> None:
-    """Give LoRA factors that PEFT left on the meta device memory beside their base, and values."""
+    """Move LoRA factors that PEFT left on the meta device to their base's, with values."""
     from peft.tuners.lora.layer import LoraLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]

@@ -1,42 +1,32 @@
 """Frozen expert stacks in the host's memory, on the device for one layer at a time.
 
-A stack's parameter is replaced by an :class:`OffloadedStack`: a tensor of its shape, dtype and
-device that holds a way to the values and not the values. An operation that reads it gets the
-layer's copy on the device, fetched when it is first asked for; while a layer computes, the next
-one's copy is under way: the layer above in the forward, the one below in the backward. Autograd
-saves the stack without its values, so the backward fetches them again, with checkpointing and
-without. Two layers are on the device at any time.
+A stack's parameter is replaced by an :class:`OffloadedStack`, which has the way to the values
+instead of the values. An operation that reads it gets the layer's copy on the device, fetched when
+it is first asked for; while a layer computes, the next one's copy is under way: the layer above in
+the forward, the one below in the backward. Autograd saves the stack without its values, so the
+backward fetches them again, with checkpointing and without. Two layers are on the device at any
+time. Quantized stacks travel as their packed bytes and scales.
 
-How bytes move is a :class:`Transfers`: pinned memory and a stream of its own on a GPU; plain copies
-on a CPU, where the tests run the same logic.
+How bytes move is a :class:`Transfers`: pinned memory and a separate stream on a GPU.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from moe_finetune.errors import CaptureError, RecipeError
+from moe_finetune.errors import RecipeError
 from moe_finetune.losses.tensors import distributed_run
 from moe_finetune.moe.layers import moe_layers
+from moe_finetune.moe.offloaded_stack import OffloadedStack
+from moe_finetune.quantization.weight import QuantizedWeight
 
-aten: Any = torch.ops.aten
-_VIEWS = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-}
 Stacks = dict[str, Tensor]
-View = tuple[Any, tuple, dict]
 
 
 class Transfers(Protocol):
@@ -52,14 +42,14 @@ class Transfers(Protocol):
 
 
 class CudaTransfers:
-    """Pinned memory, and a stream beside the one that computes."""
+    """Pinned memory, and a separate stream for copies."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
     def keep(self, stack: Tensor) -> Tensor:
-        return stack.cpu().pin_memory()
+        return _on_parts(stack, lambda part: part.cpu().pin_memory())
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
         with torch.cuda.stream(self.stream):
@@ -68,27 +58,17 @@ class CudaTransfers:
             done.record(self.stream)
 
         def arrived() -> Stacks:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(done)
+            torch.cuda.current_stream(self.device).wait_event(done)
             for copy in copies.values():
-                copy.record_stream(here)  # its memory is free only when this stream is through
+                _on_parts(copy, recorded)
             return copies
 
+        def recorded(part: Tensor) -> Tensor:
+            # Its memory is free only when the stream that computes is through.
+            part.record_stream(torch.cuda.current_stream(self.device))
+            return part
+
         return arrived
-
-
-class HostTransfers:
-    """Copies within the host's memory, for tests of the logic."""
-
-    device = torch.device("cpu")
-
-    def keep(self, stack: Tensor) -> Tensor:
-        return stack
-
-    def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
-        """Copies made at once."""
-        copies = {name: stack.clone() for name, stack in stacks.items()}
-        return lambda: copies
 
 
 class ExpertOffload:
@@ -109,7 +89,7 @@ class ExpertOffload:
         self._here: dict[int, Callable[[], Stacks]] = {}
         self._upwards = True
         self._last: int | None = None
-        self._lock = threading.Lock()  # a GPU's backward has a thread of its own
+        self._lock = threading.Lock()  # a GPU's backward runs in another thread
 
     @property
     def resident(self) -> list[int]:
@@ -121,12 +101,12 @@ class ExpertOffload:
         with self._lock:
             self._turn(position)
             following = position + (1 if self._upwards else -1)
-            wanted = [position]
+            positions = [position]
             if 0 <= following < len(self.host):
-                wanted.append(following)
-            for gone in self._here.keys() - set(wanted):
+                positions.append(following)
+            for gone in self._here.keys() - set(positions):
                 del self._here[gone]
-            for one in wanted:
+            for one in positions:
                 if one not in self._here:
                     self.fetched.append(one)
                     self._here[one] = self.transfers.begin(self.host[one])
@@ -143,69 +123,11 @@ class ExpertOffload:
         self._last = position
 
 
-class OffloadedStack(Tensor):
-    """A stack's shape, dtype and device, with views on it, and where its values are fetched."""
-
-    _offload: ExpertOffload
-    _place: tuple[int, str]
-    _views: tuple[View, ...]
-
-    @staticmethod
-    def __new__(
-        cls, offload: ExpertOffload, place: tuple[int, str], views: tuple[View, ...] = ()
-    ) -> OffloadedStack:
-        host = offload.host[place[0]][place[1]]
-        shape = _seen(torch.empty_like(host, device="meta"), views)
-        self: Any = Tensor._make_wrapper_subclass(
-            cls,
-            shape.shape,
-            strides=shape.stride(),
-            storage_offset=shape.storage_offset(),
-            dtype=host.dtype,
-            device=offload.transfers.device,
-        )
-        self._offload, self._place, self._views = offload, place, views
-        return self
-
-    def values(self) -> Tensor:  # type: ignore[override]
-        """The ordinary tensor, on the device."""
-        return _seen(self._offload.stack(*self._place), self._views)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"OffloadedStack(shape={tuple(self.shape)}, place={self._place})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _VIEWS:
-            first = args[0]
-            view = (func, args[1:], kwargs)
-            return OffloadedStack(first._offload, first._place, (*first._views, view))
-        if func._schema.is_mutable and isinstance(args[0], OffloadedStack):
-            raise CaptureError(
-                f"{func}: an offloaded expert stack is frozen, and writing into it would be lost. "
-                "PEFT's own forward and merge do that: run the model under Specialization or "
-                "Recorder, and merge with `moe-finetune merge`; or set model.offload: none"
-            )
-        args, kwargs = tree_map(
-            lambda x: x.values() if isinstance(x, OffloadedStack) else x, (args, kwargs)
-        )
-        return func(*args, **kwargs)
-
-
-def _seen(tensor: Tensor, views: tuple[View, ...]) -> Tensor:
-    for func, args, kwargs in views:
-        tensor = func(tensor, *args, **kwargs)
-    return tensor
-
-
 def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> ExpertOffload:
     """Move all frozen expert stacks of ``model`` to the host, in place.
 
     Factors of LoRA, routers and everything else stay. The model's other tensors may be anywhere;
-    ``model.to(device)`` moves them and leaves the stacks.
+    ``model.to(device)`` moves them but not the stacks.
 
     Args:
         model: with LoRA or without, its weights in memory.
@@ -220,7 +142,7 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
     offload = ExpertOffload(transfers)
     layers = moe_layers(model)
     for layer in layers:
-        found: Stacks = {}
+        stacks: Stacks = {}
         for name in layer.family.expert_parameters:
             stack = getattr(layer.experts, name)
             if stack.requires_grad:
@@ -228,13 +150,19 @@ def offload_experts(model: nn.Module, transfers: Transfers | None = None) -> Exp
                     "model.offload: experts that train in full cannot be offloaded; give a `lora:` "
                     "section, or set model.offload: none"
                 )
-            found[name] = transfers.keep(stack.detach())
-        offload.host.append(found)
+            stacks[name] = transfers.keep(stack.detach())
+        offload.host.append(stacks)
     for position, layer in enumerate(layers):
-        for name in offload.host[position]:
-            stack = OffloadedStack(offload, (position, name))
+        for name, host in offload.host[position].items():
+            fetch = partial(offload.stack, position, name)
+            stack = OffloadedStack(fetch, host, transfers.device)
             layer.experts._parameters[name] = nn.Parameter(stack, requires_grad=False)
     return offload
+
+
+def _on_parts(stack: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """``change`` made to a stack; to the bytes and scales of a quantized one."""
+    return stack.on_parts(change) if isinstance(stack, QuantizedWeight) else change(stack)
 
 
 def check_offload() -> None:

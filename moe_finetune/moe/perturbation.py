@@ -12,8 +12,8 @@ from moe_finetune.moe.layers import MoeLayer
 class Perturbation:
     """Changes to routing; the identity here.
 
-    ``router_input`` and ``expert_dropout`` act in training forwards alone; ``routing`` and
-    ``at_experts`` are asked in every forward.
+    ``router_input`` and ``expert_dropout`` act only in training forwards; ``routing`` and
+    ``at_experts`` are called in every forward.
     """
 
     expert_dropout: float = 0.0
@@ -38,7 +38,7 @@ class Perturbation:
         weights_TK: Tensor,
         index_TK: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Weights and index in the light of what experts give.
+        """Weights and index, chosen after trying experts.
 
         ``outputs_of(rows, index_SN)`` are the outputs ``(S, N, H)`` of any experts on some tokens.
         """

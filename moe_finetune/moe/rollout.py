@@ -76,8 +76,8 @@ class RolloutChoice:
                 f"has {places} of {rows}: it did not sample them one after the other"
             )
         missing = places - ran_BSLK.shape[1]
-        found = torch.nn.functional.pad(ran_BSLK, (0, 0, 0, 0, 0, missing), value=NOT_RUN)
-        return found.masked_fill(attention_mask_BS[:, :, None, None] == 0, NOT_RUN)
+        padded_BSLK = torch.nn.functional.pad(ran_BSLK, (0, 0, 0, 0, 0, missing), value=NOT_RUN)
+        return padded_BSLK.masked_fill(attention_mask_BS[:, :, None, None] == 0, NOT_RUN)
 
 
 class AgainstRollout:

@@ -4,7 +4,7 @@ transformers' classes keep them apart by the attention mask that they build from
 there: not where the class builds its mask without positions, not with a cache, and not in modules
 that carry something else from token to token (states, convolutions, compressed keys). A family
 declares both in :class:`~moe_finetune.models.base.Rows`, and the forward is put right here: the
-mask is built for the class, and each such module runs every sequence by itself.
+mask is built for the class, and each such module runs one sequence at a time.
 
 Shape legend: B rows, L tokens of a row, T = B x L, S sequences of about one length, N tokens of
 the longest.
@@ -69,7 +69,7 @@ class Sequences:
             self.groups.append(Group(index_SN, offset_N < lengths_S1))
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What ``forward`` returns for these arguments, each sequence run by itself.
+        """What ``forward`` returns for these arguments, run one sequence at a time.
 
         Tensors of shape (B, L, ...) are taken apart, masks of shape (B, heads, L, L) too. A causal
         module does not see what is repeated behind a sequence.
@@ -122,8 +122,8 @@ class Sequences:
         values = torch.cat(
             [part[group.real_SN] for part, group in zip(outputs, self.groups, strict=True)]
         )
-        whole = values.new_zeros(self.rows * self.length, *values.shape[1:])
-        return whole.index_copy(0, place_T, values).unflatten(0, (self.rows, self.length))
+        flat = values.new_zeros(self.rows * self.length, *values.shape[1:])
+        return flat.index_copy(0, place_T, values).unflatten(0, (self.rows, self.length))
 
 
 class InLayer:
@@ -148,7 +148,7 @@ def tell_positions(kwargs: Mapping[str, Any], ids_BL: Tensor) -> dict[str, Any]:
 
     Rows are packed where positions, or else ``cu_seq_lens_q``, start again between two tokens that
     the mask does not hide. They get positions, no mask and no cache: a class that gets either of
-    these reads no positions. A token that the mask hid is then a sequence of its own.
+    these reads no positions. A token that the mask hid is then a separate sequence.
 
     Args:
         kwargs: of the model or its backbone.

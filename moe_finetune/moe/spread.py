@@ -1,9 +1,9 @@
 """Experts that are spread over ranks (expert parallelism): rows go to their expert and come back.
 
-Each of N ranks holds E / N of a layer's experts and has tokens of its own. For S = T*K pairs of a
+Each of N ranks has E / N of a layer's experts, and its own tokens. For S = T*K pairs of a
 token and an expert:
 
-1. pairs are sorted by expert, and so by the rank that holds it;
+1. pairs are sorted by expert, and so by the rank that has it;
 2. their rows of the input go there (all-to-all), and with them which expert they are for;
 3. each rank runs its experts on what came, one choice a row: y, and z where it is asked for;
 4. these come back in one message, to the order of (token, choice);
@@ -30,9 +30,10 @@ from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
 from moe_finetune.moe.layers import is_spread, model_facts
+from moe_finetune.quantization.weight import QuantizedWeight
 
 DISPATCH = "ep_dispatch_experts"
-"""Transformers' plan under which each rank has tokens of its own."""
+"""Transformers' plan under which each rank has its own tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Spread:
     """Where a layer's experts are.
 
     Attributes:
-        group: the ranks that together hold all experts.
+        group: the ranks that share all experts.
     """
 
     group: Any
@@ -52,19 +53,30 @@ class Spread:
         return all_E.tensor_split(self.size)[self.rank]
 
     def all(self, own_E: Tensor) -> Tensor:
-        """The whole of a tensor of which each rank holds its experts' part, with its gradient."""
+        """The whole of a tensor of which each rank has its experts' part, with its gradient.
+
+        A quantized stack's packed parts are gathered.
+        """
+        if isinstance(own_E, QuantizedWeight):
+            return own_E.on_parts(self._gathered)
         return _Gather.apply(own_E, self)
+
+    def _gathered(self, own_E: Tensor) -> Tensor:
+        own_E = own_E.contiguous()
+        parts = [torch.empty_like(own_E) for _ in range(self.size)]
+        distributed.all_gather(parts, own_E, group=self.group)
+        return torch.cat(parts)
 
 
 def spread_experts(model: Any, ranks: int | None = None) -> Any:
     """Leave each rank its part of ``model``'s routed experts, and return the model.
 
     By transformers' plan ``ep_dispatch_experts``: whole experts, in their order. Add an adapter
-    afterwards; what trains beside the experts is averaged over ranks by whoever trains it.
+    afterwards; the training loop averages the gradients of everything else over ranks.
 
     Args:
         model: a causal language model with whole experts, equal on all ranks, without an adapter.
-        ranks: how many together hold all experts, 2 or more; the run's by default.
+        ranks: how many share all experts, 2 or more; the run's by default.
 
     Raises:
         UnsupportedModelError: transformers has no such plan for the model.
@@ -142,7 +154,7 @@ def run_spread(
     experts: Experts,
     needs: frozenset[str],
 ) -> ExpertsResult:
-    """As :func:`run_experts`, where weights and biases are of this rank's experts alone.
+    """As :func:`run_experts`, where weights and biases are only those of this rank's experts.
 
     All ranks of the group call it as often as the others; one may have no tokens.
     """
@@ -153,29 +165,29 @@ def run_spread(
     came_NE = torch.empty_like(counts_NE)
     distributed.all_to_all_single(came_NE, counts_NE, group=spread.group)
     # The one read-back to the host: sizes of messages.
-    sent, came = torch.stack([counts_NE.sum(1), came_NE.sum(1)]).tolist()
+    sent, received = torch.stack([counts_NE.sum(1), came_NE.sum(1)]).tolist()
     numbers = torch.arange(per_rank, device=index_TK.device).repeat(spread.size)
-    expert_R = numbers.repeat_interleave(came_NE.reshape(-1), output_size=sum(came))
+    expert_R = numbers.repeat_interleave(came_NE.reshape(-1), output_size=sum(received))
 
     rows_SH = hidden_TH.to(experts.down_EHD.dtype)[order_S // index_TK.shape[1]]
-    rows_RH = _Exchange.apply(rows_SH, sent, came, spread.group)
+    rows_RH = _Exchange.apply(rows_SH, sent, received, spread.group)
     want_z = bool(needs & {"activations", "activations_gram"})
-    own = replace(
+    local_experts = replace(
         experts,
         lora_up=_own_factors(spread, experts.lora_up),
         lora_down=_own_factors(spread, experts.lora_down),
     )
-    found = run_experts(
+    result = run_experts(
         rows_RH,
         expert_R.unsqueeze(1),
         rows_RH.new_ones(len(rows_RH), 1),
-        own,
+        local_experts,
         frozenset({"activations"} if want_z else ()),
     )
-    made = found.out_TH
-    if found.activations_TKD is not None:
-        made = torch.cat([made, found.activations_TKD.squeeze(1)], dim=1)
-    back_SX = _Exchange.apply(made, came, sent, spread.group)
+    outputs_RX = result.out_TH
+    if result.activations_TKD is not None:
+        outputs_RX = torch.cat([outputs_RX, result.activations_TKD.squeeze(1)], dim=1)
+    back_SX = _Exchange.apply(outputs_RX, received, sent, spread.group)
     pairs_SX = back_SX[torch.argsort(order_S)]
     y_TKH, z_TKD = pairs_SX.view(*index_TK.shape, -1).tensor_split([width], dim=2)
     return _combined(hidden_TH, weights_TK, y_TKH, z_TKD, needs)
@@ -209,22 +221,22 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: Sequence[int], came: Sequence[int], group: Any
+        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
     ) -> Tensor:
-        ctx.sizes, ctx.group = (list(sent), list(came)), group
-        return _exchanged(rows, list(sent), list(came), group)
+        ctx.sizes, ctx.group = (list(sent), list(received)), group
+        return _exchanged(rows, list(sent), list(received), group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        sent, came = ctx.sizes
-        return _exchanged(grad, came, sent, ctx.group), None, None, None
+        sent, received = ctx.sizes
+        return _exchanged(grad, received, sent, ctx.group), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], came: list[int], group: Any) -> Tensor:
-    made = rows.new_empty(sum(came), *rows.shape[1:])
-    distributed.all_to_all_single(made, rows.contiguous(), came, sent, group=group)
-    return made
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    distributed.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
 
 
 class _Gather(torch.autograd.Function):
@@ -233,14 +245,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_E: Tensor, spread: Spread) -> Tensor:
         ctx.spread = spread
-        own_E = own_E.contiguous()
-        parts = [torch.empty_like(own_E) for _ in range(spread.size)]
-        distributed.all_gather(parts, own_E, group=spread.group)
-        return torch.cat(parts)
+        return spread._gathered(own_E)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        whole = grad.contiguous().clone()
-        distributed.all_reduce(whole, group=ctx.spread.group)
-        return ctx.spread.own(whole), None
+        summed = grad.contiguous().clone()
+        distributed.all_reduce(summed, group=ctx.spread.group)
+        return ctx.spread.own(summed), None

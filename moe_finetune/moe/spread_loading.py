@@ -1,9 +1,9 @@
-"""Read a checkpoint onto ranks of which each holds its part of the routed experts.
+"""Read a checkpoint onto ranks, each of which gets its part of the routed experts.
 
 ``from_pretrained`` of transformers 5.19 shards while it reads, but refuses a plan of
-``ep_dispatch_experts`` beside attention that is left whole: it wants ``ep_size == tp_size``. Two
+``ep_dispatch_experts`` with attention left whole: it requires ``ep_size == tp_size``. Two
 steps of it, the choice of the mesh and the placing of parameters before they are read, are replaced
-here in a class of the model's own name; a rank then reads its own experts' tensors alone.
+here in a class of the model's name; a rank then reads only its experts' tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
         )
     if world == 1 or world % ranks:
         raise RecipeError(
-            f"{KEY}: {ranks} ranks hold all experts together, and this run has {world}; start it "
+            f"{KEY}: {ranks} ranks share all experts, and this run has {world}; start it "
             f"by accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
             f"{KEY}: all"
         )
@@ -54,7 +54,7 @@ def load_spread(
     All ranks of the run call it.
 
     Args:
-        ranks: how many together hold all experts.
+        ranks: how many share all experts.
         device_map: None, for this process's device.
         **options: of ``from_pretrained``, ``output_loading_info`` among them.
     """
@@ -67,12 +67,12 @@ def load_spread(
     def place(cls: Any, model: Any, config: Any, mesh: Any) -> Any:
         return place_experts(model, ranks, device.type)
 
-    own = {
+    methods = {
         "prepare_distribute_model": classmethod(prepare),
         "maybe_distribute_model": classmethod(place),
         "__module__": model_class.__module__,
     }
-    spread_class: Any = type(model_class.__name__, (model_class,), own)
+    spread_class: Any = type(model_class.__name__, (model_class,), methods)
     spread = DistributedConfig(fsdp_size=distributed.get_world_size(), ep_size=ranks)
     model, report = spread_class.from_pretrained(
         folder, distributed_config=spread, device_map=device_map or {"": device}, **options

@@ -61,10 +61,10 @@ def read_tokens(
     Raises:
         CaptureError: no tokens, no labels where they are counted, or a mask that cannot be read.
     """
-    given = kwargs.get("input_ids", args[0] if args else None)
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
     embeddings = kwargs.get("inputs_embeds")
     fits = ids_BL is not None and embeddings is not None and ids_BL.shape == embeddings.shape[:2]
-    ids_BL = given if given is not None else ids_BL if fits else None
+    ids_BL = input_ids if input_ids is not None else ids_BL if fits else None
     like_BL = ids_BL if ids_BL is not None else None if embeddings is None else embeddings[..., 0]
     if like_BL is None:
         raise CaptureError("the model was called with neither input_ids nor inputs_embeds")
@@ -180,6 +180,6 @@ def _lengths(starts_BL: Tensor | None, like_BL: Tensor) -> Tensor:
     rows, length = like_BL.shape
     if starts_BL is None:
         return torch.full((rows,), length, device=like_BL.device)
-    # As many places as tokens: how many sequences there are is known on the device alone.
+    # As many places as tokens: only the device knows how many sequences there are.
     number_T = starts_BL.reshape(-1).long().cumsum(0) - 1
     return torch.zeros_like(number_T).scatter_add_(0, number_T, torch.ones_like(number_T))

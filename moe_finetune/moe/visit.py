@@ -61,8 +61,8 @@ class LayerVisits:
         self.layer, self.perturbation = layer, perturbation
         self.dropout, self.kernel = dropout, kernel
         self._first = layers[0].index == layer.index
-        above = [other.index for other in layers if other.index > layer.index]
-        self._above: int | None = min(above, default=None)
+        higher = [other.index for other in layers if other.index > layer.index]
+        self._above: int | None = min(higher, default=None)
 
     def before_router(self, module: nn.Module, args: tuple) -> tuple:
         layer = self.layer
@@ -79,7 +79,7 @@ class LayerVisits:
     def logits_modules(self) -> list[nn.Module]:
         layer = self.layer
         path = layer.family.router_logits
-        return [each.get_submodule(path) for each in variants(layer.router)] if path else []
+        return [router.get_submodule(path) for router in variants(layer.router)] if path else []
 
     @property
     def router_selects(self) -> bool:
@@ -120,9 +120,9 @@ class LayerVisits:
 
     def before_experts(self, module: nn.Module, args: tuple) -> tuple:
         """Reroute the arguments of experts that run themselves behind a router of scores."""
-        hidden_TH, index_TK, weights_TK, *rest = args
+        hidden_TH, index_TK, weights_TK, *projected = args
         weights_TK, index_TK = self._route(weights_TK, index_TK)
-        return (hidden_TH, index_TK, weights_TK, *rest)
+        return (hidden_TH, index_TK, weights_TK, *projected)
 
     def run_experts_of(
         self,
@@ -150,7 +150,7 @@ class LayerVisits:
         return result.out_TH
 
     def _stacks(self, experts: Any) -> Experts:
-        """The weights that this rank has, LoRA beside them, and how they are run."""
+        """The weights that this rank has, their LoRA factors, and how they are run."""
         _, wrappers = parameter_wrappers(self.layer.outer_experts)
         gate_up, down_proj = map(local, stacks(experts))
         grouped = grouped_products(self.kernel, gate_up, down_proj)
@@ -224,8 +224,8 @@ class LayerVisits:
         first_visit = layer.index not in context.seen
         objective = context.plan.objective if context.train else None
         record = make_record(layer, context)
-        below = context.previous.get(layer.index)
-        if below is None and self._reads_below(objective):
+        previous = context.previous.get(layer.index)
+        if previous is None and self._reads_below(objective):
             raise CaptureError(
                 f"layer {layer.index} found nothing from the MoE layer below, which its coupling "
                 "loss reads; was that layer skipped in this forward?"
@@ -236,7 +236,7 @@ class LayerVisits:
                 loss = objective(
                     record,
                     LayerContext(
-                        previous=below,
+                        previous=previous,
                         first_visit=first_visit,
                         draws=context.draws.setdefault(layer.index, {}),
                         teacher_logits_TE=context.overrides.teacher.get(layer.index),
@@ -245,7 +245,7 @@ class LayerVisits:
         passed_up = self._for_next(objective, record)
         if first_visit:
             context.seen.add(layer.index)
-            self._pass_up(context, passed_up, below)
+            self._pass_up(context, passed_up, previous)
             if context.observe:
                 with torch.no_grad():
                     for observer in context.plan.observers:
@@ -276,7 +276,7 @@ class LayerVisits:
         self,
         context: ForwardContext,
         passed_up: PreviousLayer | None,
-        below: PreviousLayer | None,
+        previous: PreviousLayer | None,
     ) -> None:
         """Stash what the next layer reads; free the graph of what this one has read.
 
@@ -284,10 +284,12 @@ class LayerVisits:
         so once read they are replaced by a leaf: the graph behind them would otherwise hang in a
         cycle (context -> graph -> checkpoint's arguments -> context) that gc cannot see.
         """
-        if below is not None:
-            distribution = below.distribution_TE
+        if previous is not None:
+            distribution = previous.distribution_TE
             leaf = distribution.detach().requires_grad_(distribution.requires_grad)
-            context.previous[self.layer.index] = PreviousLayer(below.layer, leaf, below.index_TK)
+            context.previous[self.layer.index] = PreviousLayer(
+                previous.layer, leaf, previous.index_TK
+            )
         if passed_up is not None and self._above is not None:
             context.previous[self._above] = passed_up
 

@@ -3,9 +3,9 @@
 - ``nf4``: 4 bits a weight, the 16 quantiles of a normal distribution, scaled by the largest
   magnitude of 64 weights in a row (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): 4.5 bits.
 - ``int8``: 8 bits a weight, scaled by the largest magnitude of a matrix's row (LLM.int8, Dettmers
-  et al. 2022, arXiv 2208.07339). Weights alone are rounded, activations are not.
+  et al. 2022, arXiv 2208.07339). Only weights are rounded, activations are not.
 
-A matrix is quantized by itself: no block of weights reaches into the next expert's.
+Each matrix is quantized separately: no block of weights reaches into the next expert's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 64
 """Weights that share a scale in ``nf4``."""
 
 
-def check_kind(kind: str | None, place: str = "quantization") -> Kind | None:
+def check_kind(kind: str | None, key: str = "quantization") -> Kind | None:
     """``kind``, where "none" is None.
 
     Raises:
@@ -37,8 +37,8 @@ def check_kind(kind: str | None, place: str = "quantization") -> Kind | None:
     if kind in (None, "none"):
         return None
     if kind not in get_args(Kind):
-        known = ("none", *get_args(Kind))
-        raise RecipeError(f"{place}: unknown format '{kind}'{did_you_mean(str(kind), known)}")
+        formats = ("none", *get_args(Kind))
+        raise RecipeError(f"{key}: unknown format '{kind}'{did_you_mean(str(kind), formats)}")
     bitsandbytes()
     return kind  # type: ignore[return-value]
 
@@ -51,7 +51,7 @@ def bitsandbytes() -> Any:
         DependencyError: it is not installed, or cannot be imported here.
     """
     noisy = logging.getLogger("bitsandbytes")
-    level, held = noisy.level, sys.modules.get("kernels")
+    level, kernels = noisy.level, sys.modules.get("kernels")
     # On some processors its import fetches a kernel from the hub and runs it, where the package
     # `kernels` is installed; code from the hub is never executed. It does without.
     sys.modules["kernels"] = None  # type: ignore[assignment]
@@ -66,8 +66,8 @@ def bitsandbytes() -> Any:
     finally:
         noisy.setLevel(level)
         del sys.modules["kernels"]
-        if held is not None:
-            sys.modules["kernels"] = held
+        if kernels is not None:
+            sys.modules["kernels"] = kernels
     return library
 
 
@@ -83,7 +83,7 @@ def quantize(matrix_RC: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """Packed bytes and float32 scales of one float matrix, both flat; see :func:`packed_shapes`."""
     library = bitsandbytes()
     if kind == "int8":
-        # The kernel on GPUs takes this type alone: 11 bits of a weight that 8 are left of.
+        # The kernel on GPUs takes only this type: 11 bits of a weight, of which 8 remain.
         packed, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(matrix_RC.half(), 0.0)
         packed.masked_fill_((scales == 0).unsqueeze(1), 0)  # a row of zeros was divided by 0
         return packed.reshape(-1), scales.reshape(-1)

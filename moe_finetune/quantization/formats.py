@@ -90,7 +90,7 @@ class Format:
         return present
 
 
-def format_of(config: Mapping[str, Any], place: object) -> Format | None:
+def format_of(config: Mapping[str, Any], path: object) -> Format | None:
     """The format of a ``config.json``; None for a checkpoint of floats.
 
     Raises:
@@ -104,21 +104,21 @@ def format_of(config: Mapping[str, Any], place: object) -> Format | None:
         ends, dtypes = ("_blocks", "_scales"), (("U8",), ("U8",))
         return Format("mxfp4", ends, dtypes, "", _mxfp4_shape, _mxfp4, pack_mxfp4)
     if method == "fp8":
-        return _fp8_format(section, place)
+        return _fp8_format(section, path)
     if method == "compressed-tensors":
-        return _packed_format(section, place)
+        return _packed_format(section, path)
     raise UnsupportedModelError(
-        f"{place}: {QUANTIZATION}: the checkpoint is quantized with {quantization_name(section)}, "
+        f"{path}: {QUANTIZATION}: the checkpoint is quantized with {quantization_name(section)}, "
         f"which cannot be read; {UNQUANTIZED}"
     )
 
 
-def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
+def _fp8_format(section: Mapping[str, Any], path: object) -> Format:
     block = section.get("weight_block_size")
     sizes = isinstance(block, list) and len(block) == 2
     if not sizes or not all(type(size) is int and size > 0 for size in block):  # type: ignore[union-attr]
         raise UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: fp8 with weight_block_size {block!r:.60}; only scales of "
+            f"{path}: {QUANTIZATION}: fp8 with weight_block_size {block!r:.60}; only scales of "
             f"blocks, such as [128, 128], can be read; {UNQUANTIZED}"
         )
     rows, columns = block  # type: ignore[misc]
@@ -145,8 +145,8 @@ def _fp8_format(section: Mapping[str, Any], place: object) -> Format:
     return Format("fp8", suffixes, (("F8_E4M3",), FLOATS), ".weight", shape, values, pack)
 
 
-def _packed_format(section: Mapping[str, Any], place: object) -> Format:
-    group = _group_size(section, place)
+def _packed_format(section: Mapping[str, Any], path: object) -> Format:
+    group = _group_size(section, path)
 
     def shape(parts: list[TensorInfo], read: Read) -> tuple[int, ...]:
         packed, scale, sizes = parts
@@ -157,16 +157,16 @@ def _packed_format(section: Mapping[str, Any], place: object) -> Format:
                 f"and columns of the weight; {_RESTORE}"
             )
         rows, columns = read(sizes).tolist()
-        told = f"the {rows} x {columns} that '{sizes.name}' declares"
+        declared = f"the {rows} x {columns} that '{sizes.name}' declares"
         if min(rows, columns) < 1 or packed.shape != (rows, -(-columns // _INT4_PER_INT32)):
             raise CheckpointError(
                 f"{packed.file}: '{packed.name}' has shape {list(packed.shape)}, which does not "
-                f"pack {told}, {_INT4_PER_INT32} columns in a number; {_RESTORE}"
+                f"pack {declared}, {_INT4_PER_INT32} columns in a number; {_RESTORE}"
             )
         width = columns if group is None else group
         if columns % width:
             raise CheckpointError(
-                f"{sizes.file}: groups of {width} (group_size) do not divide {told}; {_RESTORE}"
+                f"{sizes.file}: groups of {width} (group_size) do not divide {declared}; {_RESTORE}"
             )
         _check_shape(scale, (rows, columns // width), packed, f"groups of {width} (group_size)")
         return rows, columns
@@ -187,7 +187,7 @@ def _packed_format(section: Mapping[str, Any], place: object) -> Format:
     return Format("compressed-tensors int4", suffixes, dtypes, ".weight", shape, values, pack_int4)
 
 
-def _group_size(section: Mapping[str, Any], place: object) -> int | None:
+def _group_size(section: Mapping[str, Any], path: object) -> int | None:
     """Columns that share a scale; None for a scale a row.
 
     Raises:
@@ -196,7 +196,7 @@ def _group_size(section: Mapping[str, Any], place: object) -> int | None:
 
     def refuse(problem: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{place}: {QUANTIZATION}: compressed-tensors with {problem}; only symmetric 4-bit "
+            f"{path}: {QUANTIZATION}: compressed-tensors with {problem}; only symmetric 4-bit "
             f"integers in 'pack-quantized' can be read; {UNQUANTIZED}"
         )
 

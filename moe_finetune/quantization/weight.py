@@ -1,10 +1,14 @@
-"""A frozen weight held quantized: an expert stack ``(E, O, I)`` or a matrix ``(O, I)``.
+"""A frozen weight stored quantized: an expert stack ``(E, O, I)`` or a matrix ``(O, I)``.
 
 It is a tensor of the float weight's shape, dtype and device, so that PEFT, transformers and the
-experts' forward see what they expect, and it holds packed bytes and scales alone. Reading some
-experts dequantizes those; any other operation dequantizes what it reads and gives an ordinary
-tensor. Autograd saves the packed weight for the backward, which dequantizes it again. Writing into
-it is an error: an update would be lost.
+experts' forward see what they expect, but it stores only packed bytes and scales. Views and slices
+of experts stay packed; any other operation dequantizes what it reads and gives an ordinary tensor.
+Autograd saves the packed weight for the backward, which dequantizes it again. Writing into it is an
+error: an update would be lost.
+
+Packed bytes and scales are rows of units: an expert of a stack, or as few rows of a matrix as fill
+whole blocks. A unit is never divided, so ranks can share a weight by units: FSDP2 splits it as it
+splits an ordinary parameter, all-gathers bytes and scales, and frees them again.
 
 bitsandbytes' own layers are not used, for what they hide: ``Linear4bit``'s weight has neither the
 shape that PEFT reads for a LoRA on a parameter nor the dtype that some models cast to, and
@@ -13,6 +17,7 @@ shape that PEFT reads for a LoRA on a parameter nor the dtype that some models c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_finetune.errors import QuantizationError
-from moe_finetune.quantization.codec import Kind, dequantize, packed_shapes, quantize
+from moe_finetune.quantization.codec import BLOCK, Kind, dequantize, packed_shapes, quantize
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,11 @@ class _Layout:
 
     Attributes:
         kind: number format.
-        stored: rows and columns of each packed matrix.
-        stacked: whether the weight has a dimension of experts.
-        transposed: whether the weight is the packed matrices' transposed.
-        rows: those of a (transposed) matrix that the weight has.
+        stored: rows and columns of each packed unit.
+        stacked: whether units are experts, or follow each other as the rows of one matrix.
+        transposed: whether the weight is the transpose of the packed matrices.
+        rows: start, stop and step of the (transposed) matrices' rows that the weight has.
+        flat: whether the weight has the one dimension of all its values, one after the other.
     """
 
     kind: Kind
@@ -42,29 +48,51 @@ class _Layout:
     stacked: bool
     transposed: bool = False
     rows: tuple[int, int, int] | None = None
+    flat: bool = False
 
-    def shape(self, experts: int) -> tuple[int, ...]:
-        first, second = self.stored[::-1] if self.transposed else self.stored
+    def shape(self, units: int) -> tuple[int, ...]:
+        rows, columns = self.stored
+        if not self.stacked:
+            rows *= units
+        first, second = (columns, rows) if self.transposed else (rows, columns)
         if self.rows is not None:
             first = len(range(*self.rows))
-        return (experts, first, second) if self.stacked else (first, second)
+        if self.flat:
+            return (units * math.prod(self.stored),)
+        return (units, first, second) if self.stacked else (first, second)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the weight is the units as they are stored."""
+        return not (self.transposed or self.rows or self.flat)
+
+    @property
+    def experts_first(self) -> bool:
+        return self.stacked and not self.flat
+
+    @property
+    def rows_per_unit(self) -> int:
+        """How many indices of the weight's first dimension a unit has."""
+        return 1 if self.stacked else self.stored[0]
 
 
 class QuantizedWeight(Tensor):
-    """Packed matrices ``(E, P)`` and scales ``(E, B)`` that behave as the weight they stand for."""
+    """Packed units ``(U, P)`` and scales ``(U, B)`` that behave as the weight they stand for."""
 
     _packed: Tensor
     _scales: Tensor
     _layout: _Layout
+    _padded: tuple[Tensor, Tensor] | None = None
+    """Of a shard: its bytes and scales with the rows that fill it up to the first rank's length."""
 
     @staticmethod
     def __new__(
-        cls, packed_EP: Tensor, scales_EB: Tensor, layout: _Layout, dtype: torch.dtype
+        cls, packed_UP: Tensor, scales_UB: Tensor, layout: _Layout, dtype: torch.dtype
     ) -> QuantizedWeight:
         self: Any = Tensor._make_wrapper_subclass(
-            cls, layout.shape(packed_EP.shape[0]), dtype=dtype, device=packed_EP.device
+            cls, layout.shape(packed_UP.shape[0]), dtype=dtype, device=packed_UP.device
         )
-        self._packed, self._scales, self._layout = packed_EP, scales_EB, layout
+        self._packed, self._scales, self._layout = packed_UP, scales_UB, layout
         return self
 
     @classmethod
@@ -77,30 +105,32 @@ class QuantizedWeight(Tensor):
     ) -> QuantizedWeight:
         """A weight of ``shape`` (E, R, C) or (R, C), to be filled with :meth:`store`."""
         *experts, rows, columns = shape
-        count = experts[0] if experts else 1
-        size, scales = packed_shapes(kind, rows, columns)
+        unit = rows if experts else unit_rows(kind, rows, columns)
+        units = experts[0] if experts else rows // unit
+        size, scales = packed_shapes(kind, unit, columns)
         item = torch.int8 if kind == "int8" else torch.uint8
         return cls(
-            torch.empty(count, size, dtype=item, device=device),
-            torch.empty(count, scales, dtype=torch.float32, device=device),
-            _Layout(kind, (rows, columns), stacked=bool(experts)),
+            torch.empty(units, size, dtype=item, device=device),
+            torch.empty(units, scales, dtype=torch.float32, device=device),
+            _Layout(kind, (unit, columns), stacked=bool(experts)),
             dtype,
         )
 
     @classmethod
     def of(cls, weight: Tensor, kind: Kind) -> QuantizedWeight:
         """``weight`` (E, R, C) or (R, C), quantized matrix by matrix."""
-        made = cls.empty(weight.shape, kind, weight.dtype, weight.device)
+        packed = cls.empty(weight.shape, kind, weight.dtype, weight.device)
         matrices = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
         for expert, matrix in enumerate(matrices):
-            made.store(expert, matrix)
-        return made
+            packed.store(expert, matrix)
+        return packed
 
     def store(self, expert: int, matrix_RC: Tensor) -> None:
-        """Quantize ``matrix_RC`` into the place of ``expert``; 0 where there is but one."""
+        """Quantize ``matrix_RC`` as one expert of a stack, or as the whole matrix."""
         packed, scales = quantize(matrix_RC.to(self._packed.device), self._layout.kind)
-        self._packed[expert] = packed
-        self._scales[expert] = scales
+        units = slice(expert, expert + 1) if self._layout.stacked else slice(None)
+        self._packed[units] = packed.view_as(self._packed[units])
+        self._scales[units] = scales.view_as(self._scales[units])
 
     @property
     def kind(self) -> Kind:
@@ -115,14 +145,47 @@ class QuantizedWeight(Tensor):
         packed, scales, layout = self._packed, self._scales, self._layout
         if experts is not None:
             packed, scales = packed[experts], scales[experts]
-        made = dequantize(
+        values = dequantize(
             packed.contiguous(), scales.contiguous(), *layout.stored, layout.kind, self.dtype
         )
+        if layout.flat:
+            return values.reshape(-1)
+        if not layout.stacked:
+            values = values.reshape(1, -1, layout.stored[1])
         if layout.transposed:
-            made = made.transpose(1, 2)
+            values = values.transpose(1, 2)
         if layout.rows is not None:
-            made = made[:, slice(*layout.rows)]
-        return made if layout.stacked else made[0]
+            values = values[:, slice(*layout.rows)]
+        return values if layout.stacked else values[0]
+
+    def on_parts(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """The same weight with ``change`` made to its bytes and to its scales."""
+        return self._like(change(self._packed), change(self._scales))
+
+    # -- FSDP2 ---------------------------------------------------------------------------------
+
+    # The other signature that FSDP2 knows demands parts of the float shard's shape.
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[_Layout]]:
+        """The parts that each rank sends, of one length on all; called by FSDP2."""
+        return self._padded or (self._packed, self._scales), (self._layout,)
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: tuple[_Layout],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedWeight, tuple[Tensor, ...]] | None:
+        """The weight of all ranks' parts, in the memory that FSDP2 gathers into and frees.
+
+        The padding of the last ranks is still at its end; FSDP2 then takes a strided view of the
+        original size.
+        """
+        if out is not None:
+            return None  # its parts are views of the memory that was filled again
+        packed, scales = gathered
+        return QuantizedWeight(packed, scales, metadata[0], param_dtype), ()
 
     # -- as a tensor ---------------------------------------------------------------------------
 
@@ -138,9 +201,9 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], held: tuple[_Layout, torch.dtype], *_: Any
+        cls, inner: dict[str, Tensor], context: tuple[_Layout, torch.dtype], *_: Any
     ) -> QuantizedWeight:
-        return cls(inner["_packed"], inner["_scales"], *held)
+        return cls(inner["_packed"], inner["_scales"], *context)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -150,11 +213,12 @@ class QuantizedWeight(Tensor):
     ) -> Any:
         """Run ``func``: kept quantized where it moves or views, else on dequantized weights."""
         kwargs = kwargs or {}
-        own = _OWN.get(func)
-        if own is not None:
-            found = own(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+        packed_version = _ON_PACKED.get(func)
+        weight = args[0] if args and isinstance(args[0], QuantizedWeight) else None
+        if packed_version is not None and weight is not None:
+            result = packed_version(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         _refuse(func, args, kwargs)
 
         def plain(value: Any) -> Any:
@@ -169,22 +233,39 @@ class QuantizedWeight(Tensor):
     def _view(self, **changes: Any) -> QuantizedWeight:
         return self._like(self._packed, self._scales, **changes)
 
+    def _units(self, first: int, last: int) -> QuantizedWeight:
+        """A view of some units."""
+        return self._like(self._packed[first:last], self._scales[first:last])
+
+
+def unit_rows(kind: Kind, rows: int, columns: int) -> int:
+    """The fewest rows of a matrix that fill whole blocks and divide it; all, if none do."""
+    if kind == "int8":
+        return 1
+    unit = BLOCK // math.gcd(BLOCK, columns)
+    return unit if rows % unit == 0 else rows
+
+
+def local_weight(tensor: Any) -> QuantizedWeight | None:
+    """The quantized weight, or this rank's part of it, that a parameter is; None for others."""
+    if hasattr(tensor, "device_mesh"):
+        tensor = tensor.to_local()
+    return tensor if isinstance(tensor, QuantizedWeight) else None
+
 
 def quantized(tensor: Any) -> bool:
-    """Whether a tensor or parameter is held quantized."""
-    return isinstance(tensor, QuantizedWeight)
+    """Whether a tensor or parameter, or this rank's part of it, is stored quantized."""
+    return local_weight(tensor) is not None
 
 
 def quantization_of(model: nn.Module) -> Kind | None:
-    """The format that a model's quantized weights have, or None where none is."""
-    for parameter in model.parameters():
-        if isinstance(parameter, QuantizedWeight):
-            return parameter.kind
-    return None
+    """The format of a model's quantized weights, or None where none is."""
+    weights = map(local_weight, model.parameters())
+    return next((weight.kind for weight in weights if weight is not None), None)
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
-    """Raise for an operation that would write into a quantized weight, or shard it."""
+    """Raise for an operation that would write into a quantized weight, or send its float values."""
     name = str(func)
     schema = func._schema
     for argument, value in [
@@ -197,19 +278,21 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
                 f"{name}: a quantized weight cannot be written to; train an adapter, and merge it "
                 "into the unquantized base (moe-finetune merge)"
             )
-    if name.startswith(("c10d.", "_c10d", "aten.split", "aten.chunk")):
+    if name.startswith(("c10d.", "_c10d")):
         raise QuantizationError(
-            f"{name}: quantized weights cannot be sharded over ranks (FSDP, DeepSpeed, tensor "
-            "parallelism); use one process, or DDP, or train without quantization"
+            f"{name}: quantized weights cannot be sent between ranks by this wrapper (FSDP1, "
+            "DeepSpeed, tensor parallelism); use FSDP2, parallel.experts or DDP"
         )
 
 
 def _alias(self: QuantizedWeight, *_: Any, **__: Any) -> QuantizedWeight:
-    return self._view()
+    view = self._view()
+    view._padded = self._padded
+    return view
 
 
 def _clone(self: QuantizedWeight, **_: Any) -> QuantizedWeight:
-    return self._like(self._packed.clone(), self._scales.clone())
+    return self.on_parts(torch.clone)
 
 
 def _to_copy(
@@ -226,13 +309,14 @@ def _to_copy(
 
 def _swap(self: QuantizedWeight, first: int = 0, second: int = 1) -> Any:
     dims = {first % self.dim(), second % self.dim()}
-    if dims != {self.dim() - 2, self.dim() - 1} or self._layout.rows is not None:
+    layout = self._layout
+    if layout.flat or layout.rows is not None or dims != {self.dim() - 2, self.dim() - 1}:
         return NotImplemented
     return self._view(transposed=not self._layout.transposed)
 
 
 def _select(self: QuantizedWeight, dim: int, index: int) -> Any:
-    if not self._layout.stacked or dim % 3 != 0:
+    if not self._layout.experts_first or dim % 3 != 0:
         return NotImplemented
     expert = index % self.shape[0]
     return self.dequantize(slice(expert, expert + 1))[0]
@@ -245,26 +329,86 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
+    if self._layout.flat:
+        return NotImplemented
     dim %= self.dim()
-    chosen = slice(start, end, step).indices(self.shape[dim])
-    if chosen == (0, self.shape[dim], 1):
-        return self._view()
-    if self._layout.stacked and dim == 0:
-        return self.dequantize(slice(*chosen))
-    if dim == self.dim() - 2 and self._layout.rows is None:
-        return self._view(rows=chosen)
-    return NotImplemented
+    layout, length = self._layout, self.shape[dim]
+    first, last, step = slice(start, end, step).indices(length)
+    last = max(first, last)
+    if dim == 0 and step == 1 and (layout.stacked or layout.whole):
+        unit = layout.rows_per_unit
+        if first % unit == 0 and last % unit == 0:
+            part = self._units(first // unit, last // unit)
+            if first == 0:
+                part._padded = self._padded or (self._packed, self._scales)
+            return part
+    if layout.stacked and dim == 0:
+        return self.dequantize(slice(first, last, step))
+    if dim == self.dim() - 2 and layout.rows is None:
+        return self._view(rows=(first, last, step))
+    return self._view() if (first, last, step) == (0, length, 1) else NotImplemented
 
 
 def _index(self: QuantizedWeight, indices: list[Tensor | None]) -> Any:
     first = indices[0]
-    if not self._layout.stacked or len(indices) != 1 or first is None or first.dim() != 1:
+    if not self._layout.experts_first or len(indices) != 1 or first is None or first.dim() != 1:
         return NotImplemented
     return self.dequantize(first.to(self._packed.device))
 
 
+# What ``fully_shard`` does to a parameter, on units: split, a padded buffer, a copy into its first
+# rows, and after the all-gather a view of the original size.
+
+
+def _split(self: QuantizedWeight, size: int, dim: int = 0) -> Any:
+    layout = self._layout
+    if dim % self.dim() != 0 or not layout.whole:
+        return NotImplemented
+    unit = layout.rows_per_unit
+    if size % unit:
+        raise QuantizationError(
+            f"a {layout.kind} weight of shape {tuple(self.shape)} cannot be divided into parts of "
+            f"{size} rows: {unit} rows share blocks of {BLOCK} values; use quantization int8, or "
+            "another number of processes"
+        )
+    step = size // unit
+    return [self._units(first, first + step) for first in range(0, len(self._packed), step)]
+
+
+def _new_zeros(self: QuantizedWeight, size: Sequence[int], **_: Any) -> Any:
+    layout = self._layout
+    unit = layout.rows_per_unit
+    if tuple(size[1:]) != self.shape[1:] or size[0] % unit or not layout.whole:
+        return NotImplemented
+    return self.on_parts(lambda part: part.new_zeros(size[0] // unit, part.shape[1]))
+
+
+def _copy(self: QuantizedWeight, source: Tensor, *_: Any) -> Any:
+    if not isinstance(source, QuantizedWeight) or source._layout != self._layout:
+        return NotImplemented
+    self._packed.copy_(source._packed)
+    self._scales.copy_(source._scales)
+    return self
+
+
+def _reshape(self: QuantizedWeight, size: Sequence[int]) -> Any:
+    if tuple(size) == (-1,) and self._layout.whole:
+        return self._view(flat=True)
+    return self._view() if tuple(size) == tuple(self.shape) else NotImplemented
+
+
+def _as_strided(
+    self: QuantizedWeight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    contiguous = tuple(stride) == self.stride() and not offset
+    if not contiguous or tuple(size[1:]) != self.shape[1:]:
+        return NotImplemented
+    unit = self._layout.rows_per_unit
+    return self._units(0, size[0] // unit)
+
+
 _aten = torch.ops.aten
-_OWN: dict[Any, Callable[..., Any]] = {
+_ON_PACKED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
     _aten.clone.default: _clone,
@@ -274,5 +418,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
+    _aten.split.Tensor: _split,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.copy_.default: _copy,
+    _aten.view.default: _reshape,
+    _aten.as_strided.default: _as_strided,
 }
-"""Operations that read a part, move, or view."""
+"""Operations that read a part, move, or view; others get dequantized values."""

@@ -86,7 +86,7 @@ class ModelSection(Section):
             yield f"{key} holds a checkpoint's weights; with model.init: random set it to none"
         elif recipe.lora is None:
             yield (
-                f"{key} needs an adapter: quantized weights cannot be trained, and `lora: null` "
+                f"{key} needs an adapter: quantised weights cannot be trained, and `lora: null` "
                 "trains all; give a `lora:` section with a rank, or set model.quantization: none"
             )
 
@@ -95,11 +95,6 @@ class ModelSection(Section):
             yield (
                 "model.offload: 'experts' needs an adapter: stacks that train must stay on the "
                 "GPU; give a `lora:` section with a rank, or set model.offload: none"
-            )
-        if self.quantization != "none":
-            yield (
-                "model.offload: 'experts' does not go with model.quantization "
-                f"'{self.quantization}', which it would undo; set one of them to none"
             )
 
 
@@ -127,11 +122,6 @@ class ParallelSection(Section):
                 f"{key} needs an adapter: the experts stay frozen on their ranks; give a `lora:` "
                 "section with a rank and targets, or train all weights by FSDP2 "
                 "(recipes/hardware/fsdp2_8gpu.yaml)"
-            )
-        if model.quantization != "none":
-            yield (
-                f"{key} does not go with model.quantization '{model.quantization}', whose weights "
-                "cannot be divided; set one of them to its default"
             )
         if model.offload != "none":
             yield (

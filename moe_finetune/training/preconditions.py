@@ -54,20 +54,28 @@ def _launched_by(name: str) -> bool:
 
 
 def check_quantization(kind: str) -> None:
-    """Refuse a recipe's ``model.quantization`` that this machine or launch cannot carry out.
+    """Refuse a ``model.quantization`` that this launch cannot shard; let FSDP2 shard the others.
+
+    FSDP2 gathers packed bytes; each process reads and quantises the checkpoint itself, because
+    accelerate's loading on rank 0 would broadcast float values.
 
     Raises:
         DependencyError: bitsandbytes cannot be used here.
-        RecipeError: a launch that shards weights over ranks.
+        RecipeError: FSDP1 or CPU offload, which cannot gather or move packed weights.
     """
-    if check_kind(kind, "model.quantization") is None:
+    if check_kind(kind, "model.quantization") is None or not _launched_by("FSDP"):
         return
-    if _launched_by("FSDP"):
+    problem = None
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        problem = "FSDP1, which flattens weights into one float tensor; set fsdp_version: 2"
+    elif os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        problem = "fsdp_offload_params, which pins float shards; set it to false"
+    if problem is not None:
         raise RecipeError(
-            f"model.quantization: '{kind}' does not go with FSDP, which would shard the quantized "
-            "weights; start it without that config (each process then holds the quantized model), "
-            "or set model.quantization: none"
+            f"model.quantization: '{kind}' does not go with {problem} in the accelerate config "
+            "(recipes/hardware/fsdp2_8gpu.yaml is one), or set model.quantization: none"
         )
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def check_accelerator(trainer: Mapping[str, Any]) -> None:

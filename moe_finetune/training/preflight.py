@@ -115,11 +115,6 @@ def check_stored_quantized(start: Start) -> None:
     if checkpoint is None or checkpoint.quantized is None:
         return
     stored = f"{start.folder} is stored as {checkpoint.quantized.format}"
-    if start.expert_ranks > 1:
-        raise RecipeError(
-            f"parallel.experts: {stored}, and what is dequantized while it is loaded cannot be "
-            "divided; name an unquantized checkpoint"
-        )
     if recipe.export.merge and recipe.lora is not None:
         raise RecipeError(
             f"export.merge: {stored}, and a run merges into an unquantized base; set export.merge: "

@@ -90,7 +90,9 @@ class Sample:
             assert gram_TKK is not None
             self._note(kind, layer, gram_TKK[at_T].float())
         if record.router_weight_EH is not None:
-            self._router[layer] = record.router_weight_EH.detach().float().cpu().numpy()
+            # A copy: under FSDP2 the weight's own memory is freed after the layer.
+            weight_EH = record.router_weight_EH.detach().clone()
+            self._router[layer] = weight_EH.float().cpu().numpy()
         wanted = self._pictures and self._gated and layer == self.middle
         if wanted and self.gate_rows_EDH is None:
             assert record.expert_factors is not None

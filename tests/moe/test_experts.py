@@ -140,11 +140,11 @@ def test_an_expert_without_tokens_has_no_gradient(pieces):
 
 def test_parts_cover_all_rows_once():
     index = torch.tensor([[0, 5], [5, 2], [0, 5]])
-    groups = grouped.Groups.of(index, EXPERTS, on_device=False)
-    parts = groups.parts(grouped.PART_BYTES // 2)
+    groups = grouped.Groups.of(index, EXPERTS, grouped=False, in_chunks=False)
+    parts = groups.parts(grouped.PART_BYTES // 2, matrix_bytes=1)
     assert [part.rows for part in parts] == [slice(0, 2), slice(2, 3), slice(3, 6)]
     assert [part.experts for part in parts] == [slice(0, 2), slice(2, 5), slice(5, 7)]
     assert [part.sizes for part in parts] == [[2, 0], [1, 0, 0], [3, 0]]
     torch.testing.assert_close(torch.cat([part.slots_P for part in parts]), groups.slots_S)
-    whole = groups.parts(1)
+    whole = groups.parts(1, matrix_bytes=1)
     assert len(whole) == 1 and whole[0].sizes == [2, 0, 1, 0, 0, 3, 0]

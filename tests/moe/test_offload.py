@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_finetune.checkpoint.load_quantized import quantize_model
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.moe.offload import (
     CudaTransfers,
-    HostTransfers,
-    OffloadedStack,
     check_offload,
     offload_experts,
 )
+from moe_finetune.moe.offloaded_stack import OffloadedStack
+from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
@@ -31,9 +32,25 @@ METHOD = {
 }
 
 
-def adapted(family, checkpointing=False, layers=3):
+class HostTransfers:
+    """Copies within the host's memory, for tests of the logic."""
+
+    device = torch.device("cpu")
+
+    def keep(self, stack):
+        return stack
+
+    def begin(self, stacks):
+        """Copies made at once."""
+        copies = {name: stack.clone() for name, stack in stacks.items()}
+        return lambda: copies
+
+
+def adapted(family, checkpointing=False, layers=3, kind=None):
     torch.manual_seed(1)
     base = tiny.model(family, num_hidden_layers=layers)
+    if kind is not None:
+        quantize_model(base, kind)
     model = add_lora(base, LoraSection(rank=3, alpha=7.0), "full").train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -84,6 +101,22 @@ def test_layers_are_fetched_before_they_are_needed_and_no_oftener(checkpointing,
     # The two upper layers are still there when the backward begins, the lower two at the next step.
     assert offload.fetched == [0, 1, 2, 3, 4, 2, 1, 0]
     assert offload.resident == [0, 1] and max(most) <= 1  # beside the one that was begun
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantised_stacks_travel_packed(kind):
+    """The same gradients, and the copies that come to the device are packed bytes."""
+
+    for kernel in ("loop", "grouped"):
+        expected = gradients(adapted("qwen3_moe", kind=kind), kernel)
+        model = adapted("qwen3_moe", kind=kind)
+        offload = offload_experts(model, HostTransfers())
+        result = gradients(model, kernel)
+        for name, gradient in expected.items():
+            assert torch.equal(result[name], gradient), (kernel, name)
+        assert all(quantized(stack) for layer in offload.host for stack in layer.values())
+        copies = offload.transfers.begin(offload.host[0])()
+        assert all(map(quantized, copies.values()))
 
 
 def test_stacks_and_their_views_hold_no_values():

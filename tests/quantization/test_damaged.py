@@ -1,4 +1,4 @@
-"""Quantized checkpoints whose parts do not belong together are refused by the tensor's name."""
+"""Quantised checkpoints whose parts do not belong together are refused by the tensor's name."""
 
 from __future__ import annotations
 
@@ -69,82 +69,45 @@ def first(value):
 HEADERS = {
     ("fp8", "weight_scale_inv"): {
         "scales cut to a row": (lambda t: cut(t, 1), r"\[1, 5\]; wanted \[2, 5\]"),
-        "scales cut to a column": (lambda t: cut(t, None, 1), r"\[2, 1\]; wanted \[2, 5\]"),
-        "scales of smaller blocks": (
-            lambda t: t.repeat_interleave(2, 0),
-            r"\[4, 5\]; wanted \[2, 5\]",
-        ),
         "scales of wider blocks": (lambda t: torch.cat([t, t], 1), r"\[2, 10\]; wanted \[2, 5\]"),
-        "scales flat": (lambda t: t.view(-1), r"\[10\]; wanted \[2, 5\]"),
-        "scales of one more dimension": (lambda t: t[None], r"\[1, 2, 5\]; wanted \[2, 5\]"),
-        "a single scale": (lambda t: t[0, 0], r"\[\]; wanted \[2, 5\]"),
-        "no scales": (lambda t: t[:0], r"\[0, 5\]; wanted \[2, 5\]"),
-        "scales as bytes": (lambda t: t.to(torch.uint8), "stored as U8"),
-        "scales as whole numbers": (lambda t: t.to(torch.int32), "stored as I32"),
         "scales in 8 bits": (lambda t: t.to(torch.float8_e4m3fn), "stored as F8_E4M3; fp8 needs"),
         "scales gone": (None, "is missing, which"),
     },
     ("fp8", "weight"): {
         "weight gone": (None, "is missing, which"),
         "weight a float": (lambda t: t.float(), "stored as F32; fp8 needs F8_E4M3"),
-        "weight of another exponent": (lambda t: t.view(torch.float8_e5m2), "stored as F8_E5M2"),
-        "weight as bytes": (lambda t: t.view(torch.uint8), "stored as U8; fp8 needs"),
         "weight flat": (lambda t: t.view(-1), r"\[9216\]; wanted 2 dimensions"),
-        "weight a stack": (lambda t: t.view(2, 24, 192), "wanted 2 dimensions"),
         "weight without a row": (lambda t: cut(t, 47), r"\[47, 192\], and config.json"),
         "weight transposed": (lambda t: t.T, r"\[2, 5\]; wanted \[8, 2\]"),
     },
     ("int4", "weight_packed"): {
         "packed transposed": (lambda t: t.T, r"\[24, 48\], which does not pack the 48 x 192"),
-        "packed without a row": (lambda t: cut(t, 47), r"\[47, 24\], which does not pack"),
-        "packed without a column": (lambda t: cut(t, None, 23), r"\[48, 23\]"),
         "packed flat": (lambda t: t.view(-1), "wanted 2 dimensions"),
-        "packed as a scalar": (lambda t: t[0, 0], "wanted 2 dimensions"),
-        "packed as bytes": (lambda t: t.view(torch.uint8), "stored as U8; .* needs I32"),
         "packed as floats": (lambda t: t.view(torch.float32), "stored as F32; .* needs I32"),
-        "packed in 64 bits": (lambda t: t.long(), "stored as I64; .* needs I32"),
         "packed gone": (None, "is missing, which"),
     },
     ("int4", "weight_scale"): {
         "group scales cut to a row": (lambda t: cut(t, 1), r"\[1, 12\]; wanted \[48, 12\]"),
-        "group scales repeated": (lambda t: torch.cat([t, t], 1), r"\[48, 24\]; wanted \[48, 12\]"),
         "group scales of a channel": (lambda t: cut(t, None, 1), r"\[48, 1\]; wanted \[48, 12\]"),
-        "group scales transposed": (lambda t: t.T, r"\[12, 48\]; wanted \[48, 12\]"),
-        "group scales flat": (lambda t: t.view(-1), r"\[576\]; wanted \[48, 12\]"),
-        "group scales empty": (lambda t: t[:, :0], r"\[48, 0\]; wanted \[48, 12\]"),
         "group scales as whole numbers": (lambda t: t.long(), "stored as I64"),
-        "group scales gone": (None, "is missing, which"),
     },
     ("int4", "weight_shape"): {
         "declared shape NaN": (lambda t: t.float() * torch.nan, "stored as F32"),
-        "declared shape a byte": (lambda t: t.to(torch.uint8), "stored as U8"),
         "declared shape swapped": (lambda t: t.flip(0), r"pack the 192 x 48"),
         "declared shape of three": (lambda t: torch.tensor([48, 192, 1]), r"\[3\]; wanted \[2\]"),
-        "declared shape a scalar": (lambda t: t[0], r"\[\]; wanted \[2\]"),
         "declared shape negative": (first(-48), r"pack the -48 x 192"),
-        "declared shape zero": (lambda t: t * 0, r"pack the 0 x 0"),
-        "declared shape huge": (first(1 << 62), r"does not pack the 46116860"),
         "declared columns no multiple": (lambda t: torch.tensor([48, 191]), "do not divide"),
         "declared shape gone": (None, "is missing, which"),
     },
     ("mxfp4", "blocks"): {
         "blocks of 8 bytes": (lambda t: t.unflatten(-1, (2, 8)).flatten(2, 3), "must be 16"),
-        "blocks flat": (lambda t: t.flatten(2), "wanted 4 dimensions"),
-        "blocks without an expert": (lambda t: t[1:], r"_scales' has shape .* wanted"),
-        "blocks without a row": (lambda t: t[:, 1:], r"_scales' has shape .* wanted"),
         "blocks transposed": (lambda t: t.transpose(1, 2), r"_scales' has shape .* wanted"),
         "blocks as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
-        "blocks signed": (lambda t: t.view(torch.int8), "stored as I8; mxfp4 needs"),
         "blocks gone": (None, "is missing, which"),
     },
     ("mxfp4", "scales"): {
         "exponents cut": (lambda t: t[:, :, :1], "wanted"),
-        "exponents repeated": (lambda t: torch.cat([t, t], 2), "wanted"),
-        "exponents of one expert": (lambda t: t[:1], "wanted"),
-        "exponents transposed": (lambda t: t.transpose(1, 2), "wanted"),
-        "exponents of blocks' rank": (lambda t: t[..., None], "wanted"),
         "exponents as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
-        "exponents gone": (None, "is missing, which"),
     },
 }
 CASES = {
@@ -251,21 +214,11 @@ def weights(**facts):
 
 
 CONFIGS = {
-    "block of a trillion": ("fp8", {"weight_block_size": [10**12, 40]}, r"wanted \[1, 2\]"),
     "block of another size": ("fp8", {"weight_block_size": [16, 40]}, r"wanted \[12, 2\]"),
-    "block of one": ("fp8", {"weight_block_size": [1, 1]}, r"wanted \[192, 48\]"),
     "block swapped": ("fp8", {"weight_block_size": [40, 24]}, r"wanted \[5, 2\]"),
-    "block of three": ("fp8", {"weight_block_size": [24, 40, 1]}, "only scales of blocks"),
     "block of zero": ("fp8", {"weight_block_size": [0, 40]}, "only scales of blocks"),
-    "block of text": ("fp8", {"weight_block_size": "24"}, "only scales of blocks"),
-    "block a truth": ("fp8", {"weight_block_size": [True, 40]}, "only scales of blocks"),
-    "method a list": ("fp8", {"quant_method": ["fp8"]}, "which cannot be read"),
     "method of another": ("fp8", {"quant_method": "mxfp4"}, "no tensor is stored that way"),
     "group of another size": ("int4", weights(group_size=24), r"\[192, 3\]; wanted \[192, 2\]"),
-    "group of a trillion": ("int4", weights(group_size=10**12), "do not divide"),
-    "group of text": ("int4", weights(group_size="16"), "group_size '16'"),
-    "group a truth": ("int4", weights(group_size=True), "group_size True"),
-    "group of zero": ("int4", weights(group_size=0), "group_size 0"),
     "group forgotten": ("int4", weights(group_size=None), "group_size None"),
     "group by channel": (
         "int4",
@@ -279,22 +232,7 @@ CONFIGS = {
         {"config_groups": {"group_0": {"weights": {"group_size": 16}}}},
         "num_bits 8",
     ),
-    "bits of text": ("int4", weights(num_bits="4"), "num_bits '4'"),
     "with zero points": ("int4", weights(symmetric=False), "symmetric False"),
-    "with an order": ("int4", weights(actorder="group"), "actorder 'group'"),
-    "groups a list": ("int4", {"config_groups": [1]}, r"config_groups \[1\]"),
-    "groups empty": ("int4", {"config_groups": {}}, r"config_groups \{\}"),
-    "groups of numbers": ("int4", {"config_groups": {"group_0": 7}}, "config_groups.group_0"),
-    "weights a list": (
-        "int4",
-        {"config_groups": {"group_0": {"weights": [4]}}},
-        "config_groups.group_0",
-    ),
-    "weights of text": (
-        "int4",
-        {"config_groups": {"group_0": {"weights": "int4"}}},
-        "config_groups.group_0",
-    ),
     "groups of two sizes": (
         "int4",
         {
@@ -320,7 +258,6 @@ CONFIGS = {
         "rotates",
     ),
     "another format": ("int4", {"format": "float-quantized"}, "format 'float-quantized'"),
-    "format a list": ("int4", {"format": []}, r"format \[\]"),
 }
 
 
@@ -335,7 +272,7 @@ def test_a_config_that_the_parts_contradict_is_refused(case, stored, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("section", ["fp8", [], [{"quant_method": "fp8"}], 0, True, {}])
+@pytest.mark.parametrize("section", ["fp8", [{"quant_method": "fp8"}]])
 def test_a_section_that_is_no_mapping_is_refused(section, stored, tmp_path):
     tensors, config = stored["fp8"]
     write(tmp_path, tensors, config | {SECTION: section})

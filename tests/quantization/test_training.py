@@ -1,4 +1,4 @@
-"""Training on quantized weights: the gradients of their values, runs, resumption, refusals."""
+"""Training on quantised weights: the gradients of their values, runs, resumption, refusals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import yaml
 from moe_finetune import Specialization, load_model, run_recipe
 from moe_finetune.cli import main
 from moe_finetune.errors import QuantizationError, RecipeError
+from moe_finetune.losses import erc
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.models import FAMILIES as FACTS
-from moe_finetune.quantization.weight import quantized
+from moe_finetune.moe import grouped
+from moe_finetune.quantization import weight
+from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import load_recipe
 from tests import tiny
@@ -101,6 +104,67 @@ def test_the_grouped_kernel_and_checkpointing(family, setting, tmp_path):
     wanted = gradients(adapted(dequantized(tmp_path, "nf4")), method)
     model = adapted(load_model(tmp_path, "float32", quantization="nf4"))
     assert_equal(wanted, gradients(model, method, **setting))
+
+
+@pytest.fixture
+def dequantized_sizes(monkeypatch):
+    """How many values each dequantisation made."""
+    sizes, original = [], weight.dequantize
+
+    def measured(*args):
+        values = original(*args)
+        sizes.append(values.numel())
+        return values
+
+    monkeypatch.setattr(weight, "dequantize", measured)
+    return sizes
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_experts_are_dequantised_a_few_at_a_time(
+    family, per_chunk, tmp_path, monkeypatch, dequantized_sizes
+):
+    """The grouped kernel in chunks, the last of them shorter, has the gradients of the whole."""
+    save(family, tmp_path)
+    model = adapted(load_model(tmp_path, "float32", quantization="nf4"))
+    method = {"terms": {"erc": {"weight": 0.1}, "orthogonality": {"weight": 0.1}}}
+    whole = gradients(model, method, "grouped")
+    stacks = {tuple(p.shape) for p in model.parameters() if quantized(p) and p.dim() == 3}
+    largest = max(rows * columns for _, rows, columns in stacks)
+    monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", per_chunk * largest * 4)
+    # ERC reads gate rows: half of each matrix that is dequantised.
+    monkeypatch.setattr(erc, "WIDENED_BYTES", per_chunk * largest * 4 // 2)
+    dequantized_sizes.clear()
+    chunked = gradients(model, method, "grouped")
+    assert_equal(whole, chunked)
+    # Attention's matrices are dequantised whole.
+    matrices = max(p.numel() for p in model.parameters() if quantized(p) and p.dim() == 2)
+    assert max(dequantized_sizes) <= max(matrices, per_chunk * largest)
+    assert len(dequantized_sizes) > 20
+
+
+def test_experts_without_tokens_are_not_dequantised(dequantized_sizes):
+    values = torch.randn(9, 16, 32, generator=torch.Generator().manual_seed(4))
+    packed = QuantizedWeight.of(values, "nf4")
+    index_TK = torch.tensor([[7, 2], [2, 4], [7, 4]])
+    hidden_TH = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
+    groups = grouped.Groups.of(index_TK, 9, grouped=True, in_chunks=True)
+    for per_chunk, calls in ((2, [2 * 512, 512]), (9, [3 * 512])):
+        parts = groups._chunks(groups.bounds, per_chunk)
+        dequantized_sizes.clear()
+        rows = [grouped.rows_times(hidden_TH[part.tokens_P], packed.mT, part) for part in parts]
+        assert dequantized_sizes == calls
+        expected = torch.stack(
+            [
+                hidden_TH[t] @ packed.dequantize()[e].T
+                for e in (2, 4, 7)
+                for t in range(3)
+                if e in index_TK[t]
+            ]
+        )
+        assert torch.allclose(torch.cat(rows), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_the_backward_waits_for_holds_no_dequantised_expert(tmp_path):
@@ -260,7 +324,7 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["lora=null"], "needs an adapter: quantized weights cannot be trained"),
+        (["lora=null"], "needs an adapter: quantised weights cannot be trained"),
         (["lora=null", "model.init=random"], "holds a checkpoint's weights"),
         (["model.quantization=int4"], "must be 'none', 'nf4' or 'int8', not 'int4'"),
     ],
@@ -282,9 +346,12 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("FSDP", "model.quantization: 'nf4' .* shard"), ("DEEPSPEED", "cannot resume.*use FSDP2")],
+    [
+        ("FSDP", "model.quantization: 'nf4' does not go with FSDP1.*set fsdp_version: 2"),
+        ("DEEPSPEED", "cannot resume.*use FSDP2"),
+    ],
 )
-def test_fsdp_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path, name, said):
+def test_fsdp1_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path, name, said):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(RecipeError, match=said):
         run_recipe(load_recipe(recipe_file), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A quantized weight is bitsandbytes' values in the shape of the weight that it stands for."""
+"""A quantised weight is bitsandbytes' values in the shape of the weight that it stands for."""
 
 from __future__ import annotations
 
@@ -83,9 +83,36 @@ def test_a_linear_layer_saves_the_packed_weight_for_its_backward():
     [
         (lambda weight: weight.add_(1.0), "cannot be written to; train an adapter"),
         (lambda weight: nn.init.normal_(weight), "cannot be written to"),
-        (lambda weight: torch.chunk(weight, 2), "cannot be sharded over ranks"),
+        (lambda weight: weight[:2].copy_(weight.dequantize()[:2]), "cannot be written to"),
+        (lambda weight: torch.chunk(QuantizedWeight.of(stack()[0], "nf4"), 2), "use quantization"),
     ],
 )
-def test_writing_and_sharding_are_refused(what, words):
+def test_writing_and_unaligned_parts_are_refused(what, words):
     with pytest.raises(QuantizationError, match=words), torch.no_grad():
         what(QuantizedWeight.of(stack(), "nf4"))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [
+    ("nf4", (EXPERTS, ROWS, COLUMNS)), ("int8", (ROWS, COLUMNS)), ("nf4", (48, 24)),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_ranks_gather_to_the_whole(kind, shape, ranks):
+    """As FSDP2 does it: split, pad to the first part's length, gather, cut to the size."""
+    weight = QuantizedWeight.of(
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)), kind
+    )
+    chunks = torch.chunk(weight, ranks)
+    assert [quantized(chunk) for chunk in chunks] == [True] * ranks
+    sent = []
+    for chunk in chunks:
+        buffer = weight.new_zeros(chunks[0].shape)
+        buffer.narrow(0, 0, chunk.shape[0]).copy_(chunk)
+        part = buffer.narrow(0, 0, chunk.shape[0])
+        assert torch.equal(part.dequantize(), chunk.dequantize())
+        tensors, metadata = part.fsdp_pre_all_gather(None)
+        sent.append(tensors)
+    gathered = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
+    whole, _ = weight.fsdp_post_all_gather(gathered, metadata, torch.bfloat16)
+    whole = torch.as_strided(whole, weight.shape, weight.stride(), 0)
+    assert whole.shape == weight.shape and whole.dtype == torch.bfloat16
+    assert torch.equal(whole.to(torch.float32).dequantize(), weight.dequantize())

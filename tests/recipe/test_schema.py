@@ -167,7 +167,6 @@ def test_contradictions(write):
 @pytest.mark.parametrize("change, reason", [
     ("lora=null", "parallel.experts: 2 needs an adapter"),
     ("lora.targets=[]", "parallel.experts: 2 needs an adapter"),
-    ("model.quantization=int8", "does not go with model.quantization 'int8'"),
     ("model.offload=experts", "does not go with model.offload 'experts'"),
     ("trainer.torch_compile=true", "trainer.torch_compile: does not go with parallel.experts: 2"),
     ("parallel.experts=0", "parallel.experts: must be 1 or more, or 'all', not 0"),

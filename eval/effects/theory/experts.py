@@ -46,7 +46,7 @@ class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
 
     Appendix L writes router and experts without biases; ``bias`` adds them. Weights of the
-    selected experts are renormalized to sum 1. Every expert is computed on every
+    selected experts are renormalised to sum 1. Every expert is computed on every
     sample: at this size that is faster than sorting samples by expert. An expert that no sample of
     a batch selects has a zero gradient.
 
@@ -121,7 +121,7 @@ def training_loss(
     """Sum over models of ``cross-entropy + alpha * balance + weight * diversity``.
 
     Each model's parts are means over its own samples. ``orthogonality`` is the squared cosine of
-    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalized
+    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalised
     Gram matrix, ``ncl`` acts on the softmax of each selected expert's output; algorithm 3's term
     with the label is left out, the cross-entropy of the mixture stands for it. Source: P4 section
     6.2, algorithms 1 to 3.

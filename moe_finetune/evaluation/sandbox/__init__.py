@@ -11,7 +11,7 @@ one chose. The program never shares a process, a process table or a file with th
 that number, so there is nothing it could read or patch; and the tests take nothing from it but
 answers, in exact built-in types, to the calls of the names that they want. So it can pass only by
 answering the tests' calls with the right values. Not covered: faults of the kernel, and programs
-that recognize the tests' arguments.
+that recognise the tests' arguments.
 """
 
 from __future__ import annotations

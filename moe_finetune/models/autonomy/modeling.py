@@ -3,7 +3,7 @@
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074. For token x, every expert e computes
 ``p_e = A_e x``, r numbers; the K experts of largest ``|p_e|`` go on from there:
 ``y_e = W_e (act(B_e p_e) * V_e x)``, weighted by the softmax of all experts' norms, as in the
-authors' implementation (renormalized only where ``norm_topk_prob`` says so). Ours: the default
+authors' implementation (renormalised only where ``norm_topk_prob`` says so). Ours: the default
 rank, which gives an expert as many weights as OLMoE's of the same width has.
 
 Shape legend: T tokens, E experts, K selected per token, H hidden, D expert width, r rank, S = T*K

@@ -34,7 +34,7 @@ _MLP: Any = DeepseekV2MLP
 
 
 class DeepseekRouter(nn.Module):
-    """Softmax over all experts in float32, then greedy top-k, renormalized only where asked."""
+    """Softmax over all experts in float32, then greedy top-k, renormalised only where asked."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()

@@ -38,7 +38,7 @@ class MemoryPlan:
     """Bytes on one device; ``total`` is the sum of the parts up to ``needed``.
 
     Attributes:
-        weights: as stored on the device, by ``weights_by`` dtype or quantization (there with what
+        weights: as stored on the device, by ``weights_by`` dtype or quantisation (there with what
             is offloaded).
         adapter: LoRA factors and copies of routers, float32.
         optimizer: states of what trains.
@@ -138,7 +138,6 @@ def _profiled(recipe: Recipe) -> str:
 
 def _refuse_unsharded(recipe: Recipe) -> None:
     settings = {
-        f"model.quantization: {recipe.model.quantization}": recipe.model.quantization != "none",
         f"model.offload: {recipe.model.offload}": recipe.model.offload != "none",
         f"parallel.experts: {recipe.parallel.experts}": recipe.parallel.experts != 1,
     }

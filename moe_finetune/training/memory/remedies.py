@@ -39,9 +39,9 @@ def remedies(
     Args:
         room: bytes for tensors on the device.
         need: the total of a recipe.
-        sharded: several GPUs share the weights by FSDP2, which keeps them in bfloat16.
+        sharded: several GPUs share the weights by FSDP2, beside which nothing is offloaded.
     """
-    without = {"int8", "nf4", "offload"} if sharded else set()
+    without = {"offload"} if sharded else set()
     changes = _until_it_fits(recipe, device, room, need, without)
     if not changes[-1:] or not changes[-1][1].fits:
         return [change for _, change in changes]
@@ -126,11 +126,7 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
         change = f"lora.targets: [{', '.join(fewer)}]"
         yield "targets", change, _with(recipe, "lora", targets=fewer)
     if lora is not None and model.offload == "none" and device == "cuda":
-        change = "model.offload: experts" + (
-            "" if model.quantization == "none" else ", model.quantization: none"
-        )
-        freed = _with(recipe, "model", offload="experts", quantization="none")
-        yield "offload", change, freed
+        yield "offload", "model.offload: experts", _with(recipe, "model", offload="experts")
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_finetune.checkpoint.load_quantized import quantized_names
 from moe_finetune.models import Family
 from moe_finetune.models.structure import meta_model
+from moe_finetune.moe.grouped import DEQUANTIZED_BYTES
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
 from moe_finetune.quantization.codec import packed_shapes
 
@@ -23,12 +24,12 @@ class Weights:
     """Where the frozen and the trained weights lie.
 
     Attributes:
-        by_type: bytes by dtype or quantization, on the device and off it.
+        by_type: bytes by dtype or quantisation, on the device and off it.
         host: those of them that are in the host's memory.
         staged: bytes on the device for expert stacks that come from the host, two layers at once;
             where ranks share the weights, for embeddings and head, whole.
-        opened: the most that a layer takes while it computes, beyond what is stored: its experts
-            dequantized, or it and the next one gathered from all ranks.
+        opened: the most that a layer takes while it computes, beyond what is stored: some of its
+            experts dequantised, and with ranks that share weights it and the next one gathered.
         trained: shapes of what trains, all float32; ``added`` are bytes of those that the model
             itself does not have.
         layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
@@ -74,7 +75,7 @@ class Weights:
             by_type=dict(stored),
             host=0,
             staged=sum(self.by_type.values()) + self.added - sum(self.layers),
-            opened=2 * layer + 2 * gradients,
+            opened=self.opened + 2 * layer + 2 * gradients,
             trained=[(share(shape[0]), *shape[1:]) if shape else shape for shape in self.trained],
             added=added,
             layer_gradients=[share(size) for size in self.layer_gradients],
@@ -91,7 +92,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
     Args:
         model: as ``add_lora`` leaves it.
-        recipe: says dtype, quantization and offload.
+        recipe: says dtype, quantisation and offload.
     """
     backbone: Any = backbone_of(model)
     family, layers = family_in(model), len(backbone.layers)
@@ -104,7 +105,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     experts, router = f".{family.experts_path}.", f".{family.router_path}."
     by_type: Counter[str] = Counter()
     stacks = [0] * layers  # as stored
-    opened = [0] * layers  # as multiplied
+    opened = [0] * layers  # as multiplied, at once
     trained: list[tuple[int, ...]] = []
     gradients = [0] * layers
     by_layer = [0] * layers
@@ -139,7 +140,9 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             by_layer[index] += size
         if stack and index is not None:
             stacks[index] += size
-            opened[index] += item * parameter.numel()
+            whole, experts_of_stack = item * parameter.numel(), parameter.shape[0]
+            chunk = min(whole, max(DEQUANTIZED_BYTES, whole // experts_of_stack))
+            opened[index] = max(opened[index], chunk)  # one stack at a time
     host = sum(stacks) if offload else 0
     return Weights(
         dict(by_type),
@@ -158,7 +161,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
 
 def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
-    """Bytes of a quantized matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
+    """Bytes of a quantised matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
     *stacked, rows, columns = shape
     size, scales = packed_shapes(kind, rows, columns)
     return (stacked[0] if stacked else 1) * (size + 4 * scales)

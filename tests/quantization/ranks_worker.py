@@ -1,0 +1,159 @@
+"""What each rank of ``test_ranks.py`` runs: a training step on quantised weights that ranks share.
+
+``python -m tests.quantization.ranks_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
+The whole model sees both ranks' batches one after the other, in every process; of the others each
+rank sees its own batch, and gradients are averaged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from moe_finetune import Specialization, load_model
+from moe_finetune.lora.targets import add_lora
+from moe_finetune.quantization.weight import local_weight
+from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.training import ranks
+from tests import tiny, tiny_families
+
+WORLD = 2
+METHOD = {
+    "terms": {
+        "erc": {"weight": 0.3},  # reads the gate projections of all experts
+        "coupling": {"weight": 2.0},
+        "orthogonality": {"weight": 0.5},
+        "load_balance": {"weight": 0.1},
+    },
+    "strength": {"first": False},
+}
+BOTH = ("sharded", "spread")
+CASES = {
+    "nf4": ("qwen3_moe", {}, {"quantization": "nf4"}, BOTH),
+    "int8": ("qwen3_moe", {}, {"quantization": "int8"}, BOTH),
+    "grouped": ("qwen3_moe", {}, {"quantization": "nf4", "kernel": "grouped"}, BOTH),
+    "transposed": ("gpt_oss", {}, {"quantization": "nf4"}, BOTH),
+    "uneven": ("qwen3_moe", {"num_experts": 7}, {"quantization": "nf4"}, ("sharded",)),
+}
+"""Family, changes of its config, how it is loaded and run, and how ranks share it."""
+
+
+def model(folder: Path, quantization: str, spread: bool) -> Any:
+    base = load_model(
+        folder, "float32", quantization=quantization, expert_ranks=WORLD if spread else 1
+    )
+    torch.manual_seed(1)
+    adapted = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return adapted.train()
+
+
+def packed_bytes(built: Any) -> int:
+    """Bytes of this rank's packed weights."""
+    weights = map(local_weight, built.parameters())
+    return sum(weight.stored_bytes for weight in weights if weight is not None)
+
+
+def run(folder: Path, mode: str, kernel: str = "loop", **loaded: str) -> dict[str, Any]:
+    """Loss, gradients and packed bytes of two steps, the second after an update."""
+    built = model(folder, spread=mode == "spread", **loaded)
+    if mode == "sharded":
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in built.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(built, mesh=mesh)
+    batches = range(WORLD) if mode == "whole" else [ranks.rank()]
+    trained = [p for p in built.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
+    with Specialization(built, METHOD, accumulation=len(batches), kernel=kernel) as work:
+        for step in range(2):
+            optimizer.zero_grad()
+            losses = []
+            for rank in batches:
+                torch.manual_seed(100 + rank)
+                batch = tiny.batch(rows=2, length=11 + rank, seed=7 + rank + 10 * step)
+                loss = built(**batch).loss / len(batches)
+                loss.backward()
+                losses.append(float(loss))
+            if mode == "spread":  # as the Trainer does for what it did not shard
+                for parameter in trained:
+                    distributed.all_reduce(parameter.grad)
+                    parameter.grad /= WORLD
+            if step == 0:
+                optimizer.step()
+                work.step()
+    return {
+        "loss": sum(losses),
+        "bytes": packed_bytes(built),
+        "gradients": {
+            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
+            for name, p in built.named_parameters()
+            if p.grad is not None
+        },
+    }
+
+
+def furthest(got: dict, expected: dict) -> float:
+    """Largest difference of a tensor, relative to its largest entry."""
+    assert got.keys() == expected.keys()
+    return max(
+        float((got[n] - expected[n]).abs().max() / expected[n].abs().max().clamp_min(1e-6))
+        for n in expected
+    )
+
+
+def compare(folder: Path, options: dict[str, str], modes: tuple[str, ...]) -> dict[str, Any]:
+    """By mode the distance to the whole model in one process, or the error."""
+    whole = run(folder, "whole", **options)
+    rows: dict[str, Any] = {"tensors": len(whole["gradients"])}
+    for mode in modes:
+        try:
+            got = run(folder, mode, **options)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            rows[mode] = {"error": f"{type(error).__name__}: {error}"[:600]}
+            continue
+        loss = torch.tensor(got["loss"])
+        distributed.all_reduce(loss)
+        rows[mode] = {
+            "gradients": furthest(got["gradients"], whole["gradients"]),
+            "loss": [whole["loss"], float(loss) / WORLD],
+            "bytes": got["bytes"] / whole["bytes"],
+        }
+    return rows
+
+
+def main(out: Path) -> None:
+    """Run all cases in one job."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    ranks.join_group()
+    rows = {}
+    for case, (family, changes, options, modes) in CASES.items():
+        folder = out.parent / case
+        source = tiny if family in tiny.FAMILY_NAMES else tiny_families
+        source.model(family, **changes).save_pretrained(folder)  # rank 0 alone writes
+        ranks.barrier()
+        rows[case] = compare(folder, options, modes)
+    if ranks.rank() == 0:
+        out.write_text(json.dumps(rows))
+    ranks.barrier()
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    main(Path(sys.argv[1]))
