@@ -1,4 +1,4 @@
-"""Verbs that take a checkpoint and write or serve one."""
+"""Commands that take a checkpoint and write or serve one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def inspect(
     strength: Annotated[
         bool,
         typer.Option(
-            "--strength", help="Measure the recipe's losses against the language loss (loads it)."
+            "--strength",
+            help="Measure the recipe's losses against the language loss; loads the model.",
         ),
     ] = False,
     prove: Annotated[
@@ -53,14 +54,14 @@ def inspect(
         typer.Option(
             "--gpu",
             metavar="GIB",
-            help="Say whether the recipe fits a GPU with this many GiB, and what to change; "
+            help="Report whether the recipe fits a GPU with this many GiB, and what to change; "
             "exit code 1 where it does not. Nothing is loaded.",
         ),
     ] = None,
     gpus: Annotated[
         int,
         typer.Option(
-            "--gpus", min=1, max=4096, help="Plan the memory of each of so many GPUs under FSDP2."
+            "--gpus", min=1, max=4096, help="Plan the memory of each of this many GPUs under FSDP2."
         ),
     ] = 1,
 ) -> None:
@@ -248,7 +249,7 @@ def serve(
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint folder or hub id.")
     ],
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     name: Annotated[
         str | None, typer.Option("--name", help="The model's name; default: the run's or folder's.")

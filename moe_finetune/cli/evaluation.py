@@ -14,7 +14,7 @@ from moe_finetune.io.run_folder import results_in
 
 
 class Backend(enum.StrEnum):
-    """Engines that evaluate."""
+    """Backends that evaluate."""
 
     vllm = "vllm"
     hf = "hf"
@@ -34,7 +34,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="CHECKPOINT|RESULTS...",
-            help="Run, checkpoint folder or hub id; or finished results, for judge and people.",
+            help="Run, checkpoint folder or hub id; finished results for --judge and --sheets.",
             show_default=False,
         ),
     ],
@@ -42,81 +42,111 @@ def evaluate(
         str | None, typer.Option("--suite", "-s", help="Name or YAML file of a suite.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for results.json, or sheets.")
+        Path | None, typer.Option("--output", "-o", help="Folder for results.json or the sheets.")
     ] = None,
     backend: Annotated[
         Backend | None, typer.Option("--backend", "-b", help="Default: vllm where usable.")
     ] = None,
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="PEFT adapter over it (hf only).")
+        Path | None, typer.Option("--adapter", help="PEFT adapter to apply (hf only).")
     ] = None,
     determinantal: Annotated[
         float | None,
         typer.Option(
-            "--determinantal", metavar="EPS", help="Greedy determinant, not top-k (hf only)."
+            "--determinantal",
+            metavar="EPS",
+            help="Select experts by a greedy determinant (hf only).",
         ),
     ] = None,
     candidates: Annotated[
         int | None,
-        typer.Option("--candidates", metavar="N", min=1, help="Experts that it tries; all."),
+        typer.Option(
+            "--candidates", metavar="N", min=1, help="Candidates of --determinantal; default: all."
+        ),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", help="Folder of local task data.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="First items only.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Evaluate only the first N items.")
+    ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="LABEL", help="This task; repeatable.")
+        list[str] | None,
+        typer.Option("--only", metavar="LABEL", help="Evaluate only this task; may be repeated."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Say what can run, what is missing, and how much it is.")
+        bool,
+        typer.Option(
+            "--check", help="Report what can run, what is missing, and its size; run nothing."
+        ),
     ] = False,
     parity: Annotated[
         list[Backend] | None,
-        typer.Option("--parity", metavar="BACKEND", help="Compare answers; give it twice."),
+        typer.Option(
+            "--parity",
+            metavar="BACKEND",
+            help="Compare the answers of two backends; give it twice.",
+        ),
     ] = None,
     overflow: Annotated[
-        Overflow, typer.Option("--overflow", help="Prompts longer than the context.")
+        Overflow,
+        typer.Option("--overflow", help="What to do with prompts longer than the context."),
     ] = Overflow.error,
     allow_unsafe_local: Annotated[
         bool,
         typer.Option("--allow-unsafe-local", help="Run generated programs without a sandbox."),
     ] = False,
     judge: Annotated[
-        str | None, typer.Option("--judge", metavar="MODEL", help="Have a model judge answers.")
+        str | None,
+        typer.Option("--judge", metavar="MODEL", help="Let this model judge the answers."),
     ] = None,
     judge_url: Annotated[
-        str | None, typer.Option("--judge-url", metavar="URL", help="Its endpoint; default OpenAI.")
+        str | None,
+        typer.Option("--judge-url", metavar="URL", help="The judge's endpoint; default: OpenAI."),
     ] = None,
     judge_prices: Annotated[
         str | None,
-        typer.Option("--judge-prices", metavar="IN,OUT", help="Dollars per million tokens."),
+        typer.Option(
+            "--judge-prices", metavar="IN,OUT", help="The judge's dollars per million tokens."
+        ),
     ] = None,
     sheets: Annotated[
         int | None,
-        typer.Option("--sheets", metavar="N", min=1, help="Write blinded sheets over N items."),
+        typer.Option(
+            "--sheets", metavar="N", min=1, help="Write blinded sheets of N items for people."
+        ),
     ] = None,
     annotations: Annotated[
         list[Path] | None,
         typer.Option(
-            "--annotations", metavar="FILE", exists=True, help="Filled-in sheet; one an annotator."
+            "--annotations", metavar="FILE", exists=True, help="Filled-in sheet, one per annotator."
         ),
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option("--key", metavar="FILE", exists=True, help="key.json of the sheets."),
+        typer.Option("--key", metavar="FILE", exists=True, help="The sheets' key.json."),
     ] = None,
     vllm: Annotated[
-        list[str] | None, typer.Option("--vllm", metavar="KEY=VALUE", help="Engine argument.")
+        list[str] | None,
+        typer.Option(
+            "--vllm", metavar="KEY=VALUE", help="Argument of vLLM's engine; may be repeated."
+        ),
     ] = None,
-    base_url: Annotated[str | None, typer.Option("--base-url", help="Server's address.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Server's model name.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", help="The server's address.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model's name on the server.")
+    ] = None,
     batch_size: Annotated[
-        str, typer.Option("--batch-size", metavar="N|auto", help="Requests side by side.")
+        str, typer.Option("--batch-size", metavar="N|auto", help="Requests in one batch.")
     ] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format of the computation.")
+    ] = "auto",
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
-    """Evaluate a checkpoint on a suite; repeated, it continues a run that stopped.
+    """Evaluate a checkpoint on a suite; the same command continues an interrupted evaluation.
 
     Example: moe-finetune eval runs/erc/merged --suite gsm8k --backend vllm --output eval/erc
 
@@ -171,10 +201,12 @@ def evaluate(
 @app.command()
 def compare(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="eval or run folders, or two traces.")
+        list[Path],
+        typer.Argument(metavar="RESULTS...", help="Runs or folders of results, or two traces."),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write .html or .json here.")
+        Path | None,
+        typer.Option("--output", "-o", help="Also write the comparison to this .html or .json."),
     ] = None,
 ) -> None:
     """Compare evaluations, or two routing traces, with the first: differences, intervals, tests.

@@ -24,7 +24,7 @@ SHOWN_VALUES = (
 
 
 class Recorder(enum.StrEnum):
-    """What runs a checkpoint whose routing is recorded."""
+    """Backends that record routing."""
 
     hf = "hf"
     vllm = "vllm"
@@ -40,29 +40,43 @@ class Score(enum.StrEnum):
 @app.command()
 def analyze(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|TRACE", help="Folder, hub id or .npz trace.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|TRACE", help="Checkpoint folder, hub id, or a .npz trace."
+        ),
     ],
     output: Output,
     data: Annotated[
-        list[str] | None, typer.Option("--data", "-d", help="Text to record; a domain by its name.")
+        list[str] | None,
+        typer.Option("--data", "-d", help="Text to record; the file's name is its domain."),
     ] = None,
     domain: Annotated[
-        list[str] | None, typer.Option("--domain", metavar="NAME=FILE", help="Text of a domain.")
+        list[str] | None,
+        typer.Option("--domain", metavar="NAME=FILE", help="Text to record for this domain."),
     ] = None,
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="PEFT adapter over the checkpoint.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of a domain.")] = None,
-    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens of a row.")] = 2048,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Rows to record per domain.")
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option("--max-length", min=2, help="Longest row in tokens.")
+    ] = 2048,
     probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Store all experts' probabilities.")
+        bool, typer.Option("--probabilities", help="Also store the probabilities of all experts.")
     ] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="Computation type.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Number format of the computation.")
+    ] = "auto",
     backend: Annotated[
-        Recorder, typer.Option("--backend", "-b", help="vllm tells the selected experts only.")
+        Recorder, typer.Option("--backend", "-b", help="vllm records only the selected experts.")
     ] = Recorder.hf,
     vllm: Annotated[
-        list[str] | None, typer.Option("--vllm", metavar="KEY=VALUE", help="Engine argument.")
+        list[str] | None,
+        typer.Option(
+            "--vllm", metavar="KEY=VALUE", help="Argument of vLLM's engine; may be repeated."
+        ),
     ] = None,
 ) -> None:
     """Record which experts the tokens go to, measure it, and draw a page.
@@ -113,16 +127,19 @@ def split_domains(data: Sequence[str], domains: Sequence[str]) -> dict[str, list
 @app.command(context_settings={"allow_extra_args": True})
 def place(
     context: typer.Context,
-    trace: Annotated[Path, typer.Argument(help="Trace, or `analyze`'s folder.")],
+    trace: Annotated[Path, typer.Argument(help="A trace, or the folder of `analyze`.")],
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Plan file to write; with --bench a folder.")
     ],
     max_imbalance: Annotated[
-        float, typer.Option("--max-imbalance", min=1.0, help="Largest rank load over the mean.")
+        float,
+        typer.Option(
+            "--max-imbalance", min=1.0, help="Largest load of a rank, relative to the mean."
+        ),
     ] = 1.3,
     groups: Annotated[
-        int, typer.Option("--groups", min=1, help="Routing groups (n_group), which stay whole.")
+        int, typer.Option("--groups", min=1, help="Routing groups (n_group), which are not split.")
     ] = 1,
     bench: Annotated[
         Path | None,
@@ -130,15 +147,21 @@ def place(
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option("--against", metavar="TRACE", help="Bench: another model, placed by its own."),
+        typer.Option(
+            "--against",
+            metavar="TRACE",
+            help="With --bench: a second model's trace to compare with.",
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Bench: rows.")] = 512,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="With --bench: number of rows.")
+    ] = 512,
     output_tokens: Annotated[
-        int, typer.Option("--output-tokens", min=1, help="Bench: tokens of an answer.")
+        int, typer.Option("--output-tokens", min=1, help="With --bench: tokens per answer.")
     ] = 128,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Bench: times each.")] = 3,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="With --bench: repetitions.")] = 3,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Bench: say what would be started.")
+        bool, typer.Option("--dry-run", help="With --bench: show what would be started.")
     ] = False,
 ) -> None:
     """Plan which rank gets which expert, so that fewer tokens cross ranks; for `permute`.
@@ -192,9 +215,11 @@ def place(
 
 @app.command()
 def select(
-    trace: Annotated[Path, typer.Argument(help="Trace, or `analyze`'s folder.")],
+    trace: Annotated[Path, typer.Argument(help="A trace, or the folder of `analyze`.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
-    score: Annotated[Score, typer.Option("--score", help="Relevance measure.")] = Score.token,
+    score: Annotated[
+        Score, typer.Option("--score", help="Measure of an expert's relevance.")
+    ] = Score.token,
     top_p: Annotated[float, typer.Option("--top-p", help="Share of relevance to keep.")] = 0.2,
     domain: Annotated[str | None, typer.Option("--domain", help="Only this domain.")] = None,
 ) -> None:

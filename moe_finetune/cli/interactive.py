@@ -30,7 +30,7 @@ def init(
         Path, typer.Option("--output", "-o", help="The recipe to write; must not exist.")
     ] = Path("recipe.yaml"),
 ) -> None:
-    """Write a recipe to start from. On a terminal it asks for what the options do not say.
+    """Write a recipe to start from. On a terminal it asks for what the options leave out.
 
     Example: moe-finetune init ./my-moe --data my.jsonl --method erc --output my.yaml
     """
@@ -80,9 +80,9 @@ def preview(
 def watch(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one that contains runs.")],
     every: Annotated[
-        float, typer.Option("--every", min=0.1, help="Seconds between two looks.")
+        float, typer.Option("--every", min=0.1, help="Seconds between updates.")
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
 ) -> None:
     """Show a run while it trains: curves, and the load of each layer's experts.
 
@@ -104,7 +104,7 @@ def chat(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="Send this message and end; may be repeated. Default: ask."),
+        typer.Option("--prompt", help="Send this message and exit; may be repeated. Default: ask."),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")

@@ -50,7 +50,7 @@ def demo(
 @app.command()
 def doctor(
     fix: Annotated[
-        bool, typer.Option("--fix", help="Mend vLLM's CPU build, install bubblewrap.")
+        bool, typer.Option("--fix", help="Repair vLLM's CPU build, install bubblewrap.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -75,7 +75,10 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")
     ] = False,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="Start although the plan exceeds the machine.")
+        bool,
+        typer.Option(
+            "--ignore-memory", help="Start even if the plan exceeds this machine's memory."
+        ),
     ] = False,
 ) -> None:
     """Carry out a recipe: train, merge, verify, evaluate, report.
@@ -138,9 +141,11 @@ def report(
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="The page's heading.")] = None,
     labels: Annotated[
-        str | None, typer.Option("--labels", metavar="A,B,...", help="A name for each run.")
+        str | None, typer.Option("--labels", metavar="A,B,...", help="A label for each run.")
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="Page or numbers.")] = Format.html,
+    format: Annotated[
+        Format, typer.Option("--format", help="A page, or numbers as JSON.")
+    ] = Format.html,
 ) -> None:
     """Draw runs side by side on one HTML page that opens offline, or print their numbers.
 
@@ -162,7 +167,7 @@ def study(
         list[str] | None,
         typer.Argument(
             metavar="[key.path=value ...]",
-            help="Recipe keys go into every run; seeds=, baseline=, launch.*= are the study's.",
+            help="Recipe keys apply to every run; seeds=, baseline= and launch.*= to the study.",
             show_default=False,
         ),
     ] = None,
@@ -205,12 +210,12 @@ def upcycle(
         str | None,
         typer.Option(
             "--stage",
-            help="dense, cluster, experts, merge, router, finetune or evaluate: only this one.",
+            help="Only this stage: dense, cluster, experts, merge, router, finetune or evaluate.",
         ),
     ] = None,
     expert: Annotated[
         int | None,
-        typer.Option("--expert", metavar="N", help="Of the stage experts only this one."),
+        typer.Option("--expert", metavar="N", help="Only this expert of the stage experts."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue in OUTPUT; finished steps are kept.")
