@@ -19,19 +19,23 @@ class DataSource(Section):
     place, as a label of a classification task; ``limit`` counts the rows that are kept.
     """
 
-    path: str = Field(min_length=1, description="file, folder or hub id")
+    path: str = Field(min_length=1, description="file, folder or hub id of a dataset")
     format: Literal["auto", "messages", "prompt_completion", "text"] | None = Field(
-        default=None, description="default: the section's"
+        default=None, description="default: that of the `data` section"
     )
-    columns: dict[str, str] | None = Field(default=None, description="default: the section's")
-    template: dict[str, str] | None = Field(default=None, description="default: the section's")
-    split: str | None = Field(default=None, description="of a data set of the hub")
-    limit: int | None = Field(default=None, ge=1, description="rows to draw, by the seed")
+    columns: dict[str, str] | None = Field(
+        default=None, description="default: that of the `data` section"
+    )
+    template: dict[str, str] | None = Field(
+        default=None, description="default: that of the `data` section"
+    )
+    split: str | None = Field(default=None, description="split of a hub dataset")
+    limit: int | None = Field(default=None, ge=1, description="number of rows to draw at random")
     where: dict[str, list[str | int]] = Field(
-        default={}, description="field -> the values whose rows are kept"
+        default={}, description="field -> values; only rows with these values are kept"
     )
     words: dict[str, list[str]] = Field(
-        default={}, description="field -> the words that its numbers stand for"
+        default={}, description="field -> words that replace its numbers, such as label names"
     )
 
     @model_validator(mode="after")
@@ -55,10 +59,12 @@ Paths = str | list[Source]
 class DataSection(Section):
     """The examples, and how they become tokens."""
 
-    train: Paths = Field(description="file, folder, hub id, or a list of them")
-    validation: Paths | None = Field(default=None, description="the same; measured while training")
+    train: Paths = Field(description="training data: file, folder, hub id, or a list of them")
+    validation: Paths | None = Field(
+        default=None, description="held-out data for the validation loss: as `train`"
+    )
     format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
-        default="auto", description="`auto` looks at the rows"
+        default="auto", description="`auto` detects it from the rows"
     )
     columns: dict[str, str] | None = Field(
         default=None, description="our field -> the file's: {prompt: question, completion: answer}"
@@ -67,7 +73,8 @@ class DataSection(Section):
         default=None, description='our field from theirs: {prompt: "Q: {question}\\nA:", ...}'
     )
     chat_template: str | None = Field(
-        default=None, description="chatml, plain, training (TRL's), or a Jinja file"
+        default=None,
+        description="chatml, plain, training (TRL's), or a Jinja file; default: the tokenizer's",
     )
     turns: Literal["all", "each"] = Field(
         default="all",
@@ -75,29 +82,34 @@ class DataSection(Section):
     )
     ignore: list[str] = Field(
         default=[],
-        description="columns, fields of turns and kinds of content to leave out: [images, name]",
+        description="columns, fields of turns and kinds of content to ignore: [images, name]",
     )
     date: str | None = Field(
         default=None,
-        description="the day that chat templates write; default: that of the first preparation",
+        description="date that chat templates write; default: the day of the first preparation",
     )
-    max_length: int = Field(default=2048, ge=2, le=2**24, description="tokens of a row")
+    max_length: int = Field(default=2048, ge=2, le=2**24, description="longest row in tokens")
     overlong: Literal["truncate", "drop", "error"] = Field(
-        default="truncate", description="what happens to a longer row"
+        default="truncate", description="what happens to rows longer than `max_length`"
     )
-    packing: bool = Field(default=False, description="several rows in one of `max_length`")
+    packing: bool = Field(default=False, description="pack several rows into one of `max_length`")
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
-        default="bfd", description="as in TRL; in rows of `wrapped` texts see each other"
+        default="bfd",
+        description="as in TRL; with `wrapped`, texts in one row attend to each other",
     )
     completion_only_loss: bool | None = Field(
-        default=None, description="default: on where there is a completion"
+        default=None, description="learn only completions; default: where there are completions"
     )
-    split: str = Field(default="train", description="of a data set of the hub")
+    split: str = Field(default="train", description="split of a hub dataset")
     limit: int | None = Field(
-        default=None, ge=1, description="rows to draw from all sources together, by the seed"
+        default=None, ge=1, description="number of rows to draw at random from all sources"
     )
-    seed: int | None = Field(default=None, description="order of the rows; default: trainer.seed")
-    num_proc: int | None = Field(default=None, ge=1, description="processes that prepare the data")
+    seed: int | None = Field(
+        default=None, description="seed of the rows' order; default: trainer.seed"
+    )
+    num_proc: int | None = Field(
+        default=None, ge=1, description="number of processes that prepare the data"
+    )
 
     @field_validator("date", mode="before")
     @classmethod

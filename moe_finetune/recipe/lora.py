@@ -19,42 +19,52 @@ _NEEDS_DATA = ("corda", "eva", "lora_ga")
 class LoraPart(Section):
     """Rank and alpha of one part; ``alpha`` keeps the section's ratio of alpha to rank."""
 
-    rank: int = Field(ge=1, description="of every adapted matrix of this part")
+    rank: int = Field(ge=1, description="rank of every adapted matrix of this part")
     alpha: float | None = Field(
-        default=None, gt=0, le=1e6, description="default: the section's ratio of alpha to rank"
+        default=None,
+        gt=0,
+        le=1e6,
+        description="scaling; default: the ratio of alpha to rank of the `lora` section",
     )
 
 
 class LoraSection(Section):
     """The adapter; ``lora: null`` trains the whole model. ``alpha`` defaults to 4 x rank (P0)."""
 
-    rank: int | None = Field(default=None, ge=1, lt=2**31, description="of every adapted matrix")
-    alpha: float | None = Field(default=None, gt=0, le=1e6, description="default: 4 x rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="before the adapter")
+    rank: int | None = Field(
+        default=None, ge=1, lt=2**31, description="rank of every adapted matrix"
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, le=1e6, description="scaling is alpha / rank; default: 4 x rank"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the adapter")
     targets: list[Literal["attention", "shared_experts", "experts"]] = Field(
         default=["attention", "shared_experts", "experts"],
         description="what is adapted, besides the routers",
     )
-    experts: str = Field(default="all", description="all, or a selection file")
+    experts: str = Field(default="all", description="`all`, or a file that `select` wrote")
     parts: dict[Part, LoraPart] = Field(
         default={},
-        description="rank and alpha of a part: attention, shared_experts, experts or router",
+        description="rank and alpha by part: attention, shared_experts, experts or router",
     )
     use_rslora: bool = Field(
         default=False, description="scale by alpha / sqrt(rank) instead of alpha / rank"
     )
     use_dora: bool = Field(
-        default=False, description="DoRA; attention only, because PEFT has none for parameters"
+        default=False, description="DoRA, for attention only: PEFT has none for stacked experts"
     )
     init: str = Field(
         default="kaiming",
         description="kaiming, gaussian, orthogonal, pissa, pissa_niter_N or olora",
     )
     start: str | None = Field(
-        default=None, description="adapter's folder to continue from; default: new factors"
+        default=None, description="adapter to continue from; default: a new one"
     )
     loraplus_lr_ratio: float | None = Field(
-        default=None, ge=1, le=1e6, description="LoRA+: learning rate of B over that of the rest"
+        default=None,
+        ge=1,
+        le=1e6,
+        description="LoRA+: ratio of the learning rate of B to that of A",
     )
 
     @field_validator("init")

@@ -35,31 +35,36 @@ class ModelSection(Section):
     trains a model from scratch, without an adapter.
     """
 
-    path: str = Field(min_length=1, description="folder or hub id")
+    path: str = Field(min_length=1, description="checkpoint folder or hub id")
     dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="type of the weights and of the merged checkpoint"
+        default="bfloat16", description="number format of the weights and of the merged checkpoint"
     )
     quantization: Literal["none", "nf4", "int8"] = Field(
-        default="none", description="how frozen weights are held while an adapter trains"
+        default="none", description="number format of frozen weights while an adapter trains"
     )
-    revision: str | None = Field(default=None, description="of the hub")
-    tokenizer: str | None = Field(default=None, description="folder or hub id; default: path")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub id")
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer's folder or hub id; default: path"
+    )
     attn_implementation: Attention | None = Field(
-        default=None, description="default: transformers' own choice"
+        default=None, description="attention kernel; default: transformers' own choice"
     )
     experts_kernel: Literal["auto", "grouped", "loop"] = Field(
-        default="auto", description="one product for all experts, as on GPUs, or one for each"
+        default="auto",
+        description="grouped: one matrix product for all experts (GPUs); loop: one for each",
     )
     offload: Literal["none", "experts"] = Field(
         default="none",
-        description="experts: frozen stacks wait in the host's memory, two layers on the GPU",
+        description="experts: frozen experts stay in host memory, those of two layers on the GPU",
     )
     init: Literal["checkpoint", "random"] = Field(
-        default="checkpoint", description="`random`: from scratch, with `lora: null`"
+        default="checkpoint", description="`random` trains from scratch and needs `lora: null`"
     )
-    config: dict[str, Any] = Field(default={}, description="keys of config.json to change")
+    config: dict[str, Any] = Field(
+        default={}, description="keys of config.json to change, with `init: random`"
+    )
     family: FamilySection | None = Field(
-        default=None, description="facts of a model type that the toolkit does not know"
+        default=None, description="description of a model type that the toolkit does not know"
     )
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
@@ -103,7 +108,7 @@ class ParallelSection(Section):
 
     experts: int | Literal["all"] = Field(
         default=1,
-        description="ranks that hold the routed experts together, each its part; `all` of them",
+        description="ranks that share the routed experts, each with its part, or `all`",
     )
 
     @field_validator("experts")
@@ -141,10 +146,11 @@ class RouterSection(Section):
     """
 
     train: Literal["full", "lora", "frozen"] = Field(
-        default="full", description="all weights of the routers, LoRA on them, or nothing"
+        default="full",
+        description="full: all weights of the routers; lora: LoRA on them; frozen: nothing",
     )
     replay: bool = Field(
-        default=False, description="of stage grpo: train with the experts of the rollout"
+        default=False, description="stage grpo: train with the experts that the rollout selected"
     )
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
@@ -174,10 +180,14 @@ class RewardSection(Section):
         default=None,
         description="exact_match, boxed, code, or one that an installed package brings",
     )
-    file: str | None = Field(default=None, description="your Python file")
-    function: str = Field(default="reward", description="of that file")
+    file: str | None = Field(default=None, description="Python file with your reward")
+    function: str = Field(default="reward", description="the function in `file`")
     weight: float = Field(
-        default=1.0, ge=-1e6, le=1e6, allow_inf_nan=False, description="of this reward in the sum"
+        default=1.0,
+        ge=-1e6,
+        le=1e6,
+        allow_inf_nan=False,
+        description="weight of this reward in the sum",
     )
 
     @model_validator(mode="before")
@@ -195,9 +205,10 @@ class RewardSection(Section):
 class ExportSection(Section):
     """What is written after training. ``verify`` defaults to ``merge``."""
 
-    merge: bool = Field(default=True, description="write `merged/`")
+    merge: bool = Field(default=True, description="write the merged checkpoint, `merged/`")
     verify: bool | None = Field(
-        default=None, description="compare it with base + adapter; default: as `merge`"
+        default=None,
+        description="compare the merged checkpoint with base + adapter; default: as `merge`",
     )
 
     @model_validator(mode="after")
@@ -220,17 +231,25 @@ class EvaluationSection(Section):
     weights are deleted.
     """
 
-    suite: str = Field(min_length=1, description="name or file of a suite")
-    backend: Literal["vllm", "hf"] = Field(default="vllm", description="what answers")
+    suite: str = Field(min_length=1, description="name of a suite, or its YAML file")
+    backend: Literal["vllm", "hf"] = Field(
+        default="vllm", description="backend that generates the answers"
+    )
     only: list[str] | None = Field(
-        default=None, min_length=1, description="labels of the suite's tasks"
+        default=None, min_length=1, description="labels of the tasks to evaluate; default: all"
     )
-    limit: int | None = Field(default=None, ge=1, description="items of each task")
+    limit: int | None = Field(
+        default=None, ge=1, description="number of items per task; default: all"
+    )
     every: int | None = Field(
-        default=None, ge=1, description="steps between scores; default: only at the end"
+        default=None,
+        ge=1,
+        description="also evaluate every so many steps; default: only at the end",
     )
-    data_dir: str | None = Field(default=None, description="folder of local task data")
-    vllm: dict[str, Any] = Field(default={}, description="engine arguments")
+    data_dir: str | None = Field(
+        default=None, description="folder with local task data; nothing is downloaded then"
+    )
+    vllm: dict[str, Any] = Field(default={}, description="arguments of vLLM's engine")
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
         if self.every and recipe.trainer.get(BEST):
@@ -249,15 +268,19 @@ class NumericsSection(Section):
 
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
-        description="when a loss or gradient is not finite: end the run, or leave the step out",
+        description="if a loss or gradient is not finite: stop the run, or skip the step",
     )
     max_violation: float | None = Field(
-        default=None, gt=0, description="default: 0.75 x (experts / selected - 1)"
+        default=None,
+        gt=0,
+        description="limit of MaxVio before collapse; default: 0.75 x (experts / selected - 1)",
     )
-    dead_experts: float = Field(default=0.5, gt=0, le=1, description="share of the experts")
+    dead_experts: float = Field(
+        default=0.5, gt=0, le=1, description="limit of the share of dead experts before collapse"
+    )
     patience: int = Field(
-        default=5, ge=1, description="logs beyond a limit before the run is stopped"
+        default=5, ge=1, description="consecutive logs beyond a limit before the run stops"
     )
     deterministic: bool = Field(
-        default=False, description="refuse operations that do not repeat to the last bit"
+        default=False, description="refuse operations that are not bitwise reproducible"
     )
