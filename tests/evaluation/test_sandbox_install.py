@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from moe_finetune.cli import doctor
 from moe_finetune.evaluation.offline import check_suite, render_checks
 from moe_finetune.evaluation.sandbox.install import remedy, repair_sandbox, sandbox_state
 from moe_finetune.evaluation.suites import Suite
-from tests.conftest import pytest_terminal_summary
 
 TASK = {"task": "humaneval_local", "label": "code", "shots": 0, "metric": "pass@1",
         "filter": "sandbox", "code": "humaneval", "files": {"test": "rows.jsonl"}}  # fmt: skip
@@ -87,17 +85,3 @@ def test_an_installation_that_fails_is_said(bare):
     assert repair_sandbox() == []  # it is there, and installing it again would not help
     line = doctor._sandbox()
     assert line.state == "note" and "bubblewrap" in line.found
-
-
-def test_the_test_run_ends_with_what_was_skipped():
-    class Terminal:
-        def __init__(self):
-            self.lines = []
-            skips = [("f", 1, "Skipped: no bwrap"), ("f", 2, "Skipped: no bwrap"), ("g", 3, "x")]
-            reports = [SimpleNamespace(longrepr=place) for place in skips]
-            self.stats = {"skipped": reports, "passed": [object()]}
-            self.section = self.line = self.lines.append
-
-    terminal = Terminal()
-    pytest_terminal_summary(terminal)
-    assert terminal.lines == ["not tested here", "   2  no bwrap", "   1  x"]

@@ -167,21 +167,6 @@ def test_human_eval_is_generated_then_scored(backend, data_folder, tmp_path):
     assert all(len(row["verdicts"]) == 1 for row in rows)
 
 
-@pytest.mark.slow
-def test_without_a_sandbox_samples_are_kept_and_said_so(
-    backend, data_folder, tmp_path, monkeypatch
-):
-    suite = load_suite("humaneval")
-    suite.tasks[0].max_tokens = 8
-    monkeypatch.setenv("PATH", "")
-    results = evaluate(
-        "x", suite, "hf", tmp_path, data_folder, limit=2, opened=backend, progress=False
-    )
-    task = results["tasks"]["humaneval"]
-    assert task["value"] is None and "generated, not scored" in task["notes"][0]
-    assert len(load_samples(tmp_path, task)) == 2
-
-
 def test_programs_are_built_from_continuations_and_blocks():
     doc = {"prompt": "import math\n\ndef f(x):\n    '''Doc.'''\n", "test": "", "entry_point": "f"}
     continued = human_eval_program(doc, "    return math.pi\n")
