@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.conftest import ROOT
-from tests.integrations.test_hosts import environment_of
+from tests.integrations.environments import environment_of
 from tests.ranks import run_ranks
 
 PAGE = ROOT / "docs" / "other-trainers.md"

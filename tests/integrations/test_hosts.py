@@ -7,7 +7,6 @@ runs these tests; without that they are skipped.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -24,6 +23,7 @@ from moe_finetune import cli
 from tests import tiny
 from tests.conftest import ROOT
 from tests.integrations.driver import ACCUMULATION, TERMS
+from tests.integrations.environments import environment_of, python
 
 PAGE = (ROOT / "docs" / "other-trainers.md").read_text(encoding="utf-8")
 STEPS = 3
@@ -158,28 +158,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny.save("qwen3_moe", tmp_path_factory.mktemp("base") / "base", num_hidden_layers=2)
-
-
-def environment_of(host):
-    folder = Path(os.environ.get("HOSTS", ROOT / "build" / "integrations")) / host
-    if not folder.is_dir():
-        pytest.skip(f"{host} is not installed; run make test-integrations")
-    return folder
-
-
-def python(packages, arguments, folder, variables=()):
-    """Python with a host's packages over the environment's, without network and GPU."""
-    environment = os.environ | dict(variables)
-    environment |= {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
-    environment |= {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
 
 
 def train(host, base, data, folder, section):
