@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_finetune.losses.objective import LayerLoss
 
 Output = TypeVar("Output", Tensor, tuple)
 
@@ -14,51 +16,62 @@ Output = TypeVar("Output", Tensor, tuple)
 def inject(output: Output, loss: Tensor, scale: float) -> Output:
     """Return ``output`` unchanged; backward through it adds ``scale * d(loss)`` to all gradients.
 
-    Equal to adding ``scale * loss`` to the model's loss, but the loss needs nobody to carry it out
-    of the layer, so it works under any trainer and with checkpointed or sharded layers.
+    Equal to adding ``scale * loss`` to the model's loss, but nothing has to carry the loss out of
+    the layer, so it works under any trainer and with checkpointed or sharded layers.
 
     Args:
-        output: the block's output; must be part of the graph that is differentiated. Of a tuple
-            (GPT-OSS returns its routing weights, too) the first is meant.
+        output: the block's output; must be part of the graph that is differentiated. If it is a
+            tuple (GPT-OSS also returns its routing weights), its first element is used.
         loss: scalar.
         scale: usually 1 / (micro-batches of this optimizer step).
     """
-    return _joined(output, None, {"": loss}, scale)
+    return _joined(output, None, ("",), (1.0,), (1.0,), scale, loss)
+
+
+class Joins(Protocol):
+    """Joins a layer's losses to its output in another way than :func:`inject`."""
+
+    def join(self, output: Output, loss: LayerLoss, scale: float, first_visit: bool) -> Output:
+        """The block's output; ``first_visit`` is False when a checkpointed layer is run again."""
+        ...
 
 
 class PerTermLosses:
-    """The losses of one forward, by term, whose gradients are taken one term at a time.
+    """Injects each term separately, so that a backward can choose which of them act.
 
-    With ``retain_graph`` one forward serves them all, and the trainer's own loss too: a backward
-    through the model's output has the losses of the term ``on`` in it alone.
+    With ``retain_graph`` the graph of one forward gives the gradient of every term alone and of the
+    trainer's own loss.
 
     Attributes:
-        on: the term that a backward through the blocks' outputs adds; None adds none.
-        losses: each term's loss in each layer, with its graph.
+        only: the names of the terms that act in the next backward, each at weight 1; None for all
+            terms at their weights.
     """
 
     def __init__(self) -> None:
-        self.on: str | None = None
-        self.losses: dict[str, list[Tensor]] = {}
+        self.only: tuple[str, ...] | None = None
 
-    def inject(
-        self, output: Output, losses: Mapping[str, Tensor], scale: float, first_visit: bool
-    ) -> Output:
-        """As :func:`inject` for one layer's ``losses`` by term, none of which acts before ``on``.
-
-        ``first_visit`` is False when a checkpointed layer is run again: its losses are held already
-        and get what they need from there.
-        """
-        if first_visit:
-            for name, loss in losses.items():
-                self.losses.setdefault(name, []).append(loss)
-        return _joined(output, self, losses, scale)
+    def join(self, output: Output, loss: LayerLoss, scale: float, first_visit: bool) -> Output:
+        names = tuple(loss.losses)
+        factors = tuple(loss.factors[name] for name in names)
+        at_one = tuple(loss.at_one[name] for name in names)
+        return _joined(output, self, names, factors, at_one, scale, *loss.losses.values())
 
 
-def _joined(
-    output: Output, per_term: PerTermLosses | None, losses: Mapping[str, Tensor], scale: float
-) -> Output:
-    arguments = (per_term, tuple(losses), scale, *losses.values())
+class CollectedLosses:
+    """Collects the layers' losses, whose sum somebody else differentiates; none is injected."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def join(self, output: Output, loss: LayerLoss, scale: float, first_visit: bool) -> Output:
+        total = loss.total
+        # A layer that is run again recomputes what the loss of its first visit saved.
+        if first_visit and total is not None:
+            self.losses.append(total)
+        return output
+
+
+def _joined(output: Output, *arguments: Any) -> Output:
     if isinstance(output, tuple):
         return (_Inject.apply(output[0], *arguments), *output[1:])
     return _Inject.apply(output, *arguments)
@@ -69,21 +82,28 @@ class _Inject(torch.autograd.Function):
     def forward(
         ctx: Any,
         output: Tensor,
-        per_term: PerTermLosses | None,
+        chosen: PerTermLosses | None,
         names: tuple[str, ...],
+        factors: tuple[float, ...],
+        at_one: tuple[float, ...],
         scale: float,
         *losses: Tensor,
     ) -> Tensor:
-        ctx.per_term, ctx.names, ctx.scale = per_term, names, scale
+        ctx.chosen, ctx.names, ctx.scale = chosen, names, scale
+        ctx.factors, ctx.at_one = factors, at_one
         ctx.like = [loss.new_empty(()) for loss in losses]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # No gradient at all, rather than 0, so that the other terms' graphs are not walked.
-        per_term = ctx.per_term
+        only = None if ctx.chosen is None else ctx.chosen.only
+        factors = ctx.factors
+        if only is not None:
+            pairs = zip(ctx.names, ctx.at_one, strict=True)
+            factors = [factor if name in only else 0.0 for name, factor in pairs]
         gradients = [
-            torch.full_like(like, ctx.scale) if per_term is None or per_term.on == name else None
-            for name, like in zip(ctx.names, ctx.like, strict=True)
+            # No gradient at all, rather than 0, so that the graphs of absent terms are not walked.
+            torch.full_like(like, ctx.scale).mul_(factor) if factor else None
+            for factor, like in zip(factors, ctx.like, strict=True)
         ]
-        return grad_output, None, None, None, *gradients
+        return grad_output, None, None, None, None, None, *gradients

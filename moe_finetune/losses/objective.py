@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,18 +25,32 @@ _FOUND = "strength."
 
 @dataclass
 class LayerLoss:
-    """Value of the objective in one layer.
+    """Value of the objective in one layer, by term.
 
-    ``weighted`` are the terms' weighted values with their graphs; ``values`` the unweighted ones,
-    detached.
+    Attributes:
+        losses: unweighted values with their graphs.
+        factors: what each is multiplied by at this step; 0 for a share whose weight is not found
+            yet, or at the end of a schedule.
+        at_one: the same at weight 1.
     """
 
-    weighted: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    at_one: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The unweighted values, detached."""
+        return {name: loss.detach() for name, loss in self.losses.items()}
+
+    @property
+    def weighted(self) -> dict[str, Tensor]:
+        """The weighted losses with their graphs, of the terms that act."""
+        return {n: loss * self.factors[n] for n, loss in self.losses.items() if self.factors[n]}
 
     @property
     def total(self) -> Tensor | None:
-        """The weighted sum, or None when no term applies."""
+        """The weighted sum, or None when no term acts."""
         terms = list(self.weighted.values())
         return reduce(add, terms) if terms else None
 
@@ -112,14 +125,6 @@ class Objective:
         self.full_weights[name] = weight
         self.set_progress(*self._progress)
 
-    def only(self, *names: str) -> Objective:
-        """The terms of these names alone (not copies), at weight 1 whatever their schedules."""
-        chosen = copy.copy(self)
-        chosen.terms = tuple(term for term in self.terms if term.name in names)
-        chosen.weights = dict.fromkeys(names, 1.0)
-        chosen.full_weights = {**chosen.weights}
-        return chosen
-
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
         result = LayerLoss()
         for term in self.terms:
@@ -128,15 +133,13 @@ class Objective:
             value = term.loss(record, context)
             if value is None:
                 continue
-            result.values[term.name] = value.detach()
             if term.options.target is not None and self.full_weights[term.name] is None:
                 self._find_weight(term, record, value)
-            weight = self.weights[term.name] * (term.options.tokens or 1)
-            if term.options.layers_reduction == "mean":
-                weight /= self._layers[term.name]
-            if weight == 0:  # a share whose weight is not found yet, or the end of a schedule
-                continue
-            result.weighted[term.name] = value * weight
+            layers = self._layers[term.name] if term.options.layers_reduction == "mean" else 1
+            tokens = term.options.tokens or 1
+            result.losses[term.name] = value
+            result.factors[term.name] = self.weights[term.name] * tokens / layers
+            result.at_one[term.name] = tokens / layers
         return result
 
     def _find_weight(self, term: Term, record: RoutingRecord, value: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from moe_finetune.losses.base import PreviousLayer
-from moe_finetune.losses.inject import PerTermLosses
+from moe_finetune.losses.inject import Joins
 from moe_finetune.losses.objective import LayerLoss, Objective
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.sequences import Sequences
@@ -54,8 +54,7 @@ class ForwardPlan:
         observe: "train" records only training forwards, "all" every forward.
         token_mask: which tokens count: "attention", or "labels" (those that are trained on).
         scale: returns the injected loss's factor, 1 / (micro-batches of this optimizer step).
-        per_term: collects the losses by term, none of which then acts by itself; None injects
-            their sum.
+        joins: joins the losses to the layers' outputs; None injects their sum.
         overrides: called with the number of rows of a forward.
     """
 
@@ -65,7 +64,7 @@ class ForwardPlan:
     observe: Literal["train", "all"] = "train"
     token_mask: Literal["attention", "labels"] = "attention"
     scale: Callable[[], float] = lambda: 1.0
-    per_term: PerTermLosses | None = None
+    joins: Joins | None = None
     overrides: Callable[[int], ForwardOverrides] = lambda rows: ForwardOverrides()
 
 

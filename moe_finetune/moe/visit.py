@@ -251,12 +251,12 @@ class LayerVisits:
                     for observer in context.plan.observers:
                         observer(record, loss)
         layer.router_output = layer.router_input = layer.result = layer.projection = None
-        total = loss.total
-        if total is None:
+        if not loss.losses:
             return output
-        if context.plan.per_term is not None:
-            return context.plan.per_term.inject(output, loss.weighted, context.scale, first_visit)
-        return inject(output, total, context.scale)
+        if context.plan.joins is not None:
+            return context.plan.joins.join(output, loss, context.scale, first_visit)
+        total = loss.total
+        return output if total is None else inject(output, total, context.scale)
 
     def _reads_below(self, objective: Objective | None) -> bool:
         if objective is None or self._first:

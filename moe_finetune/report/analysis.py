@@ -20,15 +20,12 @@ from moe_finetune.io.run_folder import RunFolder, checkpoint_in
 from moe_finetune.io.tables import aligned
 from moe_finetune.metrics import top_choice
 from moe_finetune.metrics.arrays import mean_known
-from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
+from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, routing_path, snapshot
 from moe_finetune.routing.summary import summarize_trace
 
 if TYPE_CHECKING:
+    from moe_finetune.routing.measures import Measures
     from moe_finetune.routing.trace import RoutingTrace
-    from moe_finetune.routing.tracing import Measures
-
-PASSAGE = 150
-PASSAGES = 4
 
 
 def find_trace(path: str | Path) -> Path | None:
@@ -181,88 +178,63 @@ def write_analysis(
         summary["per_layer"] |= measured
         summary["mean"] |= {name: mean_known(values) for name, values in measured.items()}
     write_atomic(RunFolder(folder).summary, json.dumps(summary))
-    picture = snapshot(opened, summary, arrays, measures, tokenizer)
+    picture = trace_snapshot(opened, summary, arrays, measures, tokenizer)
     write_atomic(RunFolder(folder).routing_after, json.dumps(picture))
     run = replace(read_run(folder, output.resolve().name), path=output)
     title = f"Routing of {opened.info.checkpoint}"
     write_atomic(RunFolder(folder).page, render_page(Report([run], title)))
 
 
-def snapshot(
+def trace_snapshot(
     trace: RoutingTrace,
     summary: dict[str, Any],
     arrays: dict[str, np.ndarray],
     measures: Measures | None = None,
     tokenizer: Any = None,
 ) -> dict[str, Any]:
-    """The trace as a routing snapshot for the report (see :mod:`moe_finetune.report.routing`)."""
-    info = trace.info
-    layers, middle = list(info.layers), len(info.layers) // 2
+    """The trace as a routing snapshot for the report."""
+    info, middle = trace.info, len(trace.info.layers) // 2
+    pairs_LEE = arrays["conditional_activation_LEE"]
+    matrix_EE = pairs_LEE[middle] if middle + 1 < len(info.layers) else None
     tokens = summary["trace"]["domains"]
-    content: dict[str, Any] = {
-        "layers": layers,
-        "num_experts": info.num_experts,
-        "top_k": info.top_k,
-        "tokens": info.tokens,
-        "load": arrays["load_LE"].tolist(),
-        "metrics": {
-            name: {"per_layer": values, "mean": summary["mean"][name]}
-            for name, values in summary["per_layer"].items()
-        },
-    }
-    if len(tokens) > 1:
-        counts_GLE = arrays["domain_shares_GLE"] * info.top_k
-        content["domains"] = {
-            name: np.rint(shares_LE * tokens[name]).astype(int).tolist()
-            for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
-        }
-    if middle + 1 < len(layers):
-        matrix = arrays["conditional_activation_LEE"][middle]
-        content["conditional_activation"] = {
-            "layers": layers[middle : middle + 2],
-            "matrix": matrix.round(4).tolist(),
-        }
-    if measures is not None:
-        content["mean_probability"] = (measures.probability_LE / measures.tokens).round(6).tolist()
-        content["coherence"] = measures.coherence()
-        if measures.gate_rows_EDH is not None:
-            experts = gate_experts(info.num_experts)
-            rows = gate_row_points(layers[middle], measures.gate_rows_EDH, experts)
-            content["gate_rows_tsne"] = rows
+    counts_GLE = arrays["domain_shares_GLE"] * info.top_k
+    embeddings = None
     if trace.num_embeddings:
         chunks = list(trace.chunks("embeddings", "embedding_labels"))
-        rows_NH = np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks])
-        top_N = np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks])
-        load_E = arrays["load_LE"][middle]
-        content["embeddings"] = principal_points(layers[middle], rows_NH, top_N, load_E)
-    if tokenizer is not None and trace.has("token_ids") and trace.has("weights"):
-        content["colored_text"] = passages(trace, tokenizer, middle)
-    return content
+        embeddings = (
+            np.concatenate([chunk["embeddings"][:, middle] for chunk in chunks]),
+            np.concatenate([chunk["embedding_labels"][:, middle] for chunk in chunks]),
+        )
+    text = tokenizer is not None and trace.has("token_ids") and trace.has("weights")
+    return snapshot(
+        routing_path(info.layers, arrays["load_LE"], info.tokens, info.top_k, matrix_EE),
+        summary["per_layer"],
+        measures,
+        embeddings,
+        {
+            name: np.rint(shares_LE * tokens[name]).astype(int)
+            for name, shares_LE in zip(info.domains, counts_GLE, strict=True)
+        },
+        passages(trace, tokenizer, middle) if text else None,
+    )
 
 
-def passages(trace: RoutingTrace, tokenizer: Any, layer_row: int) -> list[dict[str, Any]]:
-    """The start of each domain's first sequence, with the top expert of one layer."""
-    texts_of_domains: list[dict[str, Any]] = []
+def passages(trace: RoutingTrace, tokenizer: Any, row: int) -> list[dict[str, Any]]:
+    """The start of each domain's first sequence, with the top expert of the ``row``-th layer."""
+    texts: list[dict[str, Any]] = []
     domains = range(min(PASSAGES, len(trace.info.domains)))
     for chunk in trace.chunks("ids", "weights", "token_ids", "seq", "domain"):
-        for domain in domains[len(texts_of_domains) :]:
-            tokens_N = np.flatnonzero(chunk["domain"] == domain)
-            if not len(tokens_N):
+        for domain in domains[len(texts) :]:
+            of_domain = np.flatnonzero(chunk["domain"] == domain)
+            if not len(of_domain):
                 break
-            first = tokens_N[chunk["seq"][tokens_N] == chunk["seq"][tokens_N[0]]][:PASSAGE]
-            selected_TK = chunk["ids"][first][:, layer_row]
-            experts = top_choice(selected_TK, chunk["weights"][first][:, layer_row])
-            texts = [tokenizer.decode([int(token)]) for token in chunk["token_ids"][first]]
-            texts_of_domains.append(
-                {
-                    "layer": trace.info.layers[layer_row],
-                    "domain": trace.info.domains[domain],
-                    "tokens": texts,
-                    "experts": np.asarray(experts).tolist(),
-                    "selected": selected_TK.tolist(),
-                }
-            )
-    return texts_of_domains
+            first = of_domain[chunk["seq"][of_domain] == chunk["seq"][of_domain[0]]][:PASSAGE]
+            index_TK = chunk["ids"][first][:, row]
+            top_T = top_choice(index_TK, chunk["weights"][first][:, row])
+            layer, name = trace.info.layers[row], trace.info.domains[domain]
+            ids_T = chunk["token_ids"][first]
+            texts.append(passage(tokenizer, layer, name, ids_T, top_T, index_TK))
+    return texts
 
 
 def comparison_text(a: Path, b: Path, comparison: Mapping[str, Any]) -> str:

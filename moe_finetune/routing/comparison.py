@@ -54,7 +54,7 @@ def compare_traces(
     differences: dict[str, list[np.ndarray]] = {name: [] for name in names}
     stabilities: list[np.ndarray] = []
     rng = np.random.default_rng(seed)
-    # A block of replicates holds about 4 million sums at a time.
+    # A block of replicates has about 4 million sums at a time.
     block = max(1, min(bootstrap, 4_000_000 // sums_a.load_LE[0].size))
     for start in range(0, bootstrap, block):
         count = min(block, bootstrap - start)
@@ -111,8 +111,8 @@ class _Units:
         return True
 
     def sums(self) -> RoutingSums:
-        found = gather(self.trace, self.of, self.count, "seq")
-        return found.map(lambda array: array.astype(np.float64))
+        sums = gather(self.trace, self.of, self.count, "seq")
+        return sums.map(lambda array: array.astype(np.float64))
 
     def of(self, chunk: TraceChunk) -> np.ndarray:
         return self.unit_T[chunk.start : chunk.start + chunk.tokens]
@@ -160,12 +160,12 @@ class _TopChoices:
         return len(self._rest)
 
     def take(self, count: int) -> np.ndarray:
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
+        rows, self._rest = self._rest[:count], self._rest[count:]
+        return rows
 
 
 def _draw(rng: np.random.Generator, replicates: int, units: int) -> np.ndarray:
-    """How often each replicate holds each unit, ``(B, U)``; rows sum to U."""
+    """How often each replicate contains each unit, ``(B, U)``; rows sum to U."""
     return rng.multinomial(units, np.full(units, 1 / units), size=replicates).astype(np.float64)
 
 

@@ -43,22 +43,22 @@ def summarize_trace(
         trace, lambda chunk: chunk["domain"], len(info.domains), "domain", transitions
     )
     _check_domains(trace, by_domain)
-    whole = by_domain.total()
+    total = by_domain.total()
     per_layer: dict[str, list[float | None]] = {
-        name: values.tolist() for name, values in routing_metrics(whole).items()
+        name: values.tolist() for name, values in routing_metrics(total).items()
     }
     domains = [domain_information(by_domain.load_LE[:, layer]) for layer in range(len(info.layers))]
     if len(info.domains) > 1:
-        per_layer["domain_information"] = [found["mutual_information"] for found in domains]
+        per_layer["domain_information"] = [metrics["mutual_information"] for metrics in domains]
     if trace.num_embeddings:
         per_layer |= _embedding_metrics(trace, sample, seed, neighbours)
     arrays = {
-        "load_LE": whole.load_LE,
-        "conditional_activation_LEE": transitions.conditional(whole.load_LE),
-        "domain_shares_GLE": np.stack([found["shares_GE"] for found in domains], axis=1),
+        "load_LE": total.load_LE,
+        "conditional_activation_LEE": transitions.conditional(total.load_LE),
+        "domain_shares_GLE": np.stack([metrics["shares_GE"] for metrics in domains], axis=1),
     }
-    if whole.score_LE is not None:
-        arrays["mean_score_LE"] = whole.score_LE / whole.tokens
+    if total.score_LE is not None:
+        arrays["mean_score_LE"] = total.score_LE / total.tokens
     return {
         "trace": {
             "path": str(trace.path),
@@ -113,11 +113,11 @@ def _embedding_metrics(
     trace: RoutingTrace, sample: int, seed: int, neighbours: int
 ) -> dict[str, list[float | None]]:
     embeddings_NLH, labels_NL = _sampled_embeddings(trace, sample, seed)
-    found = [
+    metrics = [
         separation(embeddings_NLH[:, layer], labels_NL[:, layer], neighbours)
         for layer in range(len(trace.info.layers))
     ]
-    overlaps, silhouettes = zip(*found, strict=True)
+    overlaps, silhouettes = zip(*metrics, strict=True)
     return {"expert_overlap": list(overlaps), "silhouette": list(silhouettes)}
 
 
@@ -130,8 +130,8 @@ def _sampled_embeddings(
     embeddings, labels, start = [], [], 0
     for chunk in trace.chunks("embeddings", "embedding_labels"):
         stop = start + len(chunk["embedding_labels"])
-        here = chosen[(chosen >= start) & (chosen < stop)] - start
-        embeddings.append(chunk["embeddings"][here])
-        labels.append(chunk["embedding_labels"][here])
+        in_chunk = chosen[(chosen >= start) & (chosen < stop)] - start
+        embeddings.append(chunk["embeddings"][in_chunk])
+        labels.append(chunk["embedding_labels"][in_chunk])
         start = stop
     return np.concatenate(embeddings), np.concatenate(labels)

@@ -51,7 +51,7 @@ class RoutingSums:
         return self.map(lambda array: array.sum(0))
 
     def weighted(self, weights_BG: np.ndarray) -> RoutingSums:
-        """Groups added with weights, ``(B, G)``: how often each replicate holds each group."""
+        """Groups added with weights, ``(B, G)``: how often each replicate contains each group."""
         return self.map(
             lambda array: (weights_BG @ array.reshape(len(array), -1)).reshape(
                 len(weights_BG), *array.shape[1:]
@@ -84,8 +84,8 @@ def gather(
         *(np.zeros(size) if trace.has("weights") else None for size in (shape, rows, rows)),
         *(np.zeros(size) if trace.has("probs") else None for size in (shape, rows)),
     )
-    wanted = [name for name in ("ids", "weights", "probs") if trace.has(name)]
-    for chunk in trace.chunks(*wanted, field):
+    fields = [name for name in ("ids", "weights", "probs") if trace.has(name)]
+    for chunk in trace.chunks(*fields, field):
         visit(chunk)
         for part in _slices(
             chunk, len(info.layers) * (info.num_experts if trace.has("probs") else info.top_k)
@@ -102,25 +102,25 @@ def routing_metrics(sums: RoutingSums) -> dict[str, np.ndarray]:
     """
     load = sums.load_LE.astype(np.float64)
     mean = load.mean(-1)
-    found = {"max_violation": load.max(-1) / mean - 1}
+    metrics = {"max_violation": load.max(-1) / mean - 1}
     tokens = sums.tokens[..., None]
     if sums.score_LE is not None and sums.square_L is not None and sums.entropy_L is not None:
         mean_LE = sums.score_LE / tokens[..., None]
         squares = (mean_LE**2).sum(-1)
-        whole = entropy(mean_LE)
+        marginal = entropy(mean_LE)
         decided = sums.entropy_L / tokens
         experts = mean_LE.shape[-1]
         # mean_t (s - mean s)^2 = mean_t s^2 - (mean s)^2, summed over experts.
-        found["score_variance"] = (sums.square_L / tokens - squares) / experts
-        found["score_entropy"] = decided
-        found["expert_entropy"] = whole
-        found["mutual_information"] = whole - decided
-        found["collision_entropy"] = -np.log(squares)
+        metrics["score_variance"] = (sums.square_L / tokens - squares) / experts
+        metrics["score_entropy"] = decided
+        metrics["expert_entropy"] = marginal
+        metrics["mutual_information"] = marginal - decided
+        metrics["collision_entropy"] = -np.log(squares)
     if sums.prob_LE is not None and sums.prob_entropy_L is not None:
         mean_LE = sums.prob_LE / tokens[..., None]
-        found["routing_variance"] = ((mean_LE - 1 / mean_LE.shape[-1]) ** 2).mean(-1)
-        found["routing_entropy"] = sums.prob_entropy_L / tokens
-    return found
+        metrics["routing_variance"] = ((mean_LE - 1 / mean_LE.shape[-1]) ** 2).mean(-1)
+        metrics["routing_entropy"] = sums.prob_entropy_L / tokens
+    return metrics
 
 
 def _slices(chunk: TraceChunk, row: int) -> Iterator[TraceChunk]:

@@ -66,7 +66,7 @@ class RoutingTrace:
             path: folder with ``trace.json``; or a file with ``ids`` int16 ``(T, L, K)``,
                 ``weights`` float32 of the same shape and ``seq`` ``(T,)``.
             model_type: raise TraceError unless the trace is of this model type.
-            layers: raise TraceError unless the trace holds these decoder layers.
+            layers: raise TraceError unless the trace has these decoder layers.
             num_experts, first_layer: facts that the ``.npz`` layout leaves out; DeepSeek-V2-Lite
                 has 64 experts and its decoder layer 0 is dense.
         """
@@ -114,7 +114,7 @@ class RoutingTrace:
         return sum(chunk.embeddings for chunk in self.info.chunks)
 
     def has(self, field: str) -> bool:
-        """Whether the trace holds ``field`` (a key of ``trace_format.FIELDS``)."""
+        """Whether the trace has ``field`` (a key of ``trace_format.FIELDS``)."""
         return field in self.info.fields
 
     def chunks(self, *fields: str) -> Iterator[TraceChunk]:
@@ -146,12 +146,12 @@ class RoutingTrace:
             raise TraceError(
                 f"{self.path}: no domain '{domain}'; it holds {', '.join(self.info.domains)}"
             )
-        number = self.info.domains.index(domain)
-        kept = [chunk[field][chunk["domain"] == number] for chunk in self.chunks(field, "domain")]
-        found = np.concatenate(kept)
-        if not len(found):
+        index = self.info.domains.index(domain)
+        parts = [chunk[field][chunk["domain"] == index] for chunk in self.chunks(field, "domain")]
+        values = np.concatenate(parts)
+        if not len(values):
             raise TraceError(f"{self.path}: domain '{domain}' has no tokens; record it again")
-        return found
+        return values
 
     def _require(self, names: Sequence[str]) -> None:
         for name in names:

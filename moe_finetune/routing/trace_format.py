@@ -75,7 +75,7 @@ class TraceInfo:
         num_experts: routed experts E of a layer.
         top_k: experts K selected per token.
         hidden_size: H, or None when unknown.
-        domains: names; the ``domain`` field holds their positions.
+        domains: names; the ``domain`` field contains their positions.
         fields: names of the arrays in every chunk (keys of ``FIELDS``).
         chunks: the files, in the order of the tokens.
     """
@@ -210,54 +210,54 @@ def write_chunk(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Arrays of an ``.npz`` file by name; TraceError when it is not one, or damaged."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             for name in names:
                 # Read whole, so that the checksum is verified before numpy parses anything.
                 member = io.BytesIO(archive.read(f"{name}.npy"))
-                found[name] = np.lib.format.read_array(member, allow_pickle=False)
+                arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
     except UNREADABLE as error:
         raise TraceError(
             f"{path}: not a trace, or damaged ({type(error).__name__}: {error}); "
             "restore it or record again"
         ) from error
-    return found
+    return arrays
 
 
 def read_chunk(
     path: Path, info: TraceInfo, chunk: ChunkInfo, fields: Iterable[str]
 ) -> dict[str, np.ndarray]:
     """Read and check some arrays of a chunk; TraceError names the file and the array."""
-    found = load_arrays(path, fields)
+    arrays = load_arrays(path, fields)
     sizes = info.sizes(chunk)
-    for name, array in found.items():
+    for name, array in arrays.items():
         letters, dtypes = FIELDS[name]
-        wanted = tuple(sizes[letter] for letter in letters)
-        fits = array.ndim == len(wanted) and all(
-            size in (None, got) for size, got in zip(wanted, array.shape, strict=True)
+        shape = tuple(sizes[letter] for letter in letters)
+        fits = array.ndim == len(shape) and all(
+            size in (None, got) for size, got in zip(shape, array.shape, strict=True)
         )
         if not fits or array.dtype.name not in dtypes:
             raise TraceError(
                 f"{path}: {name}: got {array.dtype} {array.shape}, wanted {' or '.join(dtypes)} "
-                f"{wanted}; the trace is damaged or of another model"
+                f"{shape}; the trace is damaged or of another model"
             )
         _check_values(path, name, array, info)
-    return found
+    return arrays
 
 
 def _check_values(path: Path, name: str, array: np.ndarray, info: TraceInfo) -> None:
     if array.size == 0:
         return
-    below = {
+    limits = {
         "ids": info.num_experts,
         "embedding_labels": info.num_experts,
         "domain": len(info.domains),
     }.get(name)
-    if below is not None and (array.min() < 0 or array.max() >= below):
+    if limits is not None and (array.min() < 0 or array.max() >= limits):
         raise TraceError(
             f"{path}: {name}: got values from {array.min()} to {array.max()}, wanted 0 to "
-            f"{below - 1}; the trace is damaged or of another model"
+            f"{limits - 1}; the trace is damaged or of another model"
         )
     if name == "ids" and array.shape[-1] > 1:
         ordered = np.sort(array, axis=-1)

@@ -231,8 +231,8 @@ class TraceWriter:
             part = {n: a[start:stop] for n, a in arrays.items() if n not in EMBEDDING_FIELDS}
             if "embeddings" in arrays:
                 positions = arrays["embedding_positions"]
-                here = slice(*np.searchsorted(positions, [start, stop]))
-                part |= {name: arrays[name][here] for name in EMBEDDING_FIELDS}
+                span = slice(*np.searchsorted(positions, [start, stop]))
+                part |= {name: arrays[name][span] for name in EMBEDDING_FIELDS}
                 # In the file a position counts from the start of the whole trace.
                 part["embedding_positions"] = part["embedding_positions"] + self._tokens
             self._pending.append(part)

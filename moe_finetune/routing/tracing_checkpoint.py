@@ -12,7 +12,7 @@ import numpy as np
 from moe_finetune.moe.bias import BiasBalancer
 
 if TYPE_CHECKING:
-    from moe_finetune.routing.tracing import Measures
+    from moe_finetune.routing.measures import Measures
 
 
 def record(
@@ -84,6 +84,6 @@ def stored_bias(model: Any, adapter: Path) -> BiasBalancer | None:
         if layer.index not in balancer.bias:
             continue
         effective = torch.tensor(stored[layer.index])
-        own = Rule(layer).own_bias(effective)
-        balancer.bias[layer.index] = effective - own.cpu()  # the layer adds its own again
+        own_bias = Rule(layer).own_bias(effective)
+        balancer.bias[layer.index] = effective - own_bias.cpu()  # the layer adds its own again
     return balancer

@@ -42,7 +42,7 @@ def trace_vllm(
 ) -> None:
     """Write the routing of ``sequences`` (token ids by domain) in vLLM to the trace ``folder``.
 
-    The trace holds selected experts and token ids; weights, probabilities and embeddings stay in
+    The trace contains selected experts and token ids; weights, probabilities and embeddings stay in
     the engine.
 
     Args:
@@ -77,8 +77,8 @@ def trace_vllm(
     with writer:
         chosen = routed(checkpoint, texts, facts.moe_layers, facts.top_k, dtype, engine or {})
         rows = zip(texts, domains, chosen, strict=True)
-        for number, (ids_T, domain, index_TLK) in enumerate(rows):
-            writer.append(index_TLK, None, np.full(len(ids_T), number), domain, token_ids_T=ids_T)
+        for sequence, (ids_T, domain, index_TLK) in enumerate(rows):
+            writer.append(index_TLK, None, np.full(len(ids_T), sequence), domain, token_ids_T=ids_T)
 
 
 def routed(
@@ -96,25 +96,30 @@ def routed(
             batch = texts[start : start + (AT_ONCE if heard is None else 1)]
             outputs = _run(llm, batch)
             for ids_T, output in zip(batch, outputs, strict=True):
-                told = output.routed_experts if heard is None else heard.take()
-                yield selection(told, len(ids_T), layers, top_k)
+                experts = output.routed_experts if heard is None else heard.take()
+                yield selection(experts, len(ids_T), layers, top_k)
 
 
 def selection(
-    told: np.ndarray | None, tokens: int, layers: Sequence[int], top_k: int
+    routed: np.ndarray | None, tokens: int, layers: Sequence[int], top_k: int
 ) -> np.ndarray:
     """``(T, L, K)`` int64 from ``(T or more, decoder layers, K)``; dense layers are left out.
 
     Raises:
-        CaptureError: nothing was told, or not of this shape.
+        CaptureError: vLLM returned no routing, or one of another shape.
     """
-    shape = None if told is None else told.shape
-    if told is None or len(told) < tokens or told.shape[1] <= max(layers) or told.shape[2] != top_k:
+    shape = None if routed is None else routed.shape
+    if (
+        routed is None
+        or len(routed) < tokens
+        or routed.shape[1] <= max(layers)
+        or routed.shape[2] != top_k
+    ):
         raise CaptureError(
             f"vLLM returned experts of shape {shape}, wanted ({tokens} tokens, at least "
             f"{max(layers) + 1} layers, {top_k}); record with --backend hf"
         )
-    return told[:tokens, list(layers)].astype(np.int64)
+    return routed[:tokens, list(layers)].astype(np.int64)
 
 
 class Heard:
@@ -148,10 +153,10 @@ class Heard:
                 f"vLLM's layers routed different numbers of tokens: "
                 f"{ {layer: len(row) for layer, row in rows.items()} }; record with --backend hf"
             )
-        told = np.zeros((len(first), max(rows) + 1, first.shape[1]), first.dtype)
+        experts = np.zeros((len(first), max(rows) + 1, first.shape[1]), first.dtype)
         for layer, row in rows.items():
-            told[:, layer] = row
-        return told
+            experts[:, layer] = row
+        return experts
 
 
 @contextmanager
@@ -167,8 +172,8 @@ def open_engine(
             "leave it out"
         )
     environment, needed = ON_CPU if cpu else ON_GPU
-    wanted = {"max_model_len": longest + 1, "skip_tokenizer_init": True, **overrides, **needed}
-    arguments = engine_arguments(wanted, dtype)
+    options = {"max_model_len": longest + 1, "skip_tokenizer_init": True, **overrides, **needed}
+    arguments = engine_arguments(options, dtype)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with _environment(environment):
         from vllm import LLM
@@ -203,12 +208,12 @@ def _run(llm: Any, texts: Sequence[np.ndarray]) -> list[Any]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -1,7 +1,7 @@
 """A learned routing bias stays with the weights that were trained with it.
 
-Between trainings the recorder is off. The bias then acts through hooks on the routers alone, and
-whatever ``save_pretrained`` writes has it: beside an adapter in ``router_bias.safetensors``, inside
+Between trainings the recorder is off. The bias then acts only through hooks on the routers, and
+whatever ``save_pretrained`` writes has it: with an adapter in ``router_bias.safetensors``, inside
 a whole model where the family keeps one.
 """
 
@@ -90,12 +90,12 @@ class KeptBias:
         folder, layers = Path(save_directory), moe_layers(self.model)
         writes = kwargs.get("is_main_process", True)
         if isinstance(self.model, PeftModel):
-            found = original(save_directory, *args, **kwargs)
+            result = original(save_directory, *args, **kwargs)
             for name in self.balancer.adapters if writes else ():
                 adapter = folder if name == "default" else folder / name
                 if adapter.is_dir():
                     save_beside(self.balancer, layers, adapter)
-            return found
+            return result
         state = kwargs.get("state_dict")
         try:
             state = add_bias(self.balancer, layers, state or self.model.state_dict())
@@ -107,10 +107,10 @@ class KeptBias:
                 layers[0].family.title,
             )
             return original(save_directory, *args, **kwargs)
-        found = original(save_directory, *args, **{**kwargs, "state_dict": state})
+        result = original(save_directory, *args, **{**kwargs, "state_dict": state})
         if writes:
             name_bias(layers, folder)
-        return found
+        return result
 
 
 def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Path) -> None:
@@ -119,9 +119,9 @@ def save_beside(balancer: BiasBalancer, layers: Sequence[MoeLayer], adapter: Pat
     The metadata note it, so that an adapter that lost the file is refused.
     """
     save_state(adapter / BIAS_FILE, balancer.effective(layers))
-    held = read_metadata(adapter)
-    extra = {**held.extra, "router_bias": True}
-    write_metadata(adapter, held.experts, held.experts_dropout, **extra)
+    metadata = read_metadata(adapter)
+    extra = {**metadata.extra, "router_bias": True}
+    write_metadata(adapter, metadata.experts, metadata.experts_dropout, **extra)
 
 
 def add_bias(

@@ -2,7 +2,7 @@
 
     trainer = SFTTrainer(..., callbacks=[SpecializationCallback("orthogonal_variance")])
 
-With ``output="runs/mine"`` it leaves a run's folder there, which ``report``, ``compare``, ``watch``
+With ``output="runs/mine"`` it writes a run's folder there, which ``report``, ``compare``, ``watch``
 and ``merge`` read.
 
 The callback puts the method on the trainer's model when training begins and takes it off when it
@@ -34,6 +34,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
 from moe_finetune.training.sample import evaluation_metrics, evaluation_sample
@@ -51,7 +52,7 @@ OPTIONS = ("output", "dropout", "kernel")
 
 
 def _check_equal_steps(dataloader: Any) -> None:
-    """Refuse ranks with different numbers of batches: the one that goes on would wait for ever."""
+    """Refuse ranks with different numbers of batches: the one that continues would wait forever."""
     try:
         batches = len(dataloader)
     except TypeError:
@@ -77,12 +78,12 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     Attributes:
         specialization: the method at work, from the beginning of training on.
-        run_metadata: what adapters in checkpoints say of the run, beside what the method knows.
+        run_metadata: facts of the run that adapters in checkpoints get, with those of the method.
         routing_file: gets a line of JSON at every evaluation: who routed where, by step.
 
     Raises:
         RecipeError: an unknown preset, term or option.
-        OutputExistsError: when training begins: ``output`` holds something already.
+        OutputExistsError: when training begins: ``output`` is not empty.
         ObjectiveError: when training begins: a term that reaches nothing trainable, fp16, or a
             trainer that adds a balance loss of its own.
     """
@@ -141,10 +142,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
     def attach(self, trainer: Trainer) -> SpecializationCallback:
         """Read the accumulation window from ``trainer`` and log before its other callbacks."""
         self.read_from(trainer)
-        callbacks = trainer.callback_handler.callbacks
-        if self in callbacks:
-            callbacks.remove(self)
-        callbacks.insert(0, self)
+        add_callbacks(trainer, self)
         return self
 
     def read_from(self, trainer: Trainer) -> None:
@@ -161,39 +159,39 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         check_arguments(args, self.method, backbone_of(model).config)
         self._window.begin(args, kwargs.get("train_dataloader"), state)
         _check_equal_steps(kwargs.get("train_dataloader"))
-        before = on_model(model)
-        if before is not None:
-            if before.run is state:
+        previous = on_model(model)
+        if previous is not None:
+            if previous.run is state:
                 raise ObjectiveError(
                     "the trainer has two SpecializationCallbacks; leave one, with both's terms"
                 )
-            if before.balancer is not None and self.method.bias_update is None:
+            if previous.balancer is not None and self.method.bias_update is None:
                 raise ObjectiveError(
                     "the model has the routing bias of an earlier training, which this method does "
                     "not keep; take it off with close() of that training's callback, or set "
                     "bias_update"
                 )
-            before.restore()  # a training that raised never said that it ended
-        self.specialization = work = Specialization(
+            previous.restore()  # a training that raised did not end properly
+        self.specialization = specialization = Specialization(
             model, self.method, dropout=self.dropout, kernel=self.kernel
         )
-        work.recorder.change(scale=self._window.scale)
+        specialization.recorder.change(scale=self._window.scale)
         if state.global_step:
-            work.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))
-        elif before is not None:
-            work.carry_over(before)
+            specialization.load_state_dict(self._tables(state.stateful_callbacks, "the checkpoint"))
+        elif previous is not None:
+            specialization.carry_over(previous)
         if self.output is not None:
-            self._begin_run(work, args, state, kwargs)
+            self._begin_run(specialization, args, state, kwargs)
         try:
-            work.install()
+            specialization.install()
         except BaseException:
             if self._run is not None:
                 self._run.discard()
             raise
-        work.run = state
+        specialization.run = state
         # The stock Trainer asks for this at every save, and a checkpoint may have come without.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self._say_where_the_bias_goes(work)
+        self._say_where_the_bias_goes(specialization)
         self._say_what_is_balanced(args.gradient_accumulation_steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -217,7 +215,7 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             self._run.log(args, state, control, logs)
 
     def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
-        # The recorder is at work during training alone; an evaluation by itself has no method.
+        # The recorder works only during training; a separate evaluation has no method.
         if (
             self.specialization is None
             or not self.specialization.at_work
@@ -241,16 +239,16 @@ class SpecializationCallback(TrainerCallback, ExportableState):
                 self._run.log(args, state, control, values)
 
     def on_train_end(self, args, state, control, **kwargs):
-        work = self._at_work()
+        specialization = self._at_work()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint) / TRAINER_FILE
             remedy = "the best model's tables are lost; take another checkpoint"
-            held = read_object(file, CheckpointError, remedy, finite=False)
-            saved = held.get("stateful_callbacks") or {}
-            work.load_state_dict(self._tables(saved, str(file)))
-        work.rest()
+            trainer_state = read_object(file, CheckpointError, remedy, finite=False)
+            saved = trainer_state.get("stateful_callbacks") or {}
+            specialization.load_state_dict(self._tables(saved, str(file)))
+        specialization.rest()
         if self._run is not None:
-            self._run.end(work)
+            self._run.end(specialization)
 
     @property
     def recorder(self) -> Recorder:
@@ -281,8 +279,10 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def describe_adapter(self, folder: Path) -> None:
         """Write into a checkpoint's adapter what belongs to it; a ResumableTrainer calls this."""
-        work = self._at_work()
-        describe_adapter(work.model, folder, self.dropout, work.balancer, self.run_metadata)
+        specialization = self._at_work()
+        describe_adapter(
+            specialization.model, folder, self.dropout, specialization.balancer, self.run_metadata
+        )
 
     def rank_state(self) -> dict[str, Any]:
         """What this rank has counted since the last log; a ResumableTrainer saves it."""
@@ -296,10 +296,12 @@ class SpecializationCallback(TrainerCallback, ExportableState):
         """What ``rank`` loads of the states of another number of ranks."""
         return TrainingStatistics.share(states, rank)
 
-    def _begin_run(self, work: Specialization, args: Any, state: Any, given: Any) -> None:
+    def _begin_run(
+        self, specialization: Specialization, args: Any, state: Any, events: Any
+    ) -> None:
         assert self.output is not None
         self._run = HostRun(self.output, self.method, self.dropout)
-        self._run.begin(work, args, state, given, self._window.trainer)
+        self._run.begin(specialization, args, state, events, self._window.trainer)
         self.run_metadata, self.routing_file = self._run.metadata, self._run.routing_file
 
     def _at_work(self) -> Specialization:
@@ -308,18 +310,18 @@ class SpecializationCallback(TrainerCallback, ExportableState):
 
     def _tables(self, saved: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
         """Tables among the callbacks' states of a checkpoint; none in one made without this."""
-        own = saved.get(type(self).__name__)
-        own = own[0] if isinstance(own, list) else own
-        return from_text(own["attributes"]["saved_tables"], where) if own else {}
+        states = saved.get(type(self).__name__)
+        states = states[0] if isinstance(states, list) else states
+        return from_text(states["attributes"]["saved_tables"], where) if states else {}
 
-    def _say_where_the_bias_goes(self, work: Specialization) -> None:
-        family = work.recorder.layers[0].family
-        if work.balancer is None or self.method.export_bias == "drop":
+    def _say_where_the_bias_goes(self, specialization: Specialization) -> None:
+        family = specialization.recorder.layers[0].family
+        if specialization.balancer is None or self.method.export_bias == "drop":
             return
         if family.bias_export == "none":
             log.warning(
                 "WARNING: method.bias_update: %s has no place for a routing bias in a checkpoint. "
-                "It is saved beside an adapter, where 'analyze' reads it, and a merged or served "
+                "It is saved with an adapter, where 'analyze' reads it, and a merged or served "
                 "model routes without it, other than in training. Set export_bias: drop to accept "
                 "that, or balance with the load_balance term",
                 family.title,

@@ -51,7 +51,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
     """Check ``folder`` against its manifest.
 
     Args:
-        hashes: read every byte; otherwise names and sizes alone.
+        hashes: read every byte; otherwise only names and sizes.
         share: (rank, ranks) of which each reads its share of the bytes.
 
     Raises:
@@ -72,13 +72,13 @@ def verify_checkpoint(folder: Path, hashes: bool = True, share: tuple[int, int] 
         raise CheckpointError(f"{path}: has format {version}, and this version reads {FORMAT}")
     if step != step_of(folder) or not entries:
         raise CheckpointError(f"{path}: is of another checkpoint, or damaged")
-    for number, (name, (size, digest)) in enumerate(entries.items()):
+    for position, (name, (size, digest)) in enumerate(entries.items()):
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:
             raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, wanted {size}")
-        if hashes and number % share[1] == share[0] and sha256_file(file) != digest:
+        if hashes and position % share[1] == share[0] and sha256_file(file) != digest:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the manifest's)")
 
 
@@ -86,8 +86,8 @@ def checkpoints(root: Path) -> list[Path]:
     """Checkpoint folders under ``root``, newest first, whole or not."""
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if p.is_dir() and step_of(p) is not None]
-    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    folders = [p for p in root.iterdir() if p.is_dir() and step_of(p) is not None]
+    return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)
 
 
 def newest_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
@@ -113,22 +113,22 @@ def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]
     """
     if keep is None or keep <= 0:
         return []
-    found = checkpoints(root)
-    if not found:
+    folders = checkpoints(root)
+    if not folders:
         return []
-    newest, older = found[0], found[1:]
+    newest, older = folders[0], folders[1:]
     try:
         verify_checkpoint(newest)
     except (CheckpointError, OSError):
         return []
-    kept, removed = 1, []
+    intact, removed = 1, []
     if best is not None and best.resolve() != newest.resolve() and keep > 1 and best.is_dir():
-        kept += 1
+        intact += 1
     for folder in older:
         if best is not None and folder.resolve() == best.resolve():
             continue
-        if kept < keep and _has_its_size(folder):
-            kept += 1
+        if intact < keep and _has_its_size(folder):
+            intact += 1
             continue
         remove_folder(folder)
         removed.append(folder)
@@ -137,8 +137,8 @@ def rotate(root: Path, keep: int | None, best: Path | None = None) -> list[Path]
 
 def step_of(folder: Path) -> int | None:
     """The optimizer step in a checkpoint's name, or None for another folder."""
-    number = folder.name.removeprefix(_PREFIX)
-    return int(number) if number != folder.name and number.isdecimal() else None
+    digits = folder.name.removeprefix(_PREFIX)
+    return int(digits) if digits != folder.name and digits.isdecimal() else None
 
 
 def entry_of(path: Path) -> Entry:

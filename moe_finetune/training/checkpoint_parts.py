@@ -1,7 +1,7 @@
-"""What a trainer's checkpoint holds, and which rank writes which part of it.
+"""What a trainer's checkpoint contains, and which rank writes which part of it.
 
 Rank 0 writes an adapter, a whole model and small state. The tensors of a sharded model without an
-adapter, and the moments of any sharded optimizer, are written by the rank that holds them.
+adapter, and the moments of any sharded optimizer, are written by the rank that has them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def checkpoint_parts(
 ) -> tuple[list[Writer], dict[str, Entry]]:
     """Functions that write the checkpoint's files, and entries of its shards.
 
-    All ranks call it: it gathers, and writes shards beside ``target``.
+    All ranks call it: it gathers, and writes shards next to ``target``.
 
     Raises:
         OSError: on all ranks, where one could not write its shard.
@@ -52,10 +52,12 @@ def checkpoint_parts(
     staged = Path()
     if sharded:
         optimizer, moments = sharded_state(trainer.optimizer, model)
-        held = {f"{OPTIMIZER}/{name}": tensor for name, tensor in moments.items()}
+        gathered = {f"{OPTIMIZER}/{name}": tensor for name, tensor in moments.items()}
         if not adapted:
-            held |= {f"{WEIGHTS}/{name}": tensor for name, tensor in live_weights(model).items()}
-        staged, entries = write_shards(target, held)
+            gathered |= {
+                f"{WEIGHTS}/{name}": tensor for name, tensor in live_weights(model).items()
+            }
+        staged, entries = write_shards(target, gathered)
     else:
         optimizer = optimizer_state(trainer.optimizer, model)
     tensors: dict[str, Tensor] = {}
@@ -78,8 +80,8 @@ def checkpoint_parts(
         save_file(unshared(tensors), folder / OPTIMIZER_FILE, metadata=metadata)
 
     def write_ranks(folder: Path) -> None:
-        for number, blob in enumerate(blobs):
-            write_small(folder, rank_file(number), blob)
+        for index, blob in enumerate(blobs):
+            write_small(folder, rank_file(index), blob)
 
     def write_trainer(folder: Path) -> None:
         _export_callbacks(trainer)
@@ -104,15 +106,15 @@ def accumulation(checkpoint: Path, args: Any) -> int:
     world, rows = written_by(checkpoint)
     if world == args.world_size:
         return args.gradient_accumulation_steps
-    each = args.train_batch_size * args.world_size
-    if rows is None or rows % each:
+    rows_per_batch = args.train_batch_size * args.world_size
+    if rows is None or rows % rows_per_batch:
         raise CheckpointError(
             f"{checkpoint}: was written by {world} processes"
             + (f" whose steps took {rows} rows" if rows is not None else "")
             + f", and {args.world_size} of {args.train_batch_size} rows cannot go on with it; "
             f"resume with {world} processes"
         )
-    return rows // each
+    return rows // rows_per_batch
 
 
 def check_rows(checkpoint: Path, args: Any) -> None:
@@ -121,11 +123,11 @@ def check_rows(checkpoint: Path, args: Any) -> None:
     Raises:
         CheckpointError: says which accumulation keeps the size.
     """
-    wanted = accumulation(checkpoint, args)
-    if wanted != args.gradient_accumulation_steps:
+    steps = accumulation(checkpoint, args)
+    if steps != args.gradient_accumulation_steps:
         raise CheckpointError(
             f"{checkpoint}: was written by another number of processes than {args.world_size}; "
-            f"set gradient_accumulation_steps={wanted}, so that a step takes as many rows"
+            f"set gradient_accumulation_steps={steps}, so that a step takes as many rows"
         )
 
 
@@ -134,8 +136,8 @@ def _writes_shards(trainer: Any) -> bool:
     FULL_STATE_DICT.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    whole = plugin is not None and "FULL" in str(plugin.state_dict_type)
-    return is_sharded(trainer.model) and not whole
+    gathers = plugin is not None and "FULL" in str(plugin.state_dict_type)
+    return is_sharded(trainer.model) and not gathers
 
 
 def _rank_blob(trainer: Any, callbacks: Sequence[Any]) -> bytes:

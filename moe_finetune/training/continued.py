@@ -1,4 +1,4 @@
-"""Training that goes on from an adapter, whoever made it.
+"""Training that continues an existing adapter, whoever made it.
 
 Shape legend: E experts (1 for a matrix), R the recipe's rank, r the adapter's, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ from moe_finetune.errors import AdapterError
 
 @torch.no_grad()
 def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
-    """Give ``model``'s new factors, as ``add_lora`` leaves them, what an adapter has learned.
+    """Copy what an adapter has learned into ``model``'s new factors, as ``add_lora`` makes them.
 
     The model then computes what base and adapter compute. An adapter of a lower rank than the
     recipe's leaves directions free, which begin as new ones do; parts that it does not adapt are
@@ -50,19 +50,19 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
             continue
         a, b = (tensors.pop(f"{key}.lora_{factor}.weight") for factor in "AB")
         experts: Any = getattr(module, "num_experts", 1)
-        rank, own = a.shape[0] // experts, module.r[model.active_adapter]
-        if rank > own:
+        rank, target_rank = a.shape[0] // experts, module.r[model.active_adapter]
+        if rank > target_rank:
             raise AdapterError(
-                f"{path}: '{key}' has rank {rank}, and the recipe gives it {own}; set lora.rank or "
-                f"lora.parts to {rank} or more"
+                f"{path}: '{key}' has rank {rank}, and the recipe gives it {target_rank}; set "
+                f"lora.rank or lora.parts to {rank} or more"
             )
         parameter = getattr(module, "parameter_name", "weight")
         rule = f"{key.replace('.base_layer', '')}.{parameter}"
         if not adapter.targets_parameter(rule):
             rule = key
         scale = adapter.scaling(rule) / module.scaling[model.active_adapter]
-        _fill(live[f"{key}.lora_A.weight"], a, experts, rank, own, in_a=True)
-        _fill(live[f"{key}.lora_B.weight"], b * scale, experts, rank, own, in_a=False)
+        _fill(live[f"{key}.lora_A.weight"], a, experts, rank, target_rank, in_a=True)
+        _fill(live[f"{key}.lora_B.weight"], b * scale, experts, rank, target_rank, in_a=False)
     for key in list(tensors):
         if key in live and live[key].shape == tensors[key].shape:
             live[key].copy_(tensors.pop(key))
@@ -74,11 +74,13 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
         )
 
 
-def _fill(target: Tensor, values: Tensor, experts: int, rank: int, own: int, *, in_a: bool) -> None:
+def _fill(
+    target: Tensor, values: Tensor, experts: int, rank: int, target_rank: int, *, in_a: bool
+) -> None:
     """Copy factors of rank ``rank`` into the first directions of PEFT's packed ones of ``own``."""
     if in_a:
-        target.view(experts, own, -1)[:, :rank] = values.view(experts, rank, -1).to(target)
+        target.view(experts, target_rank, -1)[:, :rank] = values.view(experts, rank, -1).to(target)
         return
     out_size = target.shape[0]
-    view_ORE = target.view(out_size, own, experts)
+    view_ORE = target.view(out_size, target_rank, experts)
     view_ORE[:, :rank] = values.reshape(out_size, rank, experts).to(target)

@@ -19,6 +19,7 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import in_mode
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.sample import observing
 from moe_finetune.training.snapshot import Example, first_rows
 
@@ -39,10 +40,10 @@ class RoutingDrift(TrainerCallback):
         self.rows = [list(row["input_ids"]) for row in first_rows(examples, TOKENS)]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        work = self.callback.specialization
-        if work is None or logs is None or "loss" not in logs:
+        specialization = self.callback.specialization
+        if specialization is None or logs is None or "loss" not in logs:
             return
-        values = routing_drift(work.recorder, self.rows)
+        values = routing_drift(specialization.recorder, self.rows)
         logs.update(values)
         if state.log_history:
             state.log_history[-1].update(values)
@@ -58,8 +59,7 @@ def watch_drift(
             "reference in memory"
         )
         return
-    # Behind the method's callback, and before those that write the log.
-    trainer.callback_handler.callbacks.insert(1, RoutingDrift(callback, examples))
+    add_callbacks(trainer, RoutingDrift(callback, examples))
 
 
 def routing_drift(recorder: Recorder, rows: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -94,14 +94,14 @@ def routing_drift(recorder: Recorder, rows: Sequence[Sequence[int]]) -> dict[str
 def _routing(recorder: Recorder, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
     """Distribution ``(T, E)`` and selection ``(T, K)`` of each layer, row after row."""
     model: Any = recorder.model
-    found: list[tuple[Tensor, Tensor]] = []
+    selections: list[tuple[Tensor, Tensor]] = []
 
     def keep(record: RoutingRecord, _: LayerLoss) -> None:
-        found.append((record.distribution_TE.double(), record.index_TK))
+        selections.append((record.distribution_TE.double(), record.index_TK))
 
     device = next(model.parameters()).device
     with in_mode(model, train=False), torch.no_grad(), observing(recorder, keep):
         for row in rows:
             ids = torch.tensor([row], device=device)
             model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    return found
+    return selections

@@ -61,7 +61,7 @@ class HostRun:
         dropout: of the adapter inside the experts.
 
     Raises:
-        OutputExistsError: ``output`` holds something else, or a run that is not resumed.
+        OutputExistsError: ``output`` contains something else, or a run that is not resumed.
     """
 
     def __init__(self, output: Path, method: Method, dropout: float):
@@ -79,26 +79,31 @@ class HostRun:
         self._started = 0.0
 
     def begin(
-        self, work: Specialization, args: Any, state: Any, given: Mapping[str, Any], trainer: Any
+        self,
+        specialization: Specialization,
+        args: Any,
+        state: Any,
+        events: Mapping[str, Any],
+        trainer: Any,
     ) -> None:
         """Check the folder, take the routing before training, and write what is known.
 
         All ranks call this before the method is on the model.
 
         Args:
-            given: what the trainer passes to callbacks when training begins.
+            events: what the trainer passes to callbacks when training begins.
             trainer: the trainer itself where it is known: then its evaluation data are measured.
         """
         resumed = enter_folder(self.output, self._run.recipe, "a run", bool(state.global_step))
-        recipe = self._recipe = self._read_recipe(work.model, args)
+        recipe = self._recipe = self._read_recipe(specialization.model, args)
         self.metadata = run_metadata(recipe)
-        self._tokenizer = given.get("processing_class") or _tokenizer_of(recipe)
-        self._rows, self._held_out = _sample(trainer, given.get("train_dataloader"))
+        self._tokenizer = events.get("processing_class") or _tokenizer_of(recipe)
+        self._rows, self._held_out = _sample(trainer, events.get("train_dataloader"))
         arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
         arguments["max_steps"] = state.max_steps
         self._weights = FoundWeights(
             self._run.recipe,
-            lambda: work,
+            lambda: specialization,
             lambda weights: _text(with_weights(recipe, weights), arguments),
         )
         self._started = time.perf_counter()
@@ -117,9 +122,9 @@ class HostRun:
             environment = json.dumps(describe_environment(), indent=2) + "\n"
             write_atomic(self._run.environment, environment)
             self._run.routing.mkdir(exist_ok=True)
-        before = self._run.routing_before
-        if ranks.any_rank(ranks.rank() == 0 and not (resumed and before.exists())):
-            self._snapshot(work, before)
+        before_file = self._run.routing_before
+        if ranks.any_rank(ranks.rank() == 0 and not (resumed and before_file.exists())):
+            self._snapshot(specialization, before_file)
         self._log.on_train_begin(args, state, None)
 
     def discard(self) -> None:
@@ -141,22 +146,22 @@ class HostRun:
         """Append what the trainer logged."""
         self._log.on_log(args, state, control, logs=logs)
 
-    def end(self, work: Specialization) -> None:
+    def end(self, specialization: Specialization) -> None:
         """The routing after training, and the adapter; all ranks, the losses off the model.
 
         The trainer has yet to save what it trained, so a failure to write is a warning.
         """
         assert self._recipe is not None
         try:
-            self._snapshot(work, self._run.routing_after)
-            problem = _unsaved(work.model)
+            self._snapshot(specialization, self._run.routing_after)
+            problem = _unsaved(specialization.model)
             if problem is None:
                 save_trained(
-                    work.model,
+                    specialization.model,
                     self._tokenizer,
                     self._recipe,
                     self.output,
-                    work.balancer,
+                    specialization.balancer,
                     self.metadata,
                 )
             else:
@@ -168,13 +173,13 @@ class HostRun:
             ranks.barrier()  # where the others wait for what rank 0 writes
             log.warning("WARNING: the run in %s is incomplete: %s", self.output, error)
 
-    def _snapshot(self, work: Specialization, path: Path) -> None:
+    def _snapshot(self, specialization: Specialization, path: Path) -> None:
         if self._rows:
             take_snapshot(
-                work.model,
+                specialization.model,
                 self._rows,
                 path,
-                perturbation=work.perturbation if path.stem == "after" else None,
+                perturbation=specialization.perturbation if path.stem == "after" else None,
                 tokenizer=self._tokenizer,
                 data="validation" if self._held_out else "train",
             )
@@ -191,7 +196,7 @@ class HostRun:
                 "checkpoint it comes from (config._name_or_path); load it with from_pretrained, "
                 "or leave output out"
             )
-        whole = next(inner.parameters()).dtype == torch.float32 and not args.bf16
+        float32 = next(inner.parameters()).dtype == torch.float32 and not args.bf16
         adapter = _lora_config(model)
         lora = None
         if adapter is not None:
@@ -199,7 +204,7 @@ class HostRun:
                 rank=adapter.r, alpha=float(adapter.lora_alpha), dropout=self.dropout
             )
         return Recipe.model_construct(
-            model=ModelSection(path=str(name), dtype="float32" if whole else "bfloat16"),
+            model=ModelSection(path=str(name), dtype="float32" if float32 else "bfloat16"),
             method=self.method,
             lora=lora,
             data=DataSection(train=[]),
@@ -210,7 +215,7 @@ def _text(recipe: Recipe, arguments: Mapping[str, Any]) -> str:
     """``recipe.yaml``: what the trainer's arguments and the model say, and nothing assumed."""
     sections = recipe.to_mapping()
     lora = sections["lora"] and {name: sections["lora"][name] for name in ("rank", "alpha")}
-    known = {
+    known_sections = {
         "model": {name: sections["model"][name] for name in ("path", "dtype")},
         "method": sections["method"],
         "lora": lora,
@@ -220,7 +225,7 @@ def _text(recipe: Recipe, arguments: Mapping[str, Any]) -> str:
             if value is not None
         },
     }
-    return yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(known_sections, sort_keys=False, allow_unicode=True)
 
 
 def _lora_config(model: Any) -> Any:
@@ -270,7 +275,7 @@ def _dataset(loader: Any) -> Any:
 
 
 def _no_rows(dataset: Any) -> str:
-    """Why rows of a data set cannot be read beside training; empty where they can."""
+    """Why rows of a data set cannot be read during training; empty where they can."""
     if dataset is None:
         return "the trainer shows no data set"
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -284,10 +289,10 @@ def _no_rows(dataset: Any) -> str:
 
 def _token_rows(dataset: Any, collate: Any, name: str) -> Iterator[Example]:
     """Rows as tokens, one at a time; the random numbers of training stay what they are."""
-    for number in range(len(dataset)):
+    for index in range(len(dataset)):
         state = random_state()
         try:
-            rows = list(_tokens(dataset[number], collate))
+            rows = list(_tokens(dataset[index], collate))
         finally:
             set_random_state(state)
         if not rows:
@@ -304,5 +309,5 @@ def _tokens(row: Any, collate: Any) -> Iterable[list[int]]:
         return
     for inputs in token_inputs(collate([row])):
         mask = inputs.get("attention_mask")
-        for place, ids in enumerate(inputs["input_ids"]):
-            yield (ids if mask is None else ids[mask[place].bool()]).tolist()
+        for index, ids in enumerate(inputs["input_ids"]):
+            yield (ids if mask is None else ids[mask[index].bool()]).tolist()

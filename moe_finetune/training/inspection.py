@@ -120,7 +120,7 @@ def inspect_checkpoint(
     config = load_config(path)
     model = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    coverage = whole = counted(shapes, config)
+    coverage = coverage_of_all = counted(shapes, config)
     if recipe is not None:
         import torch
 
@@ -142,7 +142,7 @@ def inspect_checkpoint(
                 unknown = str(error)
     family, text = family_of(config), config.get_text_config()
     experts, top_k = family.num_experts(config), family.top_k(config)
-    routed = whole.groups["routed experts"].parameters
+    routed = coverage_of_all.groups["routed experts"].parameters
     return Inspection(
         path=path,
         family=family.name,
@@ -159,8 +159,8 @@ def inspect_checkpoint(
         hidden=text.hidden_size,
         expert_width=family.expert_width(config),
         vocabulary=text.vocab_size,
-        parameters=whole.total.parameters,
-        active_parameters=whole.total.parameters - routed + routed * top_k // experts,
+        parameters=coverage_of_all.total.parameters,
+        active_parameters=coverage_of_all.total.parameters - routed + routed * top_k // experts,
         coverage=coverage,
         memory=memory,
         verdict=verdict,
@@ -192,9 +192,9 @@ def _in_files(checkpoint: Checkpoint) -> dict[str, Any]:
 def _ranges(numbers: list[int]) -> str:
     """``[1, 2, 3, 7]`` -> ``1-3, 7``."""
     parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
+    for layer in numbers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], layer]
         else:
-            parts.append([number])
+            parts.append([layer])
     return ", ".join("-".join(map(str, part)) for part in parts)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class KeepSteps(TrainerCallback):
     """Writes what the run would leave if it ended here, every ``evaluation.every`` steps.
 
-    The last step is left out: the run itself leaves that one. A checkpoint of training is no
+    The last step is left out: the run itself saves that one. A checkpoint of training is no
     substitute: sharded ones cannot be opened, and old ones are deleted.
 
     Args:
@@ -46,9 +46,9 @@ class KeepSteps(TrainerCallback):
         if section is None or section.every is None or step % section.every:
             return
         state_folder = RunFolder(self.output).step(step)
-        # A resumed run comes past steps that it has kept already; rank 0 alone writes.
-        kept = ranks.rank() == 0 and state_folder.trained
-        if step >= state.max_steps or ranks.any_rank(kept):
+        # A resumed run passes steps that it saved before; only rank 0 writes.
+        saved = ranks.rank() == 0 and state_folder.trained
+        if step >= state.max_steps or ranks.any_rank(saved):
             return
         assert self.method.specialization is not None
         balancer = self.method.specialization.balancer

@@ -33,14 +33,14 @@ class LiveTable(TrainerCallback):
         numbers = {key: float(v) for key, v in logs.items() if isinstance(v, int | float)}
         if "tokens_per_second" in numbers:
             self._speed = f"{numbers['tokens_per_second']:,.0f} tokens/s"
-        shown = {key: numbers[key] for key in ordered(numbers)}
-        for key, value in shown.items():
+        selected = {key: numbers[key] for key in ordered(numbers)}
+        for key, value in selected.items():
             self._values[key].append(value)
         terminal().show(self._rows())
-        if not shown:
+        if not selected:
             return
-        said = "  ".join(f"{name(key)} {number(value)}" for key, value in shown.items())
-        text = f"step {state.global_step}/{state.max_steps}  {said}"
+        numbers_text = "  ".join(f"{name(key)} {number(value)}" for key, value in selected.items())
+        text = f"step {state.global_step}/{state.max_steps}  {numbers_text}"
         if "loss" in numbers:
             text += "".join(f"  {part}" for part in (self._speed, self._left(state)) if part)
         kind = "train" if "loss" in numbers else "evaluation"

@@ -53,14 +53,15 @@ def measure_strength(
         with (
             in_mode(model, train=True),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            Specialization(model, method, accumulation=len(window)) as work,
+            Specialization(model, method, accumulation=len(window)) as specialization,
         ):
-            work.strength.first = True
-            work.strength.tries = 1
-            work.strength.begin(0)
+            specialization.strength.first = True
+            specialization.strength.tries = 1
+            specialization.strength.begin(0)
             for batch, tokens in zip(window, learned, strict=True):
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
-            return [row.row() for row in work.strength.measure()]
+            specialization.strength.end()
+            return [row.row() for row in specialization.strength.rows]
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient

@@ -50,7 +50,7 @@ def make_deterministic() -> None:
 
 
 class NumericsGuard(TrainerCallback):
-    """Looks at loss and gradient of every step; stops the run or leaves the step out.
+    """Checks loss and gradient of every step; stops the run or skips the step.
 
     A model that has run away gives the same answer to everything: its gradient vanishes while the
     loss stays high, or the loss goes back to that of guessing. Either, five steps in a row, stops
@@ -89,12 +89,12 @@ class NumericsGuard(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._batches, self._terms, self._bad = [], [], False
-        work = self.callback.specialization
-        if work is not None and work is not self._watched:
-            work.recorder.add_observer(self._observe)
-            self._watched = work
-        if work is not None and self.on_nan == "skip":
-            self._held = work.snapshot()
+        specialization = self.callback.specialization
+        if specialization is not None and specialization is not self._watched:
+            specialization.recorder.add_observer(self._observe)
+            self._watched = specialization
+        if specialization is not None and self.on_nan == "skip":
+            self._held = specialization.snapshot()
 
     def _observe(self, record: RoutingRecord, loss: LayerLoss) -> None:
         self._terms.append((record.layer, loss.values))
@@ -225,11 +225,15 @@ class CollapseWatch(TrainerCallback):
         self._in_a_row = 0
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        work = self.callback.specialization
-        if work is None or logs is None or "routing/max_violation_worst_layer" not in logs:
+        specialization = self.callback.specialization
+        if (
+            specialization is None
+            or logs is None
+            or "routing/max_violation_worst_layer" not in logs
+        ):
             return
-        facts = work.objective.facts
-        routed = int(work.statistics.last_load_LE.sum(1).min())
+        facts = specialization.objective.facts
+        routed = int(specialization.statistics.last_load_LE.sum(1).min())
         if routed < ROUTED_PER_EXPERT * facts.num_experts:
             return
         limit = self.max_violation

@@ -36,11 +36,11 @@ def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dic
         CheckpointError: the optimizer keeps state of a sharded parameter that is not sharded as it.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    held: Any = get_optimizer_state_dict(model, inner)
+    state: Any = get_optimizer_state_dict(model, inner)
     moments: dict[str, Tensor] = {}
-    rest: dict[str, dict[str, Any]] = {}
-    for name, entry in held["state"].items():
-        rest[name] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, entry in state["state"].items():
+        scalars[name] = {}
         for key, value in entry.items():
             if hasattr(value, "device_mesh"):
                 moments[f"{name}/{key}"] = value
@@ -50,8 +50,8 @@ def sharded_state(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dic
                     "cannot be saved; use trainer.optim: adamw_torch"
                 )
             else:
-                rest[name][key] = value
-    return {"groups": held["param_groups"], "state": rest}, moments
+                scalars[name][key] = value
+    return {"groups": state["param_groups"], "state": scalars}, moments
 
 
 def empty_moments(
@@ -62,14 +62,14 @@ def empty_moments(
     One with its parameter's shape is sharded as that is.
     """
     parameters = {name: p for p, name in _names(model).items()}
-    made = {}
+    moments = {}
     for name, (shape, dtype) in shapes.items():
         like_it = parameters.get(name.rpartition("/")[0])
         if like_it is not None and like_it.shape == shape:
-            made[name] = torch.empty_like(like_it, dtype=dtype, requires_grad=False)
+            moments[name] = torch.empty_like(like_it, dtype=dtype, requires_grad=False)
         else:
-            made[name] = torch.empty(shape, dtype=dtype)
-    return made
+            moments[name] = torch.empty(shape, dtype=dtype)
+    return moments
 
 
 def load_optimizer_state(
@@ -82,8 +82,8 @@ def load_optimizer_state(
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     names = _names(model)
-    wanted = [[names[p] for p in group["params"]] for group in inner.param_groups]
-    if [group["params"] for group in saved["groups"]] != wanted:
+    names_by_group = [[names[p] for p in group["params"]] for group in inner.param_groups]
+    if [group["params"] for group in saved["groups"]] != names_by_group:
         raise CheckpointError(
             f"{where}: its optimizer trained other parameters than this run's; it belongs to "
             "another recipe"
@@ -99,16 +99,16 @@ def load_optimizer_state(
         if names[p] in saved["state"]
     }
     groups = [
-        {**group, "params": [index[p] for p in own["params"]]}
-        for group, own in zip(saved["groups"], inner.param_groups, strict=True)
+        {**group, "params": [index[p] for p in group_state["params"]]}
+        for group, group_state in zip(saved["groups"], inner.param_groups, strict=True)
     ]
     inner.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _placed(parameter: Tensor, value: Tensor) -> Tensor:
     """A moment is sharded as its parameter; a step counter is one number everywhere."""
-    whole = not hasattr(value, "device_mesh") and value.shape == parameter.shape
-    return like(parameter, value) if whole else value
+    is_whole = not hasattr(value, "device_mesh") and value.shape == parameter.shape
+    return like(parameter, value) if is_whole else value
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
@@ -121,9 +121,9 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     8-bit optimizers have one table for all parameters.
     """
     seen: set[int] = set()
-    own: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return own
+        address = tensor.untyped_storage().data_ptr()
+        copies[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return copies

@@ -37,7 +37,7 @@ def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: 
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of ``model`` that train, as ``folder`` holds them; each is read when asked for.
+    """The tensors of ``model`` that train, as stored in ``folder``; each is read on access.
 
     Raises:
         CheckpointError: the folder's weight files are missing or damaged.
@@ -57,14 +57,14 @@ class StoredWeights(Mapping[str, Tensor]):
         )
         self._shapes = state
         self._places = {
-            name: [there for there, _ in parts]
+            name: [name_on_disk for name_on_disk, _ in parts]
             for name, parts in places
-            if name in trains and all(there in self._files for there, _ in parts)
+            if name in trains and all(name_on_disk in self._files for name_on_disk, _ in parts)
         }
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        parts = [read_tensor(self._files[there]) for there in self._places[name]]
+        parts = [read_tensor(self._files[name_on_disk]) for name_on_disk in self._places[name]]
         if len(parts) == 1:
             return parts[0]
         rows, shape = torch.cat(parts), self._shapes[name]

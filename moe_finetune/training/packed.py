@@ -35,8 +35,8 @@ def packed_difference(model: nn.Module) -> float:
     with torch.no_grad(), Recorder(model):
         packed = _logits(model, torch.cat(rows).to(device), positions)
         for row, part in zip(rows, packed.split(_LENGTHS), strict=True):
-            alone = _logits(model, row.to(device), None)
-            worst = max(worst, float((alone - part).abs().max() / alone.abs().max()))
+            separate = _logits(model, row.to(device), None)
+            worst = max(worst, float((separate - part).abs().max() / separate.abs().max()))
     return worst
 
 
@@ -53,7 +53,7 @@ def packing_problem(config: Any, family: Family) -> str | None:
     """
     from moe_finetune.models.shrink import shrunk_config
 
-    if any(family is known for known in (*FAMILIES.values(), *table.PARTS)):
+    if any(family is declared for declared in (*FAMILIES.values(), *table.PARTS)):
         return None
     try:
         smaller = shrunk_config(config, family)

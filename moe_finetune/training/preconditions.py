@@ -1,4 +1,4 @@
-"""What a trainer may not do beside injected losses, found before the first step."""
+"""Settings of a trainer that injected losses rule out, found before the first step."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check_arguments(args: Any, method: Method, config: Any) -> None:
 
 
 def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> None:
-    """Refuse a training forward of the backbone whose loss is not the method's alone.
+    """Refuse a training forward of the backbone that adds a loss of its own.
 
     Raises:
         ObjectiveError: fp16 autocast, or router logits for a balance loss.
@@ -137,8 +137,8 @@ def check_forward(config: Any, kwargs: dict[str, Any], device: torch.device) -> 
         and torch.get_autocast_dtype(device.type) == torch.float16
     ):
         raise ObjectiveError(_FP16)
-    asked = kwargs.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if asked is None else asked:
+    output_logits = kwargs.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if output_logits is None else output_logits:
         raise ObjectiveError(
             "the model is called with output_router_logits, from which it or its trainer adds the "
             "checkpoint's own load-balancing loss; leave that off (router_aux_loss_coef=0.0 in "

@@ -43,17 +43,17 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(recipe, Path(folder))
-    shown = [
-        f"row {number}: {len(row['input_ids'])} tokens, "
+    examples = [
+        f"row {index}: {len(row['input_ids'])} tokens, "
         f"{sum(label != IGNORED for label in row['labels'])} learned\n"
         + marked(row["input_ids"], row["labels"], tokenizer, COLOURED if color else PLAIN)
-        for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
+        for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
     return "\n\n".join(
         [
             describe_steps(recipe, arguments, len(train), int(lengths_N.sum())),
             f"learned tokens are {'green' if color else 'between ' + ' and '.join(PLAIN)}",
-            *shown,
+            *examples,
             histogram(lengths_N),
         ]
     )
@@ -63,11 +63,11 @@ def preview_rows(recipe: Recipe, tokenizer: Any, rows: int, marks: tuple[str, st
     """The first rows of a stage whose trainer tokenizes them itself."""
     examples = load_for_stage(recipe, tokenizer)
     train = examples.train
-    shown = [
-        f"row {number}\n" + "\n".join(_fields(row, examples.tokenizer, marks))
-        for number, row in enumerate(train.select(range(min(rows, len(train)))), 1)
+    example_rows = [
+        f"row {index}\n" + "\n".join(_fields(row, examples.tokenizer, marks))
+        for index, row in enumerate(train.select(range(min(rows, len(train)))), 1)
     ]
-    return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *shown])
+    return "\n\n".join([f"stage {recipe.stage}: {len(train):,} rows", *example_rows])
 
 
 def _fields(row: dict[str, Any], tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:

@@ -22,38 +22,38 @@ def fact_checks(model: nn.Module, family: Family) -> Iterator[list[Check]]:
     """Groups of checks, each of which needs those before it to be right."""
     config: Any = model.config
     text = config.get_text_config()
-    found = sites(model)
-    yield [_layers(family, text, found), *_places(family, found[0])]
-    yield [*_sizes(family, text, found[0]), _router_weight(family, found[0])]
+    all_sites = sites(model)
+    yield [_layers(family, text, all_sites), *_places(family, all_sites[0])]
+    yield [*_sizes(family, text, all_sites[0]), _router_weight(family, all_sites[0])]
     seen = watch(model, family)
     yield [_answer(family, seen[0])]
     yield [_used(family, layer) for layer in seen[-1:]]
     yield list(_rules(family, text, seen))
-    yield list(_shared(family, found)) + list(_attention(family, found))
-    yield list(_names(family, config, found))
+    yield list(_shared(family, all_sites)) + list(_attention(family, all_sites))
+    yield list(_names(family, config, all_sites))
 
 
 def _wrong(name: str, declared: Any, real: str) -> Check:
     return Check(name, problem=f"{name} is declared {declared!r}, and {real}")
 
 
-def _same(name: str, declared: Any, real: Any, said: str) -> Check:
-    return Check(name) if declared == real else _wrong(name, declared, said)
+def _same(name: str, declared: Any, real: Any, actual: str) -> Check:
+    return Check(name) if declared == real else _wrong(name, declared, actual)
 
 
-def _layers(family: Family, text: Any, found: Sequence[Site]) -> Check:
-    declared, real = list(family.moe_layers(text)), [site.index for site in found]
+def _layers(family: Family, text: Any, all_sites: Sequence[Site]) -> Check:
+    declared, real = list(family.moe_layers(text)), [site.index for site in all_sites]
     return _same("moe_layers", declared, real, f"the model has experts in layers {real}")
 
 
 def _places(family: Family, site: Site) -> Iterator[Check]:
-    place = f"{site.block_path}.{site.experts_name}".lstrip(".")
-    said = f"the model has its experts at '{place}'"
-    yield _same("block_path", family.block_path, site.block_path, said)
-    yield _same("experts_name", family.experts_name, site.experts_name, said)
-    routers, own = [name for name, _ in site.routers], family.router_name
-    said = f"the weight with a row an expert is in {routers} of '{site.block_path}'"
-    yield Check("router_name") if own in routers else _wrong("router_name", own, said)
+    path = f"{site.block_path}.{site.experts_name}".lstrip(".")
+    actual = f"the model has its experts at '{path}'"
+    yield _same("block_path", family.block_path, site.block_path, actual)
+    yield _same("experts_name", family.experts_name, site.experts_name, actual)
+    routers, declared = [name for name, _ in site.routers], family.router_name
+    actual = f"the weight with a row an expert is in {routers} of '{site.block_path}'"
+    yield Check("router_name") if declared in routers else _wrong("router_name", declared, actual)
 
 
 def _sizes(family: Family, text: Any, site: Site) -> Iterator[Check]:
@@ -74,8 +74,8 @@ def _router_weight(family: Family, site: Site) -> Check:
 def _answer(family: Family, layer: Seen) -> Check:
     """The order of what the router returns: the index is whole numbers, the logits are of all."""
     answer = layer.answers[0]
-    given = answer if isinstance(answer, tuple) else (answer,)
-    order = tuple(_part(tensor, layer.site.num_experts) for tensor in given)
+    outputs = answer if isinstance(answer, tuple) else (answer,)
+    order = tuple(_part(tensor, layer.site.num_experts) for tensor in outputs)
     declared = family.router_returns
     if len(declared) != len(order) or any(
         name != part for name, part in zip(declared, order, strict=True) if name in PARTS
@@ -157,11 +157,11 @@ def _selection(
         return
     for layer, parts in free:
         bias = _held_bias(layer.site)
-        own = parts["index"].sort(-1).values
-        again = selected(family.score, parts["logits"], bias, own.shape[1], groups)
-        if torch.equal(again, own):
+        index_TK = parts["index"].sort(-1).values
+        reselected_TK = selected(family.score, parts["logits"], bias, index_TK.shape[1], groups)
+        if torch.equal(reselected_TK, index_TK):
             continue
-        real = nearest_groups(family.score, parts["logits"], bias, own)
+        real = nearest_groups(family.score, parts["logits"], bias, index_TK)
         if real is None:
             yield Check(
                 "selection",
@@ -176,8 +176,8 @@ def _selection(
 
 
 def _held_bias(site: Site) -> Tensor | None:
-    held = dict([*site.block.named_parameters(), *site.block.named_buffers()])
-    return held[site.biases[0]].detach().flatten() if site.biases else None
+    tensors = dict([*site.block.named_parameters(), *site.block.named_buffers()])
+    return tensors[site.biases[0]].detach().flatten() if site.biases else None
 
 
 def _bias(family: Family, text: Any, site: Site) -> Check | None:
@@ -194,42 +194,42 @@ def _bias(family: Family, text: Any, site: Site) -> Check | None:
     return None
 
 
-def _shared(family: Family, found: Sequence[Site]) -> Iterator[Check]:
-    """Linear layers of the block, and those of the decoder layer beside block and attention."""
+def _shared(family: Family, all_sites: Sequence[Site]) -> Iterator[Check]:
+    """Linear layers of the block, and those of the decoder layer outside block and attention."""
     attention = {target.partition(".")[0] for target in family.attention_targets}
-    real = {name for site in found for name in site.other_linears}
-    real |= {name for site in found for name in site.beside(attention)}
+    real = {name for site in all_sites for name in site.other_linears}
+    real |= {name for site in all_sites for name in site.beside(attention)}
     if undeclared := sorted(real - set(family.shared_targets)):
         yield _wrong("shared_targets", family.shared_targets, f"the layers also have {undeclared}")
     else:
         yield Check("shared_targets", note=f"{len(real)} linear layers")
 
 
-def _attention(family: Family, found: Sequence[Site]) -> Iterator[Check]:
-    modules = {name for site in found for name, _ in site.layer.named_modules()}
+def _attention(family: Family, all_sites: Sequence[Site]) -> Iterator[Check]:
+    modules = {name for site in all_sites for name, _ in site.layer.named_modules()}
     if matched := modules & set(family.attention_targets):
         yield Check("attention_targets", note=f"{len(matched)} linear layers")
     else:
         real = sorted(
             name
-            for name, module in found[0].layer.named_modules()
+            for name, module in all_sites[0].layer.named_modules()
             if isinstance(module, nn.Linear) and not name.startswith(f"{family.block_path}.")
         )
         yield _wrong("attention_targets", family.attention_targets, f"the layers have {real}")
 
 
-def _names(family: Family, config: Any, found: Sequence[Site]) -> Iterator[Check]:
+def _names(family: Family, config: Any, all_sites: Sequence[Site]) -> Iterator[Check]:
     """Each name that the family has for the files is one that transformers writes."""
     stored, disk = shapes_on_disk(config), family.disk
     mapping = config.to_dict()
-    wanted = {"router": f"{family.router_name}.{family.router_weight}"}
-    if disk.router_bias is not None and found[0].biases:
-        wanted["router_bias"] = found[0].biases[0]
+    names = {"router": f"{family.router_name}.{family.router_weight}"}
+    if disk.router_bias is not None and all_sites[0].biases:
+        names["router_bias"] = all_sites[0].biases[0]
     first = family.expert_parameters[0]
-    wanted |= dict.fromkeys(disk.parts(first), f"{family.experts_name}.{first}")
-    wanted["down"] = f"{family.experts_name}.down_proj"
-    site = found[0]
-    for part, loaded in wanted.items():
+    names |= dict.fromkeys(disk.parts(first), f"{family.experts_name}.{first}")
+    names["down"] = f"{family.experts_name}.down_proj"
+    site = all_sites[0]
+    for part, loaded in names.items():
         if getattr(disk, part) is None:
             yield _wrong(f"disk.{part}", None, f"the model has '{loaded}'")
             return
@@ -240,4 +240,4 @@ def _names(family: Family, config: Any, found: Sequence[Site]) -> Iterator[Check
             real = patterns_on_disk(mapping, path)
             yield _wrong(f"disk.{part}", getattr(disk, part), f"the files call it {real}")
             return
-    yield Check("names on disk", note=f"{len(wanted)} kinds")
+    yield Check("names on disk", note=f"{len(names)} kinds")

@@ -23,7 +23,7 @@ class Check:
     Attributes:
         difference: the largest, relative to the largest value; None for names and numbers.
         bound: what the difference may be.
-        problem: the fact that is wrong, and what the model says; None where all is right.
+        problem: the fact that is wrong, and what the model says; None if it is right.
         note: what else a reader should know.
     """
 
@@ -126,11 +126,11 @@ def named_parts(family: Family, layer: Seen) -> dict[str, Tensor]:
     What the router does not return is what its inner module gave, or the experts got.
     """
     answer = layer.answers[0]
-    given = answer if isinstance(answer, tuple) else (answer,)
+    outputs = answer if isinstance(answer, tuple) else (answer,)
     index, weights = layer.given[0]
     named = {"index": index, "weights": weights}
     if layer.logits:
         named["logits"] = layer.logits[0]
-    named |= dict(zip(family.router_returns, given, strict=True))
+    named |= dict(zip(family.router_returns, outputs, strict=True))
     flat = {name: named[name].reshape(-1, named[name].shape[-1]) for name in PARTS}
     return {name: part if name == "index" else part.float() for name, part in flat.items()}

@@ -30,8 +30,8 @@ def run_checks(
     yield [_packed(make())]
 
 
-def _difference(wanted: Tensor, found: Tensor) -> float:
-    return float((wanted - found).abs().max()) / (float(wanted.abs().max()) + 1e-12)
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).abs().max()) / (float(expected.abs().max()) + 1e-12)
 
 
 def _bounded(name: str, difference: float, bound: float) -> Check:
@@ -47,24 +47,24 @@ def _recorded(model: nn.Module, family: Family) -> list[Check]:
     records: list[Any] = []
     tokens = batch(model.config)
     with torch.no_grad():
-        wanted = model(**tokens).logits
+        expected = model(**tokens).logits
         with Recorder(model, observers=[lambda r, _: records.append(r)], observe="all"):
-            found = model(**tokens).logits
+            actual = model(**tokens).logits
     parts: dict[str, float] = {}
     for layer, record in zip(watch(model, family), records, strict=True):
         index, weights = layer.given[0]
         stock = named_parts(family, layer)
         if not torch.equal(index.reshape(record.index_TK.shape), record.index_TK):
             parts["record: selection"] = 1.0
-        for name, own, recorded in (
+        for name, stock_part, recorded in (
             ("record: logits", stock["logits"], record.logits_TE),
             ("record: weights", weights, record.weights_TK),
         ):
-            now = _difference(own.float().reshape(recorded.shape), recorded.float())
+            now = _difference(stock_part.float().reshape(recorded.shape), recorded.float())
             parts[name] = max(parts.get(name, 0.0), now)
     parts.setdefault("record: selection", 0.0)
     checks = [_bounded(name, difference, LOGITS) for name, difference in parts.items()]
-    return [_bounded("logits", _difference(wanted, found), LOGITS), *checks]
+    return [_bounded("logits", _difference(expected, actual), LOGITS), *checks]
 
 
 def _packed(model: nn.Module) -> Check:
@@ -88,13 +88,13 @@ def adapted(model: nn.Module, seed: int = 3) -> nn.Module:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = add_lora(model, LoraSection(rank=4, alpha=12.0), "lora")
+        peft_model = add_lora(model, LoraSection(rank=4, alpha=12.0), "lora")
     torch.manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.05)
-    return made
+    return peft_model
 
 
 def _gradients(model: nn.Module, family: Family) -> list[Check]:
@@ -104,14 +104,14 @@ def _gradients(model: nn.Module, family: Family) -> list[Check]:
 
     layers = set(family.moe_layers(backbone_of(model).config))
     model = adapted(model)
-    wanted = _run(model)
+    stock = _run(model)
     with Recorder(model):
-        found = _run(model)
+        actual = _run(model)
     worst: dict[str, float] = {}
-    for name, gradient in wanted.items():
+    for name, gradient in stock.items():
         group = group_of(name, family, layers)
         scale = float(gradient.abs().max()) + 1e-6
-        now = float((gradient - found[name]).abs().max()) / scale
+        now = float((gradient - actual[name]).abs().max()) / scale
         worst[group] = max(worst.get(group, 0.0), now)
     expected = {"attention", "router", "routed experts"}
     checks = [
@@ -140,7 +140,7 @@ def _merged(make: Callable[[], nn.Module], folder: Path) -> Check:
         merge_adapter(base, adapter, merged)
         loaded = class_of(stock.config).from_pretrained(merged, dtype=torch.float32).eval()
     with torch.no_grad():
-        untouched, wanted, found = (m(**tokens).logits for m in (stock, model, loaded))
-    if _difference(wanted, untouched) < 100 * MERGED:
+        untouched, expected, actual = (m(**tokens).logits for m in (stock, model, loaded))
+    if _difference(expected, untouched) < 100 * MERGED:
         return Check("merged", problem="the adapter changes nothing; LoRA's targets are wrong")
-    return _bounded("merged = base + adapter", _difference(wanted, found), MERGED)
+    return _bounded("merged = base + adapter", _difference(expected, actual), MERGED)

@@ -69,8 +69,8 @@ def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
         )
         loss, tokens = mean_loss(model, rows)
         plain = costs[0].loss if costs else loss
-        held = kind or recipe.model.dtype
-        costs.append(Cost(held, loss, loss / plain - 1, resident_bytes(model), tokens))
+        stored_as = kind or recipe.model.dtype
+        costs.append(Cost(stored_as, loss, loss / plain - 1, resident_bytes(model), tokens))
         del model
     return costs
 

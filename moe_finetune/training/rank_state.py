@@ -30,17 +30,17 @@ def pack_rank(state: dict[str, Any]) -> bytes:
     """The bytes of one rank's file."""
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "")
-    held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    return save(held, metadata={"state": json.dumps(packed)})
+    cpu_tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    return save(cpu_tensors, metadata={"state": json.dumps(packed)})
 
 
-def rank_file(number: int) -> str:
+def rank_file(rank: int) -> str:
     """The name of a rank's file in a checkpoint."""
-    return f"rank-{number:05d}.safetensors"
+    return f"rank-{rank:05d}.safetensors"
 
 
 def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> dict[str, Any]:
-    """What ``rank`` of ``world`` goes on from.
+    """What ``rank`` of ``world`` resumes from.
 
     Args:
         callbacks: those that have a state for each rank, in the order of the file.
@@ -51,15 +51,18 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
     first = _read_state(checkpoint / rank_file(0))
     if first["world_size"] == world:
         return first if rank == 0 else _read_state(checkpoint / rank_file(rank))
-    held = [first, *(_read_state(checkpoint / rank_file(n)) for n in range(1, first["world_size"]))]
-    own = held[rank % len(held)]
+    states = [
+        first,
+        *(_read_state(checkpoint / rank_file(n)) for n in range(1, first["world_size"])),
+    ]
+    rank_values = states[rank % len(states)]
     return {
-        **own,
-        "loss": torch.stack([state["loss"] for state in held]).mean(0),
+        **rank_values,
+        "loss": torch.stack([state["loss"] for state in states]).mean(0),
         "rollouts": None,
         "statistics": [
-            callback.share_rank_states([state["statistics"][place] for state in held], rank)
-            for place, callback in enumerate(callbacks)
+            callback.share_rank_states([state["statistics"][index] for state in states], rank)
+            for index, callback in enumerate(callbacks)
         ],
     }
 

@@ -22,7 +22,7 @@ def join_group() -> None:
 
 
 def rank() -> int:
-    """This process's number; 0 alone writes files."""
+    """This process's number; only 0 writes files."""
     return distributed.get_rank() if distributed_run() else 0
 
 
@@ -59,10 +59,10 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
         MoeFinetuneError: on rank 0 what ``hold`` raised, on the others that it was raised.
     """
     problem: MoeFinetuneError | None = None
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if rank() == 0:
             try:
-                held.enter_context(hold())
+                stack.enter_context(hold())
             except MoeFinetuneError as error:
                 problem = error
         if any_rank(problem is not None):
@@ -72,7 +72,7 @@ def first_alone(hold: Callable[[], AbstractContextManager[object]]) -> Iterator[
 
 @contextmanager
 def others_needed() -> Iterator[None]:
-    """Say so when another process of the run has gone, in the place of its library's error.
+    """Report that another process of the run has ended, instead of its library's error.
 
     Raises:
         ConnectionError: a collective found that another rank ended or does not answer.
@@ -84,7 +84,7 @@ def others_needed() -> Iterator[None]:
             raise
         raise ConnectionError(
             "another process of this run has ended or does not answer, so this one stops, too; its "
-            "own message says why, and --resume goes on from the last checkpoint"
+            "own message says why, and --resume continues from the last checkpoint"
         ) from error
 
 
@@ -92,14 +92,14 @@ def gather_bytes(blob: bytes) -> list[bytes]:
     """``blob`` of every rank, by rank, on every rank; every rank must call. Nothing is pickled."""
     if world_size() == 1:
         return [blob]
-    place = device()
-    size = torch.tensor([len(blob)], device=place)
+    target = device()
+    size = torch.tensor([len(blob)], device=target)
     sizes = [torch.zeros_like(size) for _ in range(world_size())]
     distributed.all_gather(sizes, size)
     longest = int(max(sizes))
-    mine = torch.zeros(longest, dtype=torch.uint8, device=place)
+    mine = torch.zeros(longest, dtype=torch.uint8, device=target)
     if blob:
-        mine[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(place)
+        mine[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(target)
     gathered = [torch.zeros_like(mine) for _ in range(world_size())]
     distributed.all_gather(gathered, mine)
     return [
@@ -108,11 +108,11 @@ def gather_bytes(blob: bytes) -> list[bytes]:
     ]
 
 
-def equal_on_ranks(number: int) -> bool:
+def equal_on_ranks(count: int) -> bool:
     """Whether every rank gives the same number; every rank must ask."""
     if world_size() == 1:
         return True
-    ends = torch.tensor([number, -number], device=device())
+    ends = torch.tensor([count, -count], device=device())
     distributed.all_reduce(ends, op=distributed.ReduceOp.MAX)
     return int(ends[0]) == -int(ends[1])
 

@@ -53,17 +53,17 @@ def check_reach(
     agreed = ranks.any_of_each if spread else list
     for term in objective.terms:
         total = values.get(term.name)
-        found: list[str] = []
+        names: list[str] = []
         connected = False
         if total is not None and total.requires_grad and parameters:
             grads = torch.autograd.grad(
                 total, [p for _, p in parameters], retain_graph=True, allow_unused=True
             )
             acts = agreed([grad is not None and bool((grad != 0).any()) for grad in grads])
-            found = [name for (name, _), act in zip(parameters, acts, strict=True) if act]
+            names = [name for (name, _), act in zip(parameters, acts, strict=True) if act]
             connected = any(grad is not None for grad in grads)
         (positive,) = agreed([total is not None and bool(total.any())])
-        reached[term.name] = _judged(term, found, connected and not positive)
+        reached[term.name] = _judged(term, names, connected and not positive)
     return reached
 
 
@@ -90,21 +90,21 @@ def _reach_of_sharded(
             def note(_: RoutingRecord, layer: LayerLoss, into: list[Tensor] = values) -> None:
                 into.extend(layer.values.values())
 
-            alone = Objective([term], objective.facts)
-            recorder = Recorder(model, alone, observers=[note], kernel=kernel)
+            objective_of_term = Objective([term], objective.facts)
+            recorder = Recorder(model, objective_of_term, observers=[note], kernel=kernel)
             recorder.change(overrides=lambda rows: _even_teacher(objective, rows, device))
             with recorder, torch.enable_grad():
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
                 (logits.float().sum() * 0.0).backward()
-            found = []
+            names = []
             for name, parameter in parameters:
                 grad, parameter.grad = parameter.grad, None
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 if ranks.any_rank(local is not None and bool((local != 0).any())):
-                    found.append(name)
+                    names.append(name)
             # All ranks must agree: the next term's forward gathers parameters.
             met = not ranks.any_rank(not values or any(bool(value.any()) for value in values))
-            reached[term.name] = _judged(term, found, met)
+            reached[term.name] = _judged(term, names, met)
     return reached
 
 
@@ -115,15 +115,15 @@ def _even_teacher(objective: Objective, rows: int, device: torch.device) -> Forw
     return ForwardOverrides(teacher=dict.fromkeys(objective.facts.moe_layers, even_TE))
 
 
-def _judged(term: Term, found: list[str], met: bool) -> list[str]:
-    """What the term reaches; nothing is right for a hinge alone, whose aim is met."""
-    if not found and term.hinge and met:
+def _judged(term: Term, parameters: list[str], met: bool) -> list[str]:
+    """What the term reaches; only a hinge whose aim is met may reach nothing."""
+    if not parameters and term.hinge and met:
         log.warning(
             "method.terms.%s is 0 in every layer from the start: its aim is already met, and it "
             "has no effect until that changes",
             term.name,
         )
-    elif not found:
+    elif not parameters:
         remedy = {"router": "router.train: full or lora", "experts": "lora.targets: [..., experts]"}
         raise ObjectiveError(
             f"method.terms.{term.name}: its gradient reaches no trainable parameter. It reads "
@@ -131,7 +131,7 @@ def _judged(term: Term, found: list[str], met: bool) -> list[str]:
             f"{' or '.join(remedy[part] for part in sorted(term.trains))}; or remove the term "
             "(weight: 0)"
         )
-    return found
+    return parameters
 
 
 def _term_values(
@@ -139,12 +139,12 @@ def _term_values(
 ) -> dict[str, Tensor]:
     """Each term's sum over layers on random tokens, with its graph."""
     totals: dict[str, Tensor] = {}
-    below: list[PreviousLayer] = []
+    previous_layers: list[PreviousLayer] = []
     # Running tables of a term must not learn from random tokens.
     terms = copy.deepcopy(objective.terms)
 
     def observer(record: RoutingRecord, _: LayerLoss) -> None:
-        previous = below[-1] if below else None
+        previous = previous_layers[-1] if previous_layers else None
         # Whatever it routes, a teacher's part in the gradient is of the same parameters.
         context = LayerContext(previous, teacher_logits_TE=torch.zeros_like(record.logits_TE))
         with torch.enable_grad():
@@ -153,9 +153,9 @@ def _term_values(
                     continue
                 value = term.loss(record, context)
                 if value is not None:
-                    held = totals.get(term.name)
-                    totals[term.name] = value if held is None else held + value
-        below.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
+                    total = totals.get(term.name)
+                    totals[term.name] = value if total is None else total + value
+        previous_layers.append(PreviousLayer(record.layer, record.distribution_TE, record.index_TK))
 
     layers = list(backbone_of(model).layers)  # type: ignore[arg-type]
     checkpointed = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
@@ -170,10 +170,10 @@ def _term_values(
         ):
             # Under DDP's wrapper, which waits for a backward of its own, but with PEFT's, which
             # puts soft prompts before the tokens.
-            whole = getattr(model, "module", model)
+            unwrapped = getattr(model, "module", model)
             mask = torch.ones_like(ids)
-            whole(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+            unwrapped(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     finally:
-        for layer, before in zip(layers, checkpointed, strict=True):
-            layer.gradient_checkpointing = before
+        for layer, checkpointing in zip(layers, checkpointed, strict=True):
+            layer.gradient_checkpointing = checkpointing
     return totals

@@ -1,9 +1,9 @@
 """A start without weights: what a run builds before its first step, built on the meta device.
 
 The model's shapes, its adapter, the trainer's arguments, trainer, optimizer and schedule are made
-exactly as the run makes them, beside a temporary folder; no weight is read and no file of the run
-is written. What a library refuses is said here, before the run's folder exists, with the key that
-it is about.
+exactly as the run makes them, in a temporary folder; no weight is read and no file of the run
+is written. What a library refuses is reported here, before the run's folder exists, with the key
+that it is about.
 """
 
 from __future__ import annotations
@@ -160,13 +160,13 @@ def _check_second(start: Start, train: Dataset) -> None:
     recipe = start.recipe
     reward_functions(recipe.rewards, train.column_names)
     if recipe.teacher is not None:
-        theirs, ours = (
+        teacher_size, ours = (
             config.get_text_config().vocab_size for config in (start.teacher_config, start.config)
         )
-        if theirs != ours:
+        if teacher_size != ours:
             raise RecipeError(
-                f"teacher: {recipe.teacher} has a vocabulary of {theirs} tokens and the model one "
-                f"of {ours}; their distributions cannot be compared"
+                f"teacher: {recipe.teacher} has a vocabulary of {teacher_size} tokens and the "
+                f"model one of {ours}; their distributions cannot be compared"
             )
 
 
@@ -203,9 +203,9 @@ def _with_culprit(recipe: Recipe, build: Callable[[Recipe], Built]) -> Built:
         raise
     except Exception as error:
         for name, value in recipe.trainer.items():
-            rest = {key: held for key, held in recipe.trainer.items() if key != name}
+            others = {key: other for key, other in recipe.trainer.items() if key != name}
             try:
-                build(recipe.model_copy(update={"trainer": rest}))
+                build(recipe.model_copy(update={"trainer": others}))
             except Exception:  # still refused: another key is to blame
                 continue
             raise RecipeError(
@@ -309,17 +309,17 @@ def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None
         tokens: of them; None where the stage's trainer tokenizes.
     """
     batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
-    said = f"{steps:,} step{'' if steps == 1 else 's'} of"
+    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
     if tokens is None:
         group = getattr(arguments, "num_generations", 0)
-        each = f"completions, {group} of a prompt" if group else "rows"
-        return f"{said} {batch} {each}"
+        unit = f"completions, {group} of a prompt" if group else "rows"
+        return f"{count} {batch} {unit}"
     if recipe.data.packing:
         size = batch * recipe.data.max_length
-        return f"about {said} {batch} packed sequences, about {size:,} tokens a step"
+        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
     batch = min(batch, rows)  # a step ends with the epoch
-    each = "sequence" if batch == 1 else "sequences"
-    return f"{said} {batch} {each}, about {batch * tokens / rows:,.0f} tokens a step"
+    unit = "sequence" if batch == 1 else "sequences"
+    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
 
 
 def _machine() -> int:
@@ -336,11 +336,11 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
     """Intervals that are longer than the run; below 1 they are shares of it."""
     from moe_finetune.training.run_log import logged_every
 
-    every = logged_every(steps)
+    interval = logged_every(steps)
     if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
         yield (
             f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
-            f"steps; it logs {'each' if every == 1 else f'every {every} steps'} instead"
+            f"steps; it logs {'each' if interval == 1 else f'every {interval} steps'} instead"
         )
     if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
         yield (
@@ -358,5 +358,5 @@ def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Ite
     if section is not None and section.every is not None and section.every >= steps:
         yield (
             f"evaluation.every {section.every} is not less than the run's {steps} steps; it is "
-            "scored at its end alone"
+            "scored only at its end"
         )

@@ -92,7 +92,7 @@ class ResumableTrainer(_Trainer):
         clear_leftovers(root)
         last, _ = newest_checkpoint(root)
         log.warning(
-            "WARNING: %s could not be saved (%s). Training goes on; the last good checkpoint is "
+            "WARNING: %s could not be saved (%s). Training continues; the last good checkpoint is "
             "%s. Make room on this disk, or raise trainer.save_steps.",
             target,
             problem,
@@ -126,7 +126,7 @@ class ResumableTrainer(_Trainer):
             clear_leftovers(root)
         path = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if path:
-            # The order of the data comes from the generator's seed, which the state holds.
+            # The order of the data comes from the generator's seed, which is in the state.
             check_rows(Path(path), self.args)
             set_random_state(self._rank_state(path)["random"])
         return super().train(path, *args, **kwargs)
@@ -187,12 +187,12 @@ class ResumableTrainer(_Trainer):
         self._globalstep_last_logged = state["last_logged"]
         # The checkpoint's state has the intervals of the run that wrote it.
         self.state.compute_steps(self.args, self.state.max_steps)
-        for mode, held in state["metrics"].items():
-            self._metrics[mode].update(held)
+        for mode, values in state["metrics"].items():
+            self._metrics[mode].update(values)
         if state["tokens"] is not None:
             self._total_train_tokens = state["tokens"]
-        for callback, own in zip(self._ours(), state["statistics"], strict=True):
-            callback.load_rank_state(own)
+        for callback, saved in zip(self._ours(), state["statistics"], strict=True):
+            callback.load_rank_state(saved)
 
     def _rank_state(self, checkpoint: str) -> dict[str, Any]:
         args = self.args
@@ -202,9 +202,9 @@ class ResumableTrainer(_Trainer):
         # The Trainer divides the sum over all steps by the number of those since the resume.
         if self._initial_global_step:
             trained = max(self.state.global_step - self._initial_global_step, 0.001)
-            rest = self._tr_loss.item()
-            mean = (self._total_loss_scalar + rest) / self.state.global_step
-            self._total_loss_scalar = mean * trained - rest
+            unlogged = self._tr_loss.item()
+            mean = (self._total_loss_scalar + unlogged) / self.state.global_step
+            self._total_loss_scalar = mean * trained - unlogged
         return super()._finalize_training(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -231,14 +231,14 @@ def find_checkpoint(root: Path) -> Path | None:
     """
     answer = b""
     if ranks.rank() == 0:
-        found, problems = newest_checkpoint(root)
+        newest, problems = newest_checkpoint(root)
         for problem in problems:
             log.warning("--resume: passed over: %s", problem)
-        if found is None:
+        if newest is None:
             log.warning("--resume: no whole checkpoint in %s; starting from the beginning", root)
         else:
-            log.info("--resume: going on from %s", found)
-            answer = os.fsencode(found)
+            log.info("--resume: continuing from %s", newest)
+            answer = os.fsencode(newest)
     answer = ranks.gather_bytes(answer)[0]
     return Path(os.fsdecode(answer)) if answer else None
 

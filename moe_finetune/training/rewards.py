@@ -51,10 +51,10 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     from moe_finetune.evaluation.extract import final_number, strict_number
 
     scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        text, right = text_of(completion).strip(), str(wanted).strip()
-        number = strict_number(right) or final_number(right)
-        same = text == right if number is None else final_number(text) == number
+    for completion, expected in zip(completions, answer, strict=True):
+        text, right = text_of(completion).strip(), str(expected).strip()
+        final = strict_number(right) or final_number(right)
+        same = text == right if final is None else final_number(text) == final
         scores.append(float(same))
     return scores
 
@@ -161,7 +161,7 @@ def _from_file(section: RewardSection) -> Reward:
 
 
 def _checked(function: Any, where: str) -> Any:
-    """``function``, asynchronous or not, whose faults are said with their place."""
+    """``function``, asynchronous or not, whose errors name it."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 (an object's own, which may be a coroutine)
     ):
@@ -169,16 +169,16 @@ def _checked(function: Any, where: str) -> Any:
         @functools.wraps(function)
         async def reward(completions: Sequence[Any], **fields: Any) -> list[float | None]:
             with _faults_said(where):
-                found = await function(completions=completions, **fields)
-            return _scores(found, completions, where)
+                scores = await function(completions=completions, **fields)
+            return _scores(scores, completions, where)
 
     else:
 
         @functools.wraps(function)
         def reward(completions: Sequence[Any], **fields: Any) -> list[float | None]:
             with _faults_said(where):
-                found = function(completions=completions, **fields)
-            return _scores(found, completions, where)
+                scores = function(completions=completions, **fields)
+            return _scores(scores, completions, where)
 
     return reward
 
@@ -194,16 +194,16 @@ def _faults_said(where: str) -> Iterator[None]:
         ) from error
 
 
-def _scores(found: Any, completions: Sequence[Any], where: str) -> list[float | None]:
+def _scores(answer: Any, completions: Sequence[Any], where: str) -> list[float | None]:
     """What a function returned, as numbers; None where it does not apply."""
-    if not hasattr(found, "__len__") or isinstance(found, str | dict):
-        raise RecipeError(f"{where} returned {short(found)}; wanted a list of numbers")
-    if len(found) != len(completions):
+    if not hasattr(answer, "__len__") or isinstance(answer, str | dict):
+        raise RecipeError(f"{where} returned {short(answer)}; wanted a list of numbers")
+    if len(answer) != len(completions):
         raise RecipeError(
-            f"{where} returned {len(found)} numbers for {len(completions)} completions; wanted one "
-            "for each"
+            f"{where} returned {len(answer)} numbers for {len(completions)} completions; expected "
+            "one for each"
         )
-    for score, completion in zip(found, completions, strict=True):
+    for score, completion in zip(answer, completions, strict=True):
         if score is None or (hasattr(score, "__float__") and abs(float(score)) <= LARGEST_REWARD):
             continue
         raise RecipeError(
@@ -211,4 +211,4 @@ def _scores(found: Any, completions: Sequence[Any], where: str) -> list[float | 
             f"wanted a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or None where it "
             "does not apply"
         )
-    return [None if score is None else float(score) for score in found]
+    return [None if score is None else float(score) for score in answer]

@@ -126,9 +126,9 @@ class FollowsRollouts(_Trainer):
             counted_BS = torch.nn.functional.pad(mask_BC, (missing, 0))
             against = AgainstRollout(self._batch[EXPERTS], counted_BS, layers, self.replay)
             with recorder.using(overrides=against.begin):
-                found = run()
-            self._log(against, found[0].detach(), self._batch["sampling_per_token_logps"], mask_BC)
-            return found
+                result = run()
+            self._log(against, result[0].detach(), self._batch["sampling_per_token_logps"], mask_BC)
+            return result
         if self._rollout is not None and self.replay:  # the old policy, right after its rollout
             experts_BSLK = self._rollout.choice.experts(attention_mask)
             none_BS = torch.zeros_like(attention_mask, dtype=torch.bool)
@@ -140,8 +140,8 @@ class FollowsRollouts(_Trainer):
     def _is_policy(self, model: Any) -> bool:
         """Whether the policy runs: not another model, nor without its adapter, as a reference."""
         assert self._policy is not None
-        own = causal_lm(self.callback.recorder.model)
-        return causal_lm(model) is own and self._policy.acts()
+        policy = causal_lm(self.callback.recorder.model)
+        return causal_lm(model) is policy and self._policy.acts()
 
     def _log(
         self, against: AgainstRollout, trained_BC: Tensor, sampled_BC: Tensor, mask_BC: Tensor
@@ -161,7 +161,7 @@ class FollowsRollouts(_Trainer):
 
 
 def check_rollouts(recipe: Recipe, family: Family) -> None:
-    """Refuse rollouts of a family whose class samples wrongly beside padding.
+    """Refuse rollouts of a family whose class samples wrongly next to padding.
 
     Raises:
         RecipeError: transformers would sample the completions of prompts of different length.

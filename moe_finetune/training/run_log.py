@@ -84,7 +84,7 @@ def drop_after(path: Path, step: int) -> None:
 class FoundWeights(TrainerCallback):
     """Writes the weights that were found for shares into the run's resolved recipe.
 
-    A recipe read back from there is equal to the one before: beside a share, a weight is a note.
+    A recipe read back from there is equal to the original: next to a share, a weight is a note.
 
     Args:
         path: the resolved recipe; nothing is written while there is none.
@@ -102,14 +102,14 @@ class FoundWeights(TrainerCallback):
         self._written: dict[str, float] = {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        work = self.at_work()
-        if work is None or not state.is_world_process_zero or not self.path.exists():
+        specialization = self.at_work()
+        if specialization is None or not state.is_world_process_zero or not self.path.exists():
             return
         weights = {
             term.name: weight
-            for term in work.objective.terms
+            for term in specialization.objective.terms
             if term.options.finds_weight
-            and (weight := work.objective.full_weights[term.name]) is not None
+            and (weight := specialization.objective.full_weights[term.name]) is not None
         }
         if weights != self._written:
             self._written = weights
@@ -117,7 +117,7 @@ class FoundWeights(TrainerCallback):
 
 
 def with_weights(recipe: Recipe, weights: dict[str, float]) -> Recipe:
-    """``recipe`` with these weights noted beside the shares that they were found for."""
+    """``recipe`` with each weight noted next to the share that it was computed from."""
     terms = {
         name: options.model_copy(update={"weight": weights[name]}) if name in weights else options
         for name, options in recipe.method.terms.items()

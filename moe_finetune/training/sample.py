@@ -22,29 +22,26 @@ from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.metrics import (
     METRICS,
-    coherence_barrier,
     conditional_activation,
     coupling_mass,
-    gram_cosine,
     max_violation,
-    noise_level,
-    router_cosine,
-    routing_entropy,
-    routing_variance,
     score_variance,
 )
 from moe_finetune.metrics.arrays import from_layer, mean_known
-from moe_finetune.metrics.coherence import gram_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.metrics.paths import top_choice
-from moe_finetune.metrics.projections import gate_experts
 from moe_finetune.moe.context import Observer
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.routing.measures import NEEDS, Measures
+from moe_finetune.routing.picture import routing_path
 
 MAX_TOKENS = 8192
 MAX_EMBEDDINGS = 1500
 MAX_BATCHES = 8
-NEEDS = frozenset({"activations_gram", "outputs_gram"})
+MEASURED = (
+    *("entropy", "routing_variance", "router_cosine", "noise_level"),
+    *("activation_cosine", "output_cosine"),
+)
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -57,20 +54,21 @@ class Sample:
 
     Attributes:
         layers: decoder indices of the MoE layers; ``middle`` is the one that pictures show.
-        gate_rows_EDH: of the experts ``gate_experts`` names, in the middle layer.
+        measures: sums over the same tokens.
     """
 
     def __init__(self, facts: ModelFacts, max_tokens: int = MAX_TOKENS, pictures: bool = True):
         self.layers = list(facts.moe_layers)
         self.middle = self.layers[len(self.layers) // 2]
         self.num_experts, self.top_k = facts.num_experts, facts.top_k
-        self.gate_rows_EDH: np.ndarray | None = None
         self._priority_T = np.random.default_rng(0).permutation(max_tokens)
         self._seen = dict.fromkeys(self.layers, 0)
         self._kept: dict[str, dict[int, list[np.ndarray]]] = {}
         self._router: dict[int, np.ndarray] = {}
-        self._pictures, self._gated = pictures, facts.has_gate
         self._installed = dict(METRICS)
+        self.measures = Measures(
+            self.layers, self.num_experts, self.top_k, False, pictures and facts.has_gate
+        )
 
     def __call__(self, record: RoutingRecord, _: LayerLoss) -> None:
         layer = record.layer
@@ -85,23 +83,24 @@ class Sample:
         self._note("probabilities", layer, record.distribution_TE[at_T].float())
         self._note("inputs", layer, record.inputs_TH[at_T[drawn_N]].float())
         self._note("inputs_at", layer, first + drawn_N)
+        self.measures.add(record, at_T)
+        if self._installed:
+            self._note_for_installed(record, at_T)
+
+    def _note_for_installed(self, record: RoutingRecord, at_T: Tensor) -> None:
+        """Keep what metrics of installed packages read and no metric of ours."""
         for kind in ("activations_gram", "outputs_gram"):
             gram_TKK = getattr(record, f"{kind}_TKK")
             assert gram_TKK is not None
-            self._note(kind, layer, gram_TKK[at_T].float())
+            self._note(kind, record.layer, gram_TKK[at_T].float())
         if record.router_weight_EH is not None:
             # A copy: under FSDP2 the weight's own memory is freed after the layer.
             weight_EH = record.router_weight_EH.detach().clone()
-            self._router[layer] = weight_EH.float().cpu().numpy()
-        wanted = self._pictures and self._gated and layer == self.middle
-        if wanted and self.gate_rows_EDH is None:
-            assert record.expert_factors is not None
-            gate_EDH = record.expert_factors("gate").of(gate_experts(self.num_experts))
-            self.gate_rows_EDH = gate_EDH.cpu().numpy()
+            self._router[record.layer] = weight_EH.float().cpu().numpy()
 
     def _note(self, name: str, layer: int, rows: Tensor) -> None:
-        held = self._kept.setdefault(name, {}).setdefault(layer, [])
-        held.append(rows.detach().cpu().numpy())
+        chunks = self._kept.setdefault(name, {}).setdefault(layer, [])
+        chunks.append(rows.detach().cpu().numpy())
 
     def _drawn(self, count: int) -> np.ndarray:
         """Which of the first ``count`` tokens are drawn, ascending."""
@@ -112,10 +111,10 @@ class Sample:
 
     def rows(self, name: str, layer: int) -> np.ndarray:
         """``index`` (T, K), ``scores`` or ``probabilities`` (T, E), or a gram."""
-        held = self._kept[name][layer]
-        if len(held) > 1:
-            self._kept[name][layer] = held = [np.concatenate(held)]
-        return held[0]
+        chunks = self._kept[name][layer]
+        if len(chunks) > 1:
+            self._kept[name][layer] = chunks = [np.concatenate(chunks)]
+        return chunks[0]
 
     def load_E(self, layer: int) -> np.ndarray:
         return np.bincount(self.rows("index", layer).ravel(), minlength=self.num_experts)
@@ -134,34 +133,25 @@ class Sample:
 
     def metrics(self) -> dict[str, list[float | None]]:
         """Metrics by name, a list over layers each; None where one does not exist."""
-        found: dict[str, list[float | None]] = {}
+        measured = self.measures.per_layer()
+        metrics: dict[str, list[float | None]] = {}
         for layer in self.layers:
             with from_layer(layer):
-                values = self._layer_metrics(layer)
+                overlap, clusters = separation(*self.embeddings(layer))
+                values = {
+                    "max_violation": max_violation(self.load_E(layer)),
+                    "score_variance": score_variance(self.rows("scores", layer)),
+                    "expert_overlap": overlap,
+                    "silhouette": clusters,
+                    **self._installed_metrics(layer),
+                }
             for name, value in values.items():
-                found.setdefault(name, []).append(None if value is None else float(value))
-        return found
-
-    def _layer_metrics(self, layer: int) -> dict[str, float | None]:
-        probabilities_TE = self.rows("probabilities", layer)
-        overlap, clusters = separation(*self.embeddings(layer))
-        found: dict[str, float | None] = {
-            "max_violation": max_violation(self.load_E(layer)),
-            "entropy": routing_entropy(probabilities_TE),
-            "score_variance": score_variance(self.rows("scores", layer)),
-            "routing_variance": routing_variance(probabilities_TE),
-            "expert_overlap": overlap,
-            "silhouette": clusters,
-        }
-        if layer in self._router:
-            found["router_cosine"] = router_cosine(self._router[layer])
-            found["noise_level"] = noise_level(self._router[layer])
-        if self.top_k > 1:
-            found["activation_cosine"] = gram_cosine(self.rows("activations_gram", layer))
-            found["output_cosine"] = gram_cosine(self.rows("outputs_gram", layer))
-        return found | self._installed_metrics(layer)
+                metrics.setdefault(name, []).append(None if value is None else float(value))
+        return metrics | {name: measured[name] for name in MEASURED if name in measured}
 
     def _installed_metrics(self, layer: int) -> dict[str, float | None]:
+        if not self._installed:
+            return {}
         several = self.top_k > 1
         arrays = {
             "index_TK": self.rows("index", layer),
@@ -177,12 +167,12 @@ class Sample:
     def coupling(self) -> list[float]:
         return [
             coupling_mass(
-                self.rows("probabilities", below),
-                self.rows("index", below),
-                self.rows("probabilities", above),
+                self.rows("probabilities", lower),
+                self.rows("index", lower),
+                self.rows("probabilities", upper),
                 self.top_k,
             )
-            for below, above in pairwise(self.layers)
+            for lower, upper in pairwise(self.layers)
         ]
 
     def routing(self) -> dict[str, Any]:
@@ -191,34 +181,15 @@ class Sample:
         ``conditional_activation`` has the two layers and the matrix ``(E, E)`` of
         :func:`~moe_finetune.metrics.conditional_activation`; it is absent where no layer follows.
         """
-        found: dict[str, Any] = {
-            "layers": self.layers,
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-            "tokens": len(self.rows("index", self.layers[0])),
-            "load": [self.load_E(layer).tolist() for layer in self.layers],
-        }
+        matrix_EE = None
         if self.middle != self.layers[-1]:
-            above = self.layers[self.layers.index(self.middle) + 1]
+            next_layer = self.layers[self.layers.index(self.middle) + 1]
             matrix_EE = conditional_activation(
-                self.rows("index", self.middle), self.rows("index", above), self.num_experts
+                self.rows("index", self.middle), self.rows("index", next_layer), self.num_experts
             )
-            found["conditional_activation"] = {
-                "layers": [self.middle, above],
-                "matrix": np.asarray(matrix_EE).round(4).tolist(),
-            }
-        return found
-
-    def coherence(self) -> dict[str, Any] | None:
-        if self.top_k == 1:
-            return None
-        barrier = coherence_barrier(self.top_k)
-        rows = []
-        for layer in self.layers:
-            coherence_T = gram_coherence(self.rows("outputs_gram", layer))
-            below = float((coherence_T < barrier).mean())
-            rows.append({"mean": float(coherence_T.mean()), "share_below": below})
-        return {"barrier": barrier, "per_layer": rows}
+        load_LE = np.stack([self.load_E(layer) for layer in self.layers])
+        tokens = len(self.rows("index", self.layers[0]))
+        return routing_path(self.layers, load_LE, tokens, self.top_k, matrix_EE)
 
 
 @contextmanager
@@ -253,12 +224,12 @@ def evaluation_sample(recorder: Recorder, batches: Iterable[Any]) -> Sample | No
         # What a loader draws to start must not change what training draws next.
         torch.random.fork_rng(devices=[]),
     ):
-        for number, batch in enumerate(batches, start=1):
+        for batch_number, batch in enumerate(batches, start=1):
             for inputs in token_inputs(batch):
                 has_tokens = True
                 on_device = {name: values.to(device) for name, values in inputs.items()}
                 model(**on_device, use_cache=False, logits_to_keep=1)
-            if number == MAX_BATCHES:
+            if batch_number == MAX_BATCHES:
                 break
     return sample if has_tokens else None
 
@@ -283,24 +254,24 @@ def undivided(batches: Any) -> Iterable[Any]:
     loader = getattr(batches, "base_dataloader", batches)
     sampler, dataset = (getattr(loader, name, None) for name in ("batch_sampler", "dataset"))
     if isinstance(sampler, BatchSamplerShard):
-        whole = sampler.batch_sampler
-        return DataLoader(loader.dataset, batch_sampler=whole, collate_fn=loader.collate_fn)
+        inner = sampler.batch_sampler
+        return DataLoader(loader.dataset, batch_sampler=inner, collate_fn=loader.collate_fn)
     if isinstance(dataset, IterableDatasetShard):
-        whole = dataset.dataset
-        return DataLoader(whole, batch_size=dataset.batch_size, collate_fn=loader.collate_fn)
+        inner = dataset.dataset
+        return DataLoader(inner, batch_size=dataset.batch_size, collate_fn=loader.collate_fn)
     return loader
 
 
 def evaluation_metrics(sample: Sample) -> dict[str, float]:
     """Metrics that need vectors, means over layers: ``eval_routing/<name>``."""
-    found = sample.metrics()
-    found["coupling_mass"] = list(sample.coupling())
-    coherence = sample.coherence()
+    metrics = sample.metrics()
+    metrics["coupling_mass"] = list(sample.coupling())
+    coherence = sample.measures.coherence()
     if coherence is not None:
-        found["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]
-        found["below_barrier"] = [row["share_below"] for row in coherence["per_layer"]]
+        metrics["mutual_coherence"] = [row["mean"] for row in coherence["per_layer"]]
+        metrics["below_barrier"] = [row["share_below"] for row in coherence["per_layer"]]
     return {
         f"eval_routing/{name}": mean
-        for name, values in found.items()
+        for name, values in metrics.items()
         if (mean := mean_known(values)) is not None
     }

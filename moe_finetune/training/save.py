@@ -1,4 +1,4 @@
-"""What training leaves: an ordinary PEFT adapter, or the whole model when there is none."""
+"""What training saves: an ordinary PEFT adapter, or the whole model when there is none."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def save_trained(
     """Write ``adapter/``, or ``merged/`` when the model trained without an adapter.
 
     The tokenizer, as it was trained with, and a model card lie in either.
-    A loss-free bias lies beside the adapter in ``router_bias.safetensors``; the merge puts it where
-    the family keeps one. The folder appears complete or not at all. All ranks call this, because
-    sharded tensors are gathered; rank 0 writes. ``metadata``: what :func:`run_metadata` returned,
-    where it was called before.
+    A loss-free bias is stored with the adapter in ``router_bias.safetensors``; a merge writes it
+    where the family keeps one. The folder appears complete or not at all. All ranks call this,
+    because sharded tensors are gathered; rank 0 writes. ``metadata``: what :func:`run_metadata`
+    returned, where it was called before.
     """
     from peft import PeftModel
 
@@ -112,7 +112,7 @@ def _data_names(recipe: Recipe) -> list[str]:
 
 def name_base(model: Any, recipe: Recipe) -> None:
     """Let the adapter name its base: a hub id and revision as such (not the folder of the local
-    cache), a folder by its whole path, which holds from any other folder too.
+    cache), a folder by its absolute path, which works from any other folder too.
     """
     config, folder = _peft_config(model), Path(recipe.model.path).expanduser()
     if folder.is_dir():
@@ -163,8 +163,8 @@ def describe_adapter(
 
     chosen = selected_experts(model)
     kind = quantization_of(model)
-    held = {"quantization": kind} if kind is not None else {}
-    write_metadata(folder, experts=chosen, experts_dropout=dropout, **held, **(run or {}))
+    metadata = {"quantization": kind} if kind is not None else {}
+    write_metadata(folder, experts=chosen, experts_dropout=dropout, **metadata, **(run or {}))
     if balancer is not None:
         save_beside(balancer, moe_layers(model), folder)
 
@@ -175,7 +175,7 @@ def _peft_config(model: Any) -> Any:
 
 def write_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write PEFT's two files. Its own ``save_pretrained`` cannot gather sharded tensors, and adds
-    a card that holds the base's local path.
+    a card that contains the base's local path.
     """
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
     mode, config.inference_mode = config.inference_mode, True

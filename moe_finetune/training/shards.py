@@ -1,7 +1,7 @@
 """Tensors of a sharded model on disk as they lie in memory: each rank writes and reads its part.
 
 torch.distributed.checkpoint writes them as safetensors files, whose headers say where in its tensor
-each part lies: no rank holds a whole tensor, and nothing on disk is pickled. What one number of
+each part lies: no rank gathers a whole tensor, and nothing on disk is pickled. What one number of
 ranks wrote any other reads, a single process without a group too.
 """
 
@@ -29,12 +29,12 @@ FOLDER = "shards"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of what trains (FSDP2); frozen experts may be spread beside it."""
+    """Whether what trains is sharded over ranks (FSDP2); frozen experts may be spread as well."""
     return any(hasattr(p, "device_mesh") for p in model.parameters() if p.requires_grad)
 
 
 def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dict[str, Entry]]:
-    """Write this rank's part of ``tensors`` beside ``target``; all ranks call it.
+    """Write this rank's part of ``tensors`` next to ``target``; all ranks call it.
 
     Returns the folder, which :func:`adopt_shards` moves into the checkpoint, and the size and hash
     of every rank's files.
@@ -49,23 +49,23 @@ def write_shards(target: Path, tensors: Mapping[str, Tensor]) -> tuple[Path, dic
         staged.mkdir(parents=True)
     ranks.barrier()
     writer = HuggingFaceStorageWriter(str(staged), save_distributed=True)
-    problem, found = "", {}
+    problem, entries = "", {}
     try:
         dcp.save(dict(tensors), storage_writer=writer)
-        own = staged.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
-        found = {f"{FOLDER}/{file.name}": entry_of(file) for file in own}
+        shard_files = staged.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors")
+        entries = {f"{FOLDER}/{file.name}": entry_of(file) for file in shard_files}
     except CheckpointException as failed:  # not an Exception, and of all ranks
         problem = str(next(iter(failed.failures.values()))[0])
     except OSError as failed:
         problem = str(failed)
     if ranks.any_rank(bool(problem)):
         raise OSError(problem or "another rank could not write its shard")
-    blobs = ranks.gather_bytes(json.dumps(found).encode())
+    blobs = ranks.gather_bytes(json.dumps(entries).encode())
     return staged, {name: entry for blob in blobs for name, entry in json.loads(blob).items()}
 
 
 def adopt_shards(staged: Path, entries: Mapping[str, Entry], folder: Path) -> None:
-    """Move what :func:`write_shards` left into a checkpoint that is being made; rank 0 alone.
+    """Move what :func:`write_shards` left into a checkpoint that is being made; only rank 0.
 
     Raises:
         OSError: another node's files are not there.
@@ -88,14 +88,14 @@ def stored(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     if not (folder / FOLDER).is_dir():
         return {}
     try:
-        found: Any = HuggingFaceStorageReader(str(folder / FOLDER)).read_metadata()
+        metadata: Any = HuggingFaceStorageReader(str(folder / FOLDER)).read_metadata()
     except (OSError, SafetensorError, ValueError, KeyError) as problem:
         raise CheckpointError(f"{folder / FOLDER}: cannot be read ({problem})") from None
-    for name, whole in found.state_dict_metadata.items():
-        held = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
-        if held != math.prod(whole.size):
+    for name, tensor in metadata.state_dict_metadata.items():
+        stored_numel = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if stored_numel != math.prod(tensor.size):
             raise CheckpointError(f"{folder / FOLDER}: parts of {name} are missing")
-    return {n: (t.size, t.properties.dtype) for n, t in found.state_dict_metadata.items()}
+    return {n: (t.size, t.properties.dtype) for n, t in metadata.state_dict_metadata.items()}
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
@@ -106,19 +106,22 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """
     if not targets:
         return
-    held = stored(folder)
+    shapes = stored(folder)
     for name, target in targets.items():
-        if name not in held:
+        if name not in shapes:
             raise CheckpointError(
                 f"{folder / FOLDER}: {name} is missing; it belongs to another recipe"
             )
-        if held[name][0] != target.shape:
+        if shapes[name][0] != target.shape:
             raise CheckpointError(
-                f"{folder / FOLDER}: {name} has shape {tuple(held[name][0])}, and the run's has "
+                f"{folder / FOLDER}: {name} has shape {tuple(shapes[name][0])}, and the run's has "
                 f"{tuple(target.shape)}; it belongs to another recipe"
             )
-    reader, alone = HuggingFaceStorageReader(str(folder / FOLDER)), not ranks.distributed_run()
+    reader, without_ranks = (
+        HuggingFaceStorageReader(str(folder / FOLDER)),
+        not ranks.distributed_run(),
+    )
     try:
-        dcp.load(dict(targets), storage_reader=reader, no_dist=alone)
+        dcp.load(dict(targets), storage_reader=reader, no_dist=without_ranks)
     except CheckpointException as problem:
         raise CheckpointError(f"{folder / FOLDER}: cannot be read ({problem})") from None

@@ -50,19 +50,19 @@ class StopOnSignal(TrainerCallback):
 
     def __enter__(self) -> StopOnSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+            for signal_number in SIGNALS:
+                self._before[signal_number] = signal.signal(signal_number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._before.items():
+            signal.signal(signal_number, handler)
         self._before = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, signal_number: int, frame: FrameType | None) -> None:
         if self._asked is not None:
             os._exit(130)
-        self._asked = signal.Signals(number)
+        self._asked = signal.Signals(signal_number)
         if not self._in_steps:
             raise self._interrupted()
         terminal().say(
@@ -79,8 +79,8 @@ class StopOnSignal(TrainerCallback):
     def _message(self) -> str:
         name = self._asked.name if self._asked else "a signal on another rank"
         last, _ = newest_checkpoint(RunFolder(self.output).checkpoints)
-        held = f"last checkpoint: {last}" if last else "no checkpoint was saved"
-        return f"interrupted by {name}; {held}. To go on: {self.go_on}"
+        checkpoint = f"last checkpoint: {last}" if last else "no checkpoint was saved"
+        return f"interrupted by {name}; {checkpoint}. To go on: {self.go_on}"
 
     # -- the trainer's events -----------------------------------------------------------------
 

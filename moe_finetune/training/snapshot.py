@@ -15,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_finetune.io import write_atomic
-from moe_finetune.metrics.arrays import mean_known
-from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import in_mode, model_facts
 from moe_finetune.moe.perturbation import Perturbation
+from moe_finetune.routing.measures import NEEDS
+from moe_finetune.routing.picture import PASSAGE, PASSAGES, passage, snapshot
 from moe_finetune.training import ranks
-from moe_finetune.training.sample import MAX_TOKENS, NEEDS, Sample
+from moe_finetune.training.sample import MAX_TOKENS, Sample
 
 BATCH = 1024
-PASSAGE = 150
-PASSAGES = 4
 Example = Mapping[str, Any]
 
 
@@ -39,12 +37,12 @@ def sample_examples(
             of them equal parts of the tokens, and is a domain of its name.
         max_length: rows are cut to it, as training cuts them.
     """
-    found: list[Example] = []
+    examples: list[Example] = []
     for path, rows in sources:
         name = _name(path)
         cut = ({"input_ids": row["input_ids"][:max_length], "domain": name} for row in rows)
-        found += first_rows(cut, MAX_TOKENS // len(sources))
-    return found
+        examples += first_rows(cut, MAX_TOKENS // len(sources))
+    return examples
 
 
 def _name(file: str) -> str:
@@ -53,13 +51,13 @@ def _name(file: str) -> str:
 
 def first_rows(rows: Iterable[Example], tokens: int) -> list[Example]:
     """The first ``tokens`` tokens of ``rows``, the last row cut."""
-    found: list[Example] = []
+    selected: list[Example] = []
     for row in rows:
-        found.append({**row, "input_ids": row["input_ids"][:tokens]})
-        tokens -= len(found[-1]["input_ids"])
+        selected.append({**row, "input_ids": row["input_ids"][:tokens]})
+        tokens -= len(selected[-1]["input_ids"])
         if tokens <= 0:
             break
-    return found
+    return selected
 
 
 def take_snapshot(
@@ -87,9 +85,9 @@ def take_snapshot(
     # Every rank took part, because the model may be sharded; rank 0 writes.
     if ranks.rank() > 0:
         return {}
-    snapshot = {"data": data, **_picture(sample, rows, tokenizer)}
-    write_atomic(path, json.dumps(snapshot))
-    return snapshot
+    picture = {"data": data, **_picture(sample, rows, tokenizer)}
+    write_atomic(path, json.dumps(picture))
+    return picture
 
 
 def _batches(rows: list[list[int]], device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -104,37 +102,24 @@ def _batches(rows: list[list[int]], device: torch.device) -> Iterator[dict[str, 
             end += 1
         ids_BS = torch.zeros(end - start, longest, dtype=torch.long)
         mask_BS = torch.zeros_like(ids_BS)
-        for place, row in enumerate(rows[start:end]):
-            ids_BS[place, : len(row)] = torch.tensor(row)
-            mask_BS[place, : len(row)] = 1
+        for index, row in enumerate(rows[start:end]):
+            ids_BS[index, : len(row)] = torch.tensor(row)
+            mask_BS[index, : len(row)] = 1
         yield {"input_ids": ids_BS.to(device), "attention_mask": mask_BS.to(device)}
         start = end
 
 
 def _picture(sample: Sample, rows: list[Example], tokenizer: Any) -> dict[str, Any]:
-    layers, middle = sample.layers, sample.middle
-    found: dict[str, Any] = {
-        **sample.routing(),
-        "mean_probability": [
-            sample.rows("probabilities", layer).mean(0).round(6).tolist() for layer in layers
-        ],
-        "metrics": {
-            name: {"per_layer": values, "mean": mean_known(values)}
-            for name, values in sample.metrics().items()
-        },
-        "coherence": sample.coherence(),
-        "embeddings": principal_points(middle, *sample.embeddings(middle), sample.load_E(middle)),
-    }
-    if sample.gate_rows_EDH is not None:
-        experts = gate_experts(sample.num_experts)
-        found["gate_rows_tsne"] = gate_row_points(middle, sample.gate_rows_EDH, experts)
     domain_T = np.repeat([row["domain"] for row in rows], [len(row["input_ids"]) for row in rows])
     names = list(dict.fromkeys(row["domain"] for row in rows))
-    if len(names) > 1:
-        found["domains"] = {name: _counts(sample, domain_T == name) for name in names}
-    if tokenizer is not None:
-        found["colored_text"] = _passages(sample, rows, tokenizer, names)
-    return found
+    return snapshot(
+        sample.routing(),
+        sample.metrics(),
+        sample.measures,
+        sample.embeddings(sample.middle),
+        {name: _counts(sample, domain_T == name) for name in names},
+        None if tokenizer is None else _passages(sample, rows, tokenizer, names),
+    )
 
 
 def _counts(sample: Sample, here_T: np.ndarray) -> list[list[int]]:
@@ -152,18 +137,10 @@ def _passages(
     """The start of each domain's first example: top expert and all selected, middle layer."""
     top_T, index_TK = sample.top_T(sample.middle), sample.rows("index", sample.middle)
     starts = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
-    found = []
+    passages = []
     for name in names[:PASSAGES]:
-        number = next(n for n, row in enumerate(rows) if row["domain"] == name)
-        ids = rows[number]["input_ids"][:PASSAGE]
-        first = int(starts[number])
-        found.append(
-            {
-                "layer": sample.middle,
-                "domain": name,
-                "tokens": [tokenizer.decode([int(token)]) for token in ids],
-                "experts": top_T[first : first + len(ids)].tolist(),
-                "selected": index_TK[first : first + len(ids)].tolist(),
-            }
-        )
-    return found
+        index = next(n for n, row in enumerate(rows) if row["domain"] == name)
+        ids = rows[index]["input_ids"][:PASSAGE]
+        span = slice(int(starts[index]), int(starts[index]) + len(ids))
+        passages.append(passage(tokenizer, sample.middle, name, ids, top_T[span], index_TK[span]))
+    return passages

@@ -50,8 +50,8 @@ _ON_MODEL: WeakKeyDictionary[nn.Module, ref[Specialization]] = WeakKeyDictionary
 
 def on_model(model: nn.Module) -> Specialization | None:
     """The method that is at work on ``model`` or left its bias there, or None."""
-    held = _ON_MODEL.get(backbone_of(model))
-    return held() if held is not None else None
+    reference = _ON_MODEL.get(backbone_of(model))
+    return reference() if reference is not None else None
 
 
 class Specialization:
@@ -275,15 +275,15 @@ class Specialization:
         Raises:
             ObjectiveError: a table or bias is missing, of another model, or of another method.
         """
-        found = self.objective.found_weights()
+        weights = self.objective.found_weights()
         prefixes = [f"{term.name}." for term in self.objective.terms if term.keeps_tables]
         biases = self.balancer.state_dict() if self.balancer is not None else {}
         missing = [p for p in prefixes if not any(key.startswith(p) for key in state)]
-        missing += [name for name in (*found, *biases) if name not in state]
+        missing += [name for name in (*weights, *biases) if name not in state]
         strange = [
             key
             for key in state
-            if key not in found and key not in biases and not key.startswith((*prefixes,))
+            if key not in weights and key not in biases and not key.startswith((*prefixes,))
         ]
         if missing:
             raise ObjectiveError(
@@ -297,7 +297,7 @@ class Specialization:
             )
         experts = self.objective.facts.num_experts
         for key, table in state.items():
-            if key in found:
+            if key in weights:
                 continue
             if table.shape[0] != experts or table.shape[-1] != experts:
                 raise ObjectiveError(
@@ -306,8 +306,8 @@ class Specialization:
                 )
         self._set(state)
 
-    def carry_over(self, before: Specialization) -> None:
-        self._set({**self.state_dict(), **before.state_dict()})
+    def carry_over(self, previous: Specialization) -> None:
+        self._set({**self.state_dict(), **previous.state_dict()})
 
     def _set(self, state: Mapping[str, torch.Tensor]) -> None:
         self.objective.load_state_dict(state)
@@ -318,10 +318,10 @@ class Specialization:
         """State to return to with :meth:`go_back`; cheap: tables are replaced, never changed."""
         return {"tables": self.state_dict(), "statistics": self.statistics.snapshot()}
 
-    def go_back(self, held: dict[str, Any]) -> None:
+    def go_back(self, snapshot: dict[str, Any]) -> None:
         """Undo what the forwards since :meth:`snapshot` left: tables, loads, sums."""
-        self.objective.load_state_dict(held["tables"])
-        self.statistics.load_state_dict(held["statistics"])
+        self.objective.load_state_dict(snapshot["tables"])
+        self.statistics.load_state_dict(snapshot["statistics"])
         if self.balancer is not None:
             self.balancer.forget_loads()
 
@@ -333,12 +333,12 @@ class Specialization:
         ]
         self._start = {}
         if self.unmoved:
-            shown = ", ".join(self.unmoved[:8]) + (" ..." if len(self.unmoved) > 8 else "")
+            listed = ", ".join(self.unmoved[:8]) + (" ..." if len(self.unmoved) > 8 else "")
             log.warning(
                 "%d tensors that should train did not move in the first %d steps: %s",
                 len(self.unmoved),
                 STEPS_BEFORE_STILL_IS_SUSPICIOUS,
-                shown,
+                listed,
             )
 
 

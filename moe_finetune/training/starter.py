@@ -53,11 +53,11 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     config = load_config(checkpoint)
     family = family_of(config)
     layers = family.moe_layers(config)
-    said = (
+    text = (
         f"{family.title}: {len(layers)} MoE layers, {family.num_experts(config)} routed experts, "
         f"{family.top_k(config)} a token, router {family.score}"
     )
-    return said, family, config
+    return text, family, config
 
 
 def starter(answers: Answers) -> str:
@@ -71,7 +71,7 @@ def starter(answers: Answers) -> str:
         raise RecipeError(
             f"--method {answers.method}: unknown{did_you_mean(answers.method, PRESETS)}"
         )
-    said, family, config = describe(answers.checkpoint)
+    summary, family, config = describe(answers.checkpoint)
     text = config.get_text_config()
     small = text.hidden_size * family.num_experts(text) * text.num_hidden_layers < SMALL
     data: dict[str, Any] = {"train": answers.data}
@@ -79,7 +79,7 @@ def starter(answers: Answers) -> str:
         data["validation"] = answers.validation
     data["max_length"] = 2048
     lines = [
-        f"# {said}",
+        f"# {summary}",
         _section(model={"path": answers.checkpoint, "dtype": "float32" if small else "bfloat16"}),
         f"# Should show: {PRESETS[answers.method].shows} ({PRESETS[answers.method].source}).",
         *_method(answers.method),

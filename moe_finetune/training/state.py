@@ -37,9 +37,9 @@ def load_state(path: Path) -> dict[str, Tensor]:
 
 
 def to_text(state: dict[str, Tensor]) -> str:
-    """``state`` as ASCII, bit for bit, for a place that holds text alone."""
-    held = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-    return base64.b64encode(save(held)).decode("ascii")
+    """``state`` as ASCII, bit for bit, for a file that can store only text."""
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    return base64.b64encode(save(tensors)).decode("ascii")
 
 
 def from_text(text: str, where: str) -> dict[str, Tensor]:
@@ -50,27 +50,27 @@ def from_text(text: str, where: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{where}: cannot be read ({problem})") from None
 
 
-def pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """JSON value of ``value``; its tensors go into ``tensors`` under names that start ``place``.
 
     Raises:
         CheckpointError: something is neither a plain value nor a tensor.
     """
     if isinstance(value, Tensor):
-        tensors[place] = value
-        return {_TENSOR: place}
+        tensors[path] = value
+        return {_TENSOR: path}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        items = {key: pack(held, tensors, f"{place}/{key}") for key, held in value.items()}
+        items = {key: pack(item, tensors, f"{path}/{key}") for key, item in value.items()}
         if all(isinstance(key, str) for key in items):
             return items
-        return {_ITEMS: [[key, held] for key, held in items.items()]}
+        return {_ITEMS: [[key, item] for key, item in items.items()]}
     if isinstance(value, list | tuple):
-        parts = [pack(held, tensors, f"{place}/{i}") for i, held in enumerate(value)]
+        parts = [pack(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     raise CheckpointError(
-        f"{place}: a {type(value).__name__} cannot be saved without pickle; use an optimizer and "
+        f"{path}: a {type(value).__name__} cannot be saved without pickle; use an optimizer and "
         "scheduler whose state is numbers and tensors"
     )
 
@@ -78,13 +78,13 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     """What :func:`pack` was given."""
     if isinstance(value, list):
-        return [unpack(held, tensors) for held in value]
+        return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _TUPLE in value:
-        return tuple(unpack(held, tensors) for held in value[_TUPLE])
+        return tuple(unpack(item, tensors) for item in value[_TUPLE])
     if _ITEMS in value:
-        return {key: unpack(held, tensors) for key, held in value[_ITEMS]}
-    return {key: unpack(held, tensors) for key, held in value.items()}
+        return {key: unpack(item, tensors) for key, item in value[_ITEMS]}
+    return {key: unpack(item, tensors) for key, item in value.items()}

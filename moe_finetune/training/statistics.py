@@ -68,8 +68,8 @@ class TrainingStatistics:
         if weight_EH is not None and record.layer not in self._routers:
             self._routers[record.layer] = _router_measures(weight_EH.detach())
         for name, value in loss.values.items():
-            held = self._losses.get(name)
-            self._losses[name] = value.double() if held is None else held + value
+            total = self._losses.get(name)
+            self._losses[name] = value.double() if total is None else total + value
         if record.layer == self.layers[0]:
             self._forwards += 1
 
@@ -99,15 +99,15 @@ class TrainingStatistics:
 
     @staticmethod
     def share(states: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
-        """What ``rank`` goes on from after other ranks had ``states``: rank 0 takes the sums."""
+        """What ``rank`` loads when the number of ranks has changed: rank 0 takes all sums."""
         first = states[0]
         if rank > 0:
             return {**first, "sums": None, "losses": {}, "forwards": 0}
-        held = [state["sums"] for state in states if state["sums"] is not None]
+        sums = [state["sums"] for state in states if state["sums"] is not None]
         names = {name for state in states for name in state["losses"]}
         return {
             **first,
-            "sums": torch.stack(held).sum(0) if held else None,
+            "sums": torch.stack(sums).sum(0) if sums else None,
             "losses": {
                 name: sum(s["losses"][name] for s in states if name in s["losses"])
                 for name in names
@@ -142,28 +142,30 @@ class TrainingStatistics:
             if not values[-1]:
                 return {}
         numbers = (values[:-1] / values[-1]).tolist()
-        load, score, rest = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
+        load, score, moments = sums.cpu().split([self.num_experts, self.num_experts, 3], dim=1)
         routers = list(self._routers.values())
         self._sums, self._losses, self._forwards, self._routers = None, {}, 0, {}
         strength, self._strength = self._strength, {}
         self.last_load_LE = load.to(torch.int64)
-        tokens = rest[:, 0].clamp_min(1.0)
+        tokens = moments[:, 0].clamp_min(1.0)
         mean_load = load.mean(1).clamp_min(1e-12)
         mean_score = score / tokens.unsqueeze(1)
-        variance = (rest[:, 1] / tokens - mean_score.square().sum(1)) / self.num_experts
+        variance = (moments[:, 1] / tokens - mean_score.square().sum(1)) / self.num_experts
         violation = (load.max(1).values - load.mean(1)) / mean_load
-        found = torch.stack(routers).double().mean(0).tolist() if routers else []
+        router_means = torch.stack(routers).double().mean(0).tolist() if routers else []
         return {
-            **{f"losses/{name}": number for name, number in zip(names, numbers, strict=True)},
+            **{f"losses/{name}": mean for name, mean in zip(names, numbers, strict=True)},
             **strength,
             "routing/max_violation": violation.mean().item(),
             "routing/max_violation_worst_layer": violation.max().item(),
-            "routing/entropy": (rest[:, 2] / tokens).mean().item(),
-            "routing/entropy_share": (rest[:, 2] / tokens).mean().item()
+            "routing/entropy": (moments[:, 2] / tokens).mean().item(),
+            "routing/entropy_share": (moments[:, 2] / tokens).mean().item()
             / math.log(max(self.num_experts, 2)),
             "routing/score_variance": variance.mean().item(),
             "routing/dead_experts": float((load == 0).sum(1).double().mean()),
-            **dict(zip(("routing/router_cosine", "routing/noise_level"), found, strict=False)),
+            **dict(
+                zip(("routing/router_cosine", "routing/noise_level"), router_means, strict=False)
+            ),
         }
 
 

@@ -15,22 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import distributed, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
 
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LARGEST_WEIGHT, Term
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.training import ranks
-from moe_finetune.training.replay import Gradients, Replay, product
+from moe_finetune.training.term_gradients import PARTS, TermGradients
 
-PARTS = ("router", "experts")
 WHISPER, AIM, DROWNS = 0.01, 0.1, 1.0
 """Shares: below the first nothing shows; above the last the language loss is drowned."""
 FIRST_WINDOWS = 50
 """Windows that may go by before a share's first weight is found."""
+
+Products = Mapping[str, tuple[float, float, float]]
+"""By part: squared norm of the term's gradient, of the trainer's, and their inner product."""
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class TermStrength:
     @property
     def at_one(self) -> float:
         """The share at weight 1: the larger of the parts it trains, else of those it reaches."""
-        known = {part: share for part, share in self.shares.items() if share is not None}
-        mainly = [share for part, share in known.items() if part in self.trains]
-        return max(mainly or known.values(), default=0.0)
+        measured = {part: share for part, share in self.shares.items() if share is not None}
+        mainly = [share for part, share in measured.items() if part in self.trains]
+        return max(mainly or measured.values(), default=0.0)
 
     @property
     def share(self) -> float:
@@ -90,18 +90,18 @@ class TermStrength:
 
 
 class StrengthMeter:
-    """Measures an installed recorder's objective on the windows that are due.
+    """Measures the objective's terms in the windows that are due.
 
     Due are the first window, every ``every``-th after it, and those of terms whose share says so. A
-    window is measured right before its optimizer step; a weight found there acts from the next step
-    on, so that the step that is measured has no share's term in it unless one was found before.
-    Where a window gives no weight, since the term or the trainer's loss has no gradient in it, the
-    term keeps the weight that it has; without one, the next window is due, up to ``tries`` of them.
+    weight found there acts from the next step on, so the measured step contains no share's term
+    unless a weight was found before. Where a window gives no weight, since the term or the
+    trainer's loss has no gradient in it, the term keeps the weight that it has; without one, the
+    next window is due, up to ``tries`` of them.
 
     Args:
         recorder: whose objective is measured.
         objective: the recorder's.
-        every: steps between measurements; None measures the first window alone.
+        every: steps between measurements; None measures only the first window.
         first: whether the first window is measured where no share needs it.
 
     Attributes:
@@ -117,51 +117,51 @@ class StrengthMeter:
         every: int | None = None,
         first: bool = True,
     ):
+        self.recorder = recorder
         self.objective = objective
         self.every = every
         self.first = first
         self.rows: list[TermStrength] = []
         self.on_measured: list[Callable[[int, list[TermStrength]], None]] = []
-        self._replay = Replay(recorder, objective)
+        self._gradients: TermGradients | None = None
         self._step = 0
         self._due: set[str] = set()
         self.tries = FIRST_WINDOWS
         self._misses: dict[str, int] = {}
-        self._hook: Any = None
 
     def begin(self, step: int) -> None:
         """Get ready to measure the window of optimizer step ``step`` (0-based), if it is due.
 
         Raises:
-            ObjectiveError: a share's weight is to be found where gradients cannot be read.
+            ObjectiveError: a share needs its weight where gradients cannot be read.
         """
         self.close()
         self._step = step
         self._due = {term.name for term in self.objective.terms if self._finds(term)}
-        wanted = (step == 0 and self.first) or (self.every is not None and step % self.every == 0)
-        if not self.objective.terms or not (wanted or self._due):
+        due = (step == 0 and self.first) or (self.every is not None and step % self.every == 0)
+        if not self.objective.terms or not (due or self._due):
             return
-        obstacle = _obstacle(self._replay.recorder.model)
-        if obstacle is None and self._due and not self._replay.parts():
+        gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])
+        obstacle = _obstacle(self.recorder.model)
+        if obstacle is None and self._due and not gradients.trains():
             obstacle = "neither routers nor routed experts train, and gradients are compared there"
         if obstacle is not None:
             self._give_up(obstacle)
             return
-        self._replay.note()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        gradients.start()
+        self._gradients = gradients
 
     def _finds(self, term: Term) -> bool:
         options = term.options
         if options.share is None:
             return False
-        again = options.every is not None and self._step % options.every == 0
-        return again or self.objective.full_weights[term.name] is None
+        due_again = options.every is not None and self._step % options.every == 0
+        return due_again or self.objective.full_weights[term.name] is None
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        self._replay.forget()
+        if self._gradients is not None:
+            self._gradients.stop()
+            self._gradients = None
 
     def finish(self) -> None:
         """After the last step: report the shares that never had a weight."""
@@ -170,21 +170,6 @@ class StrengthMeter:
             log.warning(
                 "method.terms.%s.share: no window gave it a weight; the term had no effect", name
             )
-
-    def end(self) -> None:
-        """After an optimizer step: report a window that was due and could not be measured.
-
-        Raises:
-            ObjectiveError: the weight of a share was to be found.
-        """
-        if self._hook is None:
-            return
-        forwards = self._replay.count
-        self.close()
-        if forwards:
-            self._give_up("no torch.optim.Optimizer took a step over these parameters")
-        else:
-            self._miss("no gradient came back through the model")
 
     def _give_up(self, reason: str) -> None:
         """The window cannot be measured, and no later one can."""
@@ -224,54 +209,55 @@ class StrengthMeter:
                 self.tries,
             )
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        own = {id(parameter) for parameter in self._replay.parameters()}
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if self._replay.count and any(id(parameter) in own for parameter in stepped):
-            self.measure()
+    def end(self) -> None:
+        """After an optimizer step, on every rank: compare the window's gradients, if it was due.
 
-    def measure(self) -> list[TermStrength]:
-        """Measure the forwards noted so far and set the weights that are due; on every rank.
-
-        A window whose gradients are not finite is left out.
+        Sets the weights that are due. A window whose gradients are not finite is left out.
 
         Raises:
             ObjectiveError: a share has no weight after so many windows without a gradient.
         """
-        if not ranks.equal_on_ranks(self._replay.count):
-            self.close()
-            self._give_up("the ranks ran different numbers of forwards")
-            return []
-        with self._replay.running():
-            terms = {term.name: term for term in self.objective.terms}
-            rows = [
-                _compare(terms[name], self.objective, own, language)
-                for name, own, language in self._replay.measured([*terms])
-            ]
+        gradients = self._gradients
+        if gradients is None:
+            return
         self.close()
-        rows = _same_on_ranks(rows)
+        if not gradients.count:
+            self._miss("no gradient came back through the model")
+            return
+        products = gradients.products()
+        rows = [self._row(term, products[term.name]) for term in self.objective.terms]
         if not all(_finite(row) for row in rows):
             log.warning(
                 "step %d: a gradient is not finite; its strength is not measured", self._step + 1
             )
             self._miss("a gradient is not finite")
-            return []
+            return
         self.rows = [self._with_found(row) for row in rows]
         if ranks.rank() == 0:
             for row in self.rows:
                 if row.weight or row.term not in self._due:
-                    _say(row)
+                    _report(row)
         for call in self.on_measured:
             call(self._step, self.rows)
-        return self.rows
+
+    def _row(self, term: Term, products: Products) -> TermStrength:
+        shares: dict[str, float | None] = dict.fromkeys(PARTS)
+        cosines: dict[str, float | None] = dict.fromkeys(PARTS)
+        for part, (term_square, trainers_square, inner) in products.items():
+            if trainers_square != 0:
+                shares[part] = math.sqrt(term_square / trainers_square)
+                norms = math.sqrt(term_square * trainers_square)
+                cosines[part] = inner / norms if norms else 0.0
+        weight = self.objective.full_weights[term.name] or 0.0
+        return TermStrength(term.name, frozenset(term.trains), weight, shares, cosines)
 
     def _with_found(self, row: TermStrength) -> TermStrength:
-        """The row at the weight that is found for its share, where that is due."""
+        """The row at the weight that gives its share, where that is due."""
         if row.term not in self._due:
             return row
-        wanted = next(t.options.share for t in self.objective.terms if t.name == row.term)
-        assert wanted is not None
-        weight = row.weight_for(wanted)
+        share = next(t.options.share for t in self.objective.terms if t.name == row.term)
+        assert share is not None
+        weight = row.weight_for(share)
         if weight is None:
             self._miss_one(row.term, row.missing)
             return row
@@ -280,48 +266,12 @@ class StrengthMeter:
         return TermStrength(row.term, row.trains, weight, row.shares, row.cosines)
 
 
-def _compare(
-    term: Term, objective: Objective, gradients: Gradients, language: Gradients
-) -> TermStrength:
-    shares: dict[str, float | None] = dict.fromkeys(PARTS)
-    cosines: dict[str, float | None] = dict.fromkeys(PARTS)
-    for part, own in gradients.items():
-        norm, below = (math.sqrt(product(grads, grads)) for grads in (own, language[part]))
-        if below == 0:
-            continue
-        shares[part] = norm / below
-        cosines[part] = product(own, language[part]) / (norm * below) if norm else 0.0
-    weight = objective.full_weights[term.name] or 0.0
-    return TermStrength(term.name, frozenset(term.trains), weight, shares, cosines)
-
-
-def _same_on_ranks(rows: list[TermStrength]) -> list[TermStrength]:
-    """Rank 0's rows, to the last bit."""
-    if ranks.world_size() == 1:
-        return rows
-    values = [[*row.shares.values(), *row.cosines.values()] for row in rows]
-    # None is what it is on every rank; the rest goes as numbers.
-    numbers = torch.tensor(
-        [[0.0 if value is None else value for value in line] for line in values],
-        dtype=torch.float64,
-        device=ranks.device(),
-    )
-    distributed.broadcast(numbers, 0)
-    same = []
-    for row, old, new in zip(rows, values, numbers.tolist(), strict=True):
-        kept = [None if o is None else n for o, n in zip(old, new, strict=True)]
-        shares = dict(zip(PARTS, kept[: len(PARTS)], strict=True))
-        cosines = dict(zip(PARTS, kept[len(PARTS) :], strict=True))
-        same.append(TermStrength(row.term, row.trains, row.weight, shares, cosines))
-    return same
-
-
 def _finite(row: TermStrength) -> bool:
     values = (*row.shares.values(), *row.cosines.values())
     return all(value is None or math.isfinite(value) for value in values)
 
 
-def _say(row: TermStrength) -> None:
+def _report(row: TermStrength) -> None:
     """A line; a warning where the term whispers or drowns the language loss."""
     if all(share is None for share in row.shares.values()):
         log.info("method.terms.%s: not compared, since %s", row.term, row.missing)
@@ -330,7 +280,7 @@ def _say(row: TermStrength) -> None:
     advice = (
         "no weight changes that while its aim is met"
         if aim is None
-        else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 in the place of weight"
+        else f"weight {aim:.3g} would be 10 %, and so would share: 0.1 instead of weight"
     )
     what = f"method.terms.{row.term}: at weight {row.weight:.3g} its gradient is"
     where = f"of the language loss's on {' and '.join(sorted(row.trains))}"

@@ -1,4 +1,4 @@
-"""Distillation of a teacher's routing beside its logits; a mixin of TRL's trainer."""
+"""Distillation of a teacher's routing and its logits; a mixin of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def check_teacher(student: Any, teacher: Any) -> None:
     Raises:
         RecipeError: another family, other MoE layers, or another number of experts.
     """
-    ours, theirs = family_of(student), family_of(teacher)
+    ours, teacher_family = family_of(student), family_of(teacher)
     differing = [
         f"{what} {mine} and {other}"
         for what, mine, other in (
-            ("families", ours.name, theirs.name),
-            ("MoE layers", ours.moe_layers(student), theirs.moe_layers(teacher)),
-            ("numbers of experts", ours.num_experts(student), theirs.num_experts(teacher)),
+            ("families", ours.name, teacher_family.name),
+            ("MoE layers", ours.moe_layers(student), teacher_family.moe_layers(teacher)),
+            ("numbers of experts", ours.num_experts(student), teacher_family.num_experts(teacher)),
         )
         if mine != other
     ]
@@ -80,5 +80,5 @@ def check_teacher(student: Any, teacher: Any) -> None:
         raise RecipeError(
             f"method.terms.{TERM}: compares each router with the teacher's, and student and "
             f"teacher have the {'; the '.join(differing)}; take a teacher that fits, or remove "
-            "the term (weight: 0) and learn from its logits alone"
+            "the term (weight: 0) and learn only from its logits"
         )

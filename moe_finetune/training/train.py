@@ -16,6 +16,7 @@ from moe_finetune.moe.offload import offload_experts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
+from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.continued import continue_adapter
 from moe_finetune.training.drift import watch_drift
 from moe_finetune.training.keep_steps import KeepSteps
@@ -68,11 +69,11 @@ def train(recipe: Recipe, run: RunFolder, inputs: Inputs, resume: bool = False) 
         take(run.routing_before)
     if STAGES[recipe.stage].form != "tokens":
         watch_drift(trainer, callback, sample)
-    trainer.add_callback(KeepSteps(recipe, output, model, start.tokenizer, callback))
+    add_callbacks(trainer, KeepSteps(recipe, output, model, start.tokenizer, callback))
     if checkpoint:
         trainer.args.eval_on_start = False
     with StopOnSignal(output) as stop:
-        trainer.add_callback(stop)
+        add_callbacks(trainer, stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:

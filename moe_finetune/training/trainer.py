@@ -17,6 +17,7 @@ from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES, Stage
 from moe_finetune.training.callback import SpecializationCallback
+from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.generation_batch import ResumesRollouts
 from moe_finetune.training.live import LiveTable
@@ -71,8 +72,8 @@ def training_arguments(recipe: Recipe, output: Path) -> Any:
         "remove_unused_columns": False,
         "reward_weights": [section.weight for section in recipe.rewards],
     }
-    known = {field.name for field in dataclasses.fields(config) if field.init}
-    ours = {name: value for name, value in ours.items() if name in known}
+    field_names = {field.name for field in dataclasses.fields(config) if field.init}
+    ours = {name: value for name, value in ours.items() if name in field_names}
     if STAGES[recipe.stage].form == "tokens":
         del ours["remove_unused_columns"]
     return config(**{**defaults, **recipe.trainer, **ours})
@@ -189,8 +190,8 @@ def build_trainer(
         processing_class=tokenizer,
         **_stage_arguments(recipe, train.column_names, other),
     )
-    for theirs in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
-        trainer.remove_callback(theirs)
+    for printer in (ProgressCallback, PrinterCallback):  # LiveTable shows what they would print
+        trainer.remove_callback(printer)
     callback.attach(trainer)
     trainer.loraplus_lr_ratio = recipe.lora.loraplus_lr_ratio if recipe.lora else None
     if isinstance(trainer, FollowsRollouts | RoutesAsTeacher):
@@ -200,14 +201,12 @@ def build_trainer(
     numbers = recipe.numerics
     trainer.guard = NumericsGuard(output, numbers.on_nan, callback, stage.form != "prompts")
     watch = CollapseWatch(callback, numbers.max_violation, numbers.dead_experts, numbers.patience)
-    found = FoundWeights(
+    found_weights = FoundWeights(
         RunFolder(output).recipe,
         lambda: callback.specialization,
         lambda weights: with_weights(recipe, weights).to_yaml(),
     )
-    own_callbacks = (RunLog(output), trainer.guard, watch, found, LiveTable())
-    for place, own in enumerate(own_callbacks, start=1):
-        trainer.callback_handler.callbacks.insert(place, own)
+    add_callbacks(trainer, RunLog(output), trainer.guard, watch, found_weights, LiveTable())
     return trainer, callback
 
 
@@ -232,7 +231,7 @@ def _arguments_from(checkpoint: Path | None, recipe: Recipe, output: Path) -> An
 def _stage_arguments(
     recipe: Recipe, columns: list[str], other: Callable[[], Any] | None
 ) -> dict[str, Any]:
-    """What the trainer of a stage takes beside model, arguments and data."""
+    """What the trainer of a stage takes in addition to model, arguments and data."""
     from moe_finetune.training.rewards import reward_functions
 
     if recipe.rewards:

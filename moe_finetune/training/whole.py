@@ -1,4 +1,4 @@
-"""Whole tensors of a model whose parameters may be sharded over ranks (FSDP2), on rank 0 alone.
+"""Whole tensors of a model whose parameters may be sharded over ranks (FSDP2), only on rank 0.
 
 All ranks call these functions, because gathering is collective; one tensor at a time passes through
 the others' memory, and only rank 0, which writes files, keeps what was gathered.
@@ -59,11 +59,11 @@ def whole_model(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str,
     buffers = {plain_name(name) for name, _ in model.named_buffers()}
     gathered = _gathered(getattr(model, "module", model))
     names = list(gathered) if ranks.rank() == 0 else []
-    whole = {}
+    state = {}
     for name in names:  # one float32 tensor less for each that is converted
         tensor = gathered.pop(name)
-        whole[name] = tensor if dtype is None or name in buffers else tensor.to(dtype)
-    return whole
+        state[name] = tensor if dtype is None or name in buffers else tensor.to(dtype)
+    return state
 
 
 def _gathered(model: nn.Module, **options: Any) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> 
         fill(target, value)
 
 
-def _same_names(live: Iterable[str], held: Iterable[str], where: str) -> None:
-    missing, extra = sorted(set(live) - set(held)), sorted(set(held) - set(live))
+def _same_names(live: Iterable[str], stored: Iterable[str], where: str) -> None:
+    missing, extra = sorted(set(live) - set(stored)), sorted(set(stored) - set(live))
     if missing or extra:
-        shown: Any = (missing or extra)[0]
+        example: Any = (missing or extra)[0]
         raise CheckpointError(
             f"{where}: {len(missing)} tensors are missing and {len(extra)} are unknown (first: "
-            f"{shown}); it belongs to another recipe"
+            f"{example}); it belongs to another recipe"
         )

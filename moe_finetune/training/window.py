@@ -55,8 +55,8 @@ class AccumulationWindow:
             return
         per_epoch = math.ceil(self._batches / self._steps)
         last = (state.global_step % per_epoch) == per_epoch - 1
-        rest = self._batches % self._steps
-        self._current = rest if last and rest else self._steps
+        remainder = self._batches % self._steps
+        self._current = remainder if last and remainder else self._steps
 
     def scale(self) -> float:
         """1 / (micro-batches of the step under way)."""

@@ -83,6 +83,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     from moe_finetune.checkpoint.loading import load_model
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.loading import load_tokenizer
+    from moe_finetune.training.callback_order import add_callbacks
     from moe_finetune.training.resumable import find_checkpoint
     from moe_finetune.training.save import save_trained
     from moe_finetune.training.signals import StopOnSignal
@@ -108,7 +109,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
     trainer, close = build(job, recipe, model, tokenizer, work_folder)
     checkpoint = find_checkpoint(run.checkpoints) if begun else None
     with StopOnSignal(work_folder, "repeat the command with --resume") as stop:
-        trainer.add_callback(stop)
+        add_callbacks(trainer, stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
@@ -133,10 +134,11 @@ def build(
     """Return TRL's trainer of this job, and a function that removes the method from the model."""
     import torch
 
-    from moe_finetune.losses.inject import PerTermLosses
+    from moe_finetune.losses.inject import CollectedLosses
     from moe_finetune.moe.layers import backbone_of
     from moe_finetune.recipe.stages import STAGES
     from moe_finetune.training.callback import SpecializationCallback
+    from moe_finetune.training.callback_order import add_callbacks
     from moe_finetune.training.numerics import NumericsGuard
     from moe_finetune.training.run_log import RunLog
     from moe_finetune.training.trainer import trainer_of, training_arguments
@@ -158,15 +160,14 @@ def build(
             num_items_in_batch: Any = None,
         ) -> Any:
             recorder = callback.specialization.recorder  # type: ignore[union-attr]
-            by_term = PerTermLosses()
-            with recorder.using(per_term=by_term), self.accelerator.autocast():
+            collected = CollectedLosses()
+            with recorder.using(joins=collected), self.accelerator.autocast():
                 backbone_of(model)(
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs.get("attention_mask"),
                     use_cache=False,
                 )
-            losses = [loss for by_layer in by_term.losses.values() for loss in by_layer]
-            loss = torch.stack(losses).sum()
+            loss = torch.stack(collected.losses).sum()
             # The trainer divides by the window itself where it counts no items.
             return loss if num_items_in_batch is None else loss * recorder.plan.scale()
 
@@ -186,10 +187,7 @@ def build(
     if job.method is not None:
         callback.attach(trainer)
     trainer.guard = NumericsGuard(work_folder, "stop", callback)
-    index = 1 if job.method is not None else 0
-    for own_callback in (RunLog(work_folder), trainer.guard, _released_rows(job.rows_RS)):
-        trainer.callback_handler.callbacks.insert(index, own_callback)
-        index += 1
+    add_callbacks(trainer, RunLog(work_folder), trainer.guard, _released_rows(job.rows_RS))
     return trainer, callback.close
 
 

@@ -110,7 +110,7 @@ def test_a_killed_run_scores_each_state_once(ingredients, finished, tmp_path):
 def test_scores_that_no_step_is_early_enough_for_are_said(ingredients, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(base_of(ingredients)))
-    said = "evaluation.every 3 is not less than the run's 3 steps; it is scored at its end alone"
+    said = "evaluation.every 3 is not less than the run's 3 steps; it is scored only at its end"
     assert said in plan_run(load_recipe(file, ["evaluation.every=3"]), tmp_path / "run").remarks
     assert said not in plan_run(load_recipe(file), tmp_path / "run").remarks
 

@@ -56,7 +56,7 @@ def test_sigterm_saves_the_step_and_names_the_way_on(straight, tmp_path):
     assert child.code == 130
     assert f"checkpoint-{step}" in child.text and "--resume" in child.text
     child = train(recipe, run)
-    assert f"going on from {run / 'checkpoints' / f'checkpoint-{step}'}" in child.text
+    assert f"continuing from {run / 'checkpoints' / f'checkpoint-{step}'}" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
 
 
@@ -72,7 +72,7 @@ def test_damaged_checkpoints_are_passed_over(straight, tmp_path):
     file.write_bytes(content)
     child = train(recipe, run)
     assert f"passed over: {file}: is damaged" in child.text
-    assert f"going on from {older}" in child.text
+    assert f"continuing from {older}" in child.text
     assert child.code == 0 and adapter_hash(run) == wanted and logged(run) == log
 
 

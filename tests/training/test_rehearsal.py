@@ -48,7 +48,6 @@ def train(capsys, *arguments) -> tuple[int, str, str]:
 REFUSED = [
     (["trainer.eval_strategy=steps"], "trainer.eval_strategy: 'steps' needs data.validation"),
     (["trainer.load_best_model_at_end=true"], "load_best_model_at_end: True needs data.validation"),
-    (["export.merge=true", "evaluation={suite: demo, every: 0}"], "must be 1 or more, not 0"),
     (
         [
             "export.merge=true",
@@ -59,35 +58,19 @@ REFUSED = [
     ),
     (["trainer.report_to=nolog"], "trainer.report_to: 'nolog' cannot be used here"),
     (["model.attn_implementation=flash_attention_2"], "model.attn_implementation: 'flash"),
-    (["model.attn_implementation=org/kernel"], "model.attn_implementation: must be 'eager'"),
     (["trainer.learning_rate=-1.0"], "trainer.learning_rate: must be from 0 to 1"),
-    (["trainer.learning_rate=1e9"], "trainer.learning_rate"),
-    (["trainer.learning_rate=.nan"], "trainer.learning_rate"),
     (
         ["trainer.per_device_train_batch_size=0"],
         "train_batch_size: must be from 1 to 1048576, not 0",
     ),
-    (
-        ["trainer.gradient_accumulation_steps=0"],
-        "accumulation_steps: must be from 1 to 1048576, not 0",
-    ),
     (["trainer.deepspeed=zero.json"], "trainer.deepspeed: cannot be set here: use FSDP2"),
     (["trainer.adam_beta1=2.0"], "trainer.adam_beta1"),
-    (["trainer.logging_steps=0"], "trainer.logging_steps"),
-    (["trainer.seed=-1"], "trainer.seed"),
     (["trainer.loss_type=mean"], "trainer.loss_type: 'mean' cannot be used here"),
     (["trainer.eos_token=<gone>"], "trainer.eos_token: '<gone>' cannot be used here"),
-    (["trainer.lr_scheduler_type=reduce_lr_on_plateau"], "trainer.lr_scheduler_type"),
     (["trainer.lr_scheduler_kwargs={nope: 1}"], "trainer.lr_scheduler_kwargs"),
     (["trainer.optim_args=nope"], "trainer.optim_args"),
     (["trainer.push_to_hub=true"], "use `merge --push`"),
     (["lora.rank=1000000000"], "--ignore-memory"),
-    (["lora.rank=1000000000000000000000000000000"], "lora.rank: must be less than 2147483648"),
-    (["data.max_length=1099511627776"], "data.max_length: must be 16777216 or less"),
-    (
-        ["trainer.per_device_train_batch_size=1000000000"],
-        "train_batch_size: must be from 1 to 1048576, not 1000000000",
-    ),
     (["method.terms.variance.weight=3e38"], "weight: 3e+38 x tokens 16384 is more than 1e+12"),
     # the first that only a loaded model can tell
     (["method=erc", "router.train=frozen", "lora.targets=[attention]"], "method.terms."),

@@ -131,7 +131,7 @@ def test_gate_rows_have_the_adapter_in_them(model):
     merged = add_lora(tiny.model("qwen3_moe"), LoraSection(rank=4, alpha=12.0), "full")
     merged.load_state_dict(model.state_dict())
     whole = merged.merge_and_unload().model.layers[1].mlp.experts.gate_up_proj[[0, 8], :48]
-    np.testing.assert_allclose(sample.gate_rows_EDH, whole.detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sample.measures.gate_rows_EDH, whole.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_sample_keeps_to_its_limit(model):
@@ -142,7 +142,8 @@ def test_a_sample_keeps_to_its_limit(model):
     with torch.no_grad(), recorder:
         for _ in range(2):
             model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "scores", "outputs_gram"))
+    assert all(len(sample.rows(name, 2)) == 17 for name in ("index", "scores"))
+    assert sample.measures.tokens_L.tolist() == [17] * 3
 
 
 def test_embeddings_are_drawn_over_all_rows_alike_in_every_layer(model, monkeypatch):

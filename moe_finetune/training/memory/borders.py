@@ -39,8 +39,8 @@ class LiveBytes(TorchDispatchMode):
 
     def reset(self) -> int:
         """Begin a new peak; return the one before."""
-        before, self.peak = self.peak, self.now
-        return before
+        peak, self.peak = self.peak, self.now
+        return peak
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -24,7 +24,7 @@ class Optimizer:
         moments: tensors of a parameter's shape.
         bits: of their elements; 8 with bitsandbytes' scales.
         copies: further tensors of the parameters' shapes during the step.
-        factored: rows and columns of second moments in the place of the whole (Adafactor).
+        factored: rows and columns of second moments instead of the whole (Adafactor).
         paged: states lie in memory that the GPU shares with the host, and count as host memory.
     """
 

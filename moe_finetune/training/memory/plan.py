@@ -8,7 +8,7 @@ Of several GPUs, which share the weights by FSDP2, it is that of one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import RecipeError
@@ -99,7 +99,7 @@ def plan_memory(
     gpus: int = 1,
     profiles: Profiles | None = None,
 ) -> MemoryPlan:
-    """Tell the memory of ``recipe`` on one device.
+    """Predict the memory of ``recipe`` on one device.
 
     Args:
         model: the whole adapted model on the meta device.
@@ -150,53 +150,61 @@ def _refuse_unsharded(recipe: Recipe) -> None:
 
 
 def _step(
-    weights: Weights, profile: StepProfile, recipe: Recipe, held: int, full: bool
+    weights: Weights, profile: StepProfile, recipe: Recipe, gradients: int, full: bool
 ) -> Iterator[Moment]:
-    opened, kept = weights.opened, profile.before
+    opened, activations = weights.opened, profile.before
     for index, layer in enumerate(profile.layers):
-        yield held, kept, layer.forward + opened, f"forward of layer {index}"
-        kept += layer.kept
+        yield gradients, activations, layer.forward + opened, f"forward of layer {index}"
+        activations += layer.kept
     if recipe.trainer.get("activation_offloading"):
         # All but the layers on their way are in the host's memory.
-        kept = profile.before + sum(sorted(layer.kept for layer in profile.layers)[-2:])
-    yield held, kept, profile.head, "head and loss"
-    kept += profile.after_head
-    held += 0 if full else weights.other_gradients
+        activations = profile.before + sum(sorted(layer.kept for layer in profile.layers)[-2:])
+    yield gradients, activations, profile.head, "head and loss"
+    activations += profile.after_head
+    gradients += 0 if full else weights.other_gradients
     for index in reversed(range(len(profile.layers))):
         layer = profile.layers[index]
-        yield held, kept, layer.backward + opened, f"backward of layer {index}"
-        kept = max(kept - layer.released, 0)
-        held += 0 if full else weights.layer_gradients[index]
+        yield gradients, activations, layer.backward + opened, f"backward of layer {index}"
+        activations = max(activations - layer.released, 0)
+        gradients += 0 if full else weights.layer_gradients[index]
 
 
-def _strength(weights: Weights, profile: StepProfile, recipe: Recipe) -> Iterator[Moment]:
-    """The moments of measuring the losses' strength, right before the first optimizer step.
+def _strength(
+    weights: Weights, profile: StepProfile, recipe: Recipe, gradients: int, later: bool
+) -> Iterator[Moment]:
+    """The moments of a step whose losses' strength is measured.
 
-    The window is run again without its head, beside its own gradients. One graph serves all losses
-    where their gradients fit beside each other, so that only the last backward empties it.
+    Between the head's backward and the layers', one backward a loss runs over a graph that stays;
+    the gradients of routers and routed experts that it gives stay until the step ends, on the host
+    where they would take more than the weights.
+
+    Args:
+        gradients: bytes that earlier micro-batches of the window left.
+        later: whether there are such micro-batches, which left measured gradients, too.
     """
-    every = sum(weights.layer_gradients) + weights.other_gradients
-    own, count = weights.measured_gradients, len(recipe.method.terms)
-    # The window's or the language loss's; the losses' before the last, or the one before.
-    held = every + own * (count if own // 4 * count <= weights.parameters else 2)
-    for begin, kept, needed, moment in _step(
-        weights, replace(profile, head=0), recipe, held, False
-    ):
-        yield begin, kept, needed, f"measuring the losses' strength, {moment}"
-    if count > 1:
-        kept = profile.before + sum(layer.kept for layer in profile.layers)
-        needed = max(layer.backward for layer in profile.layers) + weights.opened
-        yield held, kept, needed, "measuring the losses' strength, backward of one of them"
+    count = len(recipe.method.terms) + 1
+    large = weights.measured_gradients // 4 * count > weights.parameters
+    measured = 0 if large else weights.measured_gradients * count
+    activations = profile.before + profile.after_head + sum(layer.kept for layer in profile.layers)
+    needed = max(layer.backward for layer in profile.layers) + weights.opened
+    head = 0 if later else weights.other_gradients
+    moments = [(gradients + head, activations, needed, "backward of one of them")]
+    for moment in _step(weights, profile, recipe, gradients, later):
+        # Before the step's first backward nothing is measured yet.
+        if later or moment[-1].startswith("backward"):
+            moments.append(moment)
+    for present, activations, needed, name in moments:
+        yield present + measured, activations, needed, f"measuring the losses' strength, {name}"
 
 
 def _without_gradients(
-    weights: Weights, profile: StepProfile, shape: StepShape, held: int
+    weights: Weights, profile: StepProfile, shape: StepShape, gradients: int
 ) -> Iterator[Moment]:
     """The moments of a stage's forwards that nothing is learned from."""
     layer = max(layer.forward for layer in profile.layers) + weights.opened
     if shape.beside:
-        kept = profile.before + sum(layer.kept for layer in profile.layers)
-        yield held, kept, layer, "forward of the reference or teacher"
+        activations = profile.before + sum(layer.kept for layer in profile.layers)
+        yield gradients, activations, layer, "forward of the reference or teacher"
     if shape.generated:
         tokens = shape.length
         by_layer = [shape.generated * (fixed + token * tokens) for fixed, token in profile.cache]
@@ -240,26 +248,29 @@ def put_together(
     trainer = recipe.trainer
     optimizer = optimizer_of(str(trainer.get("optim", DEFAULT_OPTIMIZER)))
     states = state_bytes(optimizer, weights.trained)
-    every = sum(weights.layer_gradients) + weights.other_gradients
+    all_gradients = sum(weights.layer_gradients) + weights.other_gradients
     accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
     # In a window's later micro-batches the gradients are there from the beginning.
-    moments = list(_step(weights, profile, recipe, every if accumulates else 0, accumulates))
+    moments = list(
+        _step(weights, profile, recipe, all_gradients if accumulates else 0, accumulates)
+    )
     if recipe.method.terms and recipe.method.strength.first:
-        moments += _strength(weights, profile, recipe)
+        gradients = all_gradients if accumulates else 0
+        moments += _strength(weights, profile, recipe, gradients, accumulates)
     shape = step_shape(recipe)
-    moments += _without_gradients(weights, profile, shape, every if accumulates else 0)
-    moments.append((every, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
-    gradients, kept, needed, moment = max(moments, key=lambda found: sum(found[:3]))
+    moments += _without_gradients(weights, profile, shape, all_gradients if accumulates else 0)
+    moments.append((all_gradients, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
+    gradients, activations, needed, moment = max(moments, key=lambda parts: sum(parts[:3]))
     most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))
     return MemoryPlan(
         weights=weights.device,
         adapter=weights.added,
         optimizer=0 if optimizer.paged else states,
         gradients=gradients,
-        kept=kept,
+        kept=activations,
         needed=needed,
         moment=moment,
-        all_gradients=every,
+        all_gradients=all_gradients,
         tokens=shape.rows * shape.length,
         weights_by=weights.by_type,
         losses=losses,

@@ -15,12 +15,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError, reason_of
 from moe_finetune.training.memory.borders import Borders, LayerBytes, watch
@@ -52,7 +50,7 @@ class StepProfile:
         head: the most that is alive during head and loss, beyond what the layers have left.
         after_head: what of it is alive when the last layer's backward begins, gradients not
             counted.
-        cache: what generating holds of a row, by layer: whatever its length, and for each token.
+        cache: bytes of the cache of a generated row, by layer: fixed ones, and those of each token.
     """
 
     layers: list[LayerBytes]
@@ -76,6 +74,7 @@ def step_profile(
     Raises:
         UnsupportedModelError: the model cannot run on tensors without memory.
     """
+    from moe_finetune.moe import by_token, grouped, hooks
     from moe_finetune.moe.layers import model_facts
 
     last_new = max(kinds.index(kind) for kind in kinds)
@@ -93,13 +92,12 @@ def step_profile(
                 stack.enter_context(borders.live)
                 stack.enter_context(fused_attention(device))
                 # A row is one sequence; positions without memory could not say so.
-                stack.enter_context(patch("moe_finetune.moe.hooks.separate", _one_sequence))
-                # The real one's rules for tensors without memory know bfloat16 alone.
-                stack.enter_context(patch("moe_finetune.moe.grouped.grouped_mm", _grouped_mm))
-                stack.enter_context(patch("moe_finetune.moe.grouped._aligned", lambda _: True))
+                stack.enter_context(replaced(hooks, "separate", _one_sequence))
+                # The real one's rules for tensors without memory support only bfloat16.
+                stack.enter_context(replaced(grouped, "grouped_mm", _grouped_mm))
+                stack.enter_context(replaced(grouped, "_aligned", lambda _: True))
                 if device == "cuda":  # which takes all tokens at once
-                    place = "moe_finetune.moe.by_token.CACHED_BYTES"
-                    stack.enter_context(patch(place, 2**62))
+                    stack.enter_context(replaced(by_token, "CACHED_BYTES", 2**62))
                 else:
                     stack.enter_context(head_tiles(config))
                 _step(model, short, recipe, borders, losses)
@@ -107,9 +105,9 @@ def step_profile(
     except MoeFinetuneError:
         raise
     except Exception as error:  # an operation that has no rule for tensors without memory
-        said = reason_of(error)
+        reason = reason_of(error)
         raise UnsupportedModelError(
-            f"the memory of a step of this {config.model_type} cannot be computed: {said:.200}"
+            f"the memory of a step of this {config.model_type} cannot be computed: {reason:.200}"
         ) from error
     rows = borders.layers()
     stands = [
@@ -141,7 +139,9 @@ def head_tiles(config: Any) -> AbstractContextManager[Any]:
     Theirs may be; on a CPU, pages that nobody touches are not there.
     """
     tile = min(config.get_text_config().vocab_size, 32768)
-    return patch("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
+    from trl.trainer import utils
+
+    return replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", tile)
 
 
 def _step(model: Any, config: Any, recipe: Recipe, borders: Borders, losses: bool) -> None:
@@ -189,22 +189,33 @@ def _one_sequence(kwargs: dict[str, Any], *_: Any) -> tuple[dict[str, Any], None
     return kwargs, None, False
 
 
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(rows: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     """``grouped_mm``'s shapes: rows (S, I) by (E, I, O), or (O, S) by (S, I), group by group."""
     if right.dim() == 3:
-        return left.new_empty(left.shape[0], right.shape[2])
-    return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+        return rows.new_empty(rows.shape[0], right.shape[2])
+    return rows.new_empty(offs.shape[0], rows.shape[0], right.shape[1])
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is said of a model that is only measured."""
+    """No messages about a model that is only measured."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
         logging.disable(level)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of ``owner`` inside the context."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 class _Fused(torch.autograd.Function):
@@ -233,6 +244,5 @@ def fused_attention(device: str) -> Iterator[None]:
     if device != "cuda":
         yield
         return
-    name = scaled_dot_product_attention.__name__
-    with patch.object(torch.nn.functional, name, _attend):
+    with replaced(torch.nn.functional, "scaled_dot_product_attention", _attend):
         yield

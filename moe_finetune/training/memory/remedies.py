@@ -130,6 +130,10 @@ def _changes(recipe: Recipe, device: Device) -> Iterator[tuple[str, str, Recipe]
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    held = getattr(recipe, section)
-    changed = {**held, **values} if isinstance(held, dict) else held.model_copy(update=values)
+    section_values = getattr(recipe, section)
+    changed = (
+        {**section_values, **values}
+        if isinstance(section_values, dict)
+        else section_values.model_copy(update=values)
+    )
     return recipe.model_copy(update={section: changed})

@@ -66,20 +66,20 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
 
 
 def checkpointing(recipe: Recipe, device: Device) -> bool:
-    """Whether layers run again in the backward: the toolkit's default is on GPUs alone."""
+    """Whether layers run again in the backward: by default only on GPUs."""
     return bool(recipe.trainer.get("gradient_checkpointing", device == "cuda"))
 
 
 def give_memory(model: nn.Module) -> None:
     """Replace tensors on the meta device by fake ones, which have a device; ties stay."""
-    made: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    held = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(held, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                if id(parameter) not in copies:
+                    memory = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    copies[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+                module._parameters[name] = copies[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -24,7 +24,7 @@ class StepShape:
         prompt: tokens that generation starts from.
         generated: rows that the model itself generates at once; 0 where vLLM or nobody does.
         beside: a forward without gradients runs while the graph of the trained one is alive.
-        second: the other model that is held: "reference", "teacher" or None.
+        second: the other model in memory: "reference", "teacher" or None.
     """
 
     rows: int
@@ -86,7 +86,7 @@ def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
 
 
 def stage_loss(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
-    """A scalar with the graph of the stage's loss: what TRL keeps of head and logits for it."""
+    """A scalar with the graph of the stage's loss: what TRL stores of head and logits for it."""
     if recipe.stage == "orpo":
         return _odds_ratio(model, ids)
     if recipe.stage == "distill":
@@ -129,7 +129,7 @@ def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
 
 
 def cache_bytes(model: Any) -> list[tuple[int, int]]:
-    """By layer of a model on fake tensors: what its cache holds a row, and a row's token."""
+    """By layer of a model on fake tensors: the cache's bytes for a row, and for each token."""
     first, second = _cached(model, 8), _cached(model, 16)
     tokens = [(b - a) // 8 for a, b in zip(first, second, strict=True)]
     return [(a - 8 * token, token) for a, token in zip(first, tokens, strict=True)]

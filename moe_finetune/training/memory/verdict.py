@@ -19,7 +19,7 @@ An assumption; ``make gpu-check`` measures it."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """The plan beside what there is.
+    """The predicted memory and the memory that there is.
 
     Attributes:
         room: bytes of it for tensors.

@@ -169,9 +169,9 @@ def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
 
 def layer_of(name: str, family: Family) -> int | None:
     """The decoder layer of a parameter's name, None outside of them."""
-    _, found, rest = f".{name}".partition(f".{family.backbone}.layers.")
-    number = rest.partition(".")[0]
-    return int(number) if found and number.isdigit() else None
+    _, prefix, suffix = f".{name}".partition(f".{family.backbone}.layers.")
+    index = suffix.partition(".")[0]
+    return int(index) if prefix and index.isdigit() else None
 
 
 def is_added(name: str) -> bool:

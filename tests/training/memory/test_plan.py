@@ -133,11 +133,11 @@ def test_the_worst_moment():
     first = put_together(
         OneWeight, StepProfile(layers, 10, 40, 20), recipe(method={"preset": "aux_loss"})
     )
-    assert first.moment == "measuring the losses' strength, backward of layer 1"
-    assert first.total == backward.total + 20 + 16  # all of the window; what is measured of it
-    three = recipe(method={"preset": "orthogonal_variance"})  # 3 x 4 parameters are few beside 1000
+    assert first.moment == "measuring the losses' strength, backward of one of them"
+    assert first.total == backward.total + 2 * 16  # of the loss, and of the language loss
+    three = recipe(method={"preset": "orthogonal_variance"})  # 4 x 4 parameters are few beside 1000
     third = put_together(OneWeight, StepProfile(layers, 10, 40, 20), three)
-    assert third.total == backward.total + 20 + 3 * 16
+    assert third.total == backward.total + 4 * 16
     unmeasured = recipe(method={"preset": "aux_loss", "strength": {"first": False}})
     later = put_together(OneWeight, StepProfile(layers, 10, 40, 20), unmeasured)
     assert later.total == backward.total

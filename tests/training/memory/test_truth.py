@@ -19,7 +19,7 @@ EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
     # family, preset, LoRA targets, keys of the trainer (and the stage), the worst moment
     "whole": (
-        "deepseek_v2", "dpp", EVERYTHING, {}, "measuring the losses' strength, backward of",
+        "deepseek_v2", "dpp", EVERYTHING, {}, "measuring the losses' strength, backward of one",
     ),
     "checkpointing": (
         "qwen3_moe", "orthogonal_variance", EVERYTHING,

@@ -1,0 +1,101 @@
+"""A routing snapshot as JSON: what ``routing/before.json`` and ``after.json`` of a run contain.
+
+The report reads it (:mod:`moe_finetune.report.routing`). Parts that were not measured are absent.
+Shape legend: L MoE layers, E experts, N tokens with an embedding, H hidden, D expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_finetune.metrics.arrays import mean_known
+from moe_finetune.metrics.projections import gate_experts, gate_row_points, principal_points
+from moe_finetune.routing.measures import Measures
+
+PASSAGE = 150
+PASSAGES = 4
+"""Tokens of a passage of text, and passages, that the report colors."""
+
+
+def routing_path(
+    layers: Sequence[int], load_LE: np.ndarray, tokens: int, top_k: int, matrix_EE: Any = None
+) -> dict[str, Any]:
+    """Load of every layer; ``matrix_EE`` is P(expert of the next layer | expert of the middle)."""
+    routing: dict[str, Any] = {
+        "layers": list(layers),
+        "num_experts": load_LE.shape[1],
+        "top_k": top_k,
+        "tokens": tokens,
+        "load": load_LE.tolist(),
+    }
+    if matrix_EE is not None:
+        middle = len(layers) // 2
+        routing["conditional_activation"] = {
+            "layers": list(layers[middle : middle + 2]),
+            "matrix": np.asarray(matrix_EE).round(4).tolist(),
+        }
+    return routing
+
+
+def snapshot(
+    path: Mapping[str, Any],
+    metrics: Mapping[str, Sequence[float | None]],
+    measures: Measures | None = None,
+    embeddings: tuple[np.ndarray, np.ndarray] | None = None,
+    domains: Mapping[str, Any] | None = None,
+    passages: Iterable[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Put together a snapshot.
+
+    Args:
+        path: what :func:`routing_path` returned.
+        metrics: by name, a value a layer.
+        measures: of the same tokens.
+        embeddings: of the middle layer, ``(N, H)``, and their top experts ``(N,)``.
+        domains: selections ``(L, E)`` by domain; left out when there is only one.
+        passages: what :func:`passage` returned, of at most ``PASSAGES`` domains.
+    """
+    layers, load = path["layers"], path["load"]
+    row = len(layers) // 2
+    picture: dict[str, Any] = {
+        **path,
+        "metrics": {
+            name: {"per_layer": list(values), "mean": mean_known(values)}
+            for name, values in metrics.items()
+        },
+    }
+    if domains is not None and len(domains) > 1:
+        picture["domains"] = {name: np.asarray(c).tolist() for name, c in domains.items()}
+    if measures is not None:
+        picture["mean_probability"] = measures.mean_probability_LE().round(6).tolist()
+        picture["coherence"] = measures.coherence()
+        if measures.gate_rows_EDH is not None:
+            experts = gate_experts(path["num_experts"])
+            rows = gate_row_points(layers[row], measures.gate_rows_EDH, experts)
+            picture["gate_rows_tsne"] = rows
+    if embeddings is not None:
+        picture["embeddings"] = principal_points(layers[row], *embeddings, np.asarray(load[row]))
+    if passages is not None:
+        picture["colored_text"] = list(passages)
+    return picture
+
+
+def passage(
+    tokenizer: Any,
+    layer: int,
+    domain: str,
+    ids_T: Iterable[int],
+    top_T: np.ndarray,
+    index_TK: np.ndarray,
+) -> dict[str, Any]:
+    """The tokens of a text with their top expert and all selected ones in one layer."""
+    return {
+        "layer": layer,
+        "domain": domain,
+        "tokens": [tokenizer.decode([int(token)]) for token in ids_T],
+        "experts": np.asarray(top_T).tolist(),
+        "selected": np.asarray(index_TK).tolist(),
+    }

@@ -1,0 +1,210 @@
+"""The gradient of each loss term alone, and of the trainer's own loss, on the trainer's own graph.
+
+When the trainer's backward reaches the last hidden state, it has differentiated nothing below yet.
+There the graph is differentiated once for the trainer's loss, with no term acting, and once for
+each term, with the trainer's gradient replaced by zeros; then the trainer's backward goes on as if
+nothing had happened. This works under any trainer, and no forward is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moe_finetune.losses.inject import PerTermLosses
+from moe_finetune.moe.checkpointing import inside
+from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import MoeLayer
+from moe_finetune.training import ranks
+
+PARTS = ("router", "experts")
+TRAINERS_LOSS = ""
+"""Stands for the trainer's own loss among the terms' names."""
+
+Sums = dict[tuple[int, int], Tensor]
+"""By MoE layer and number of the trainable parameter in it: this rank's part of its gradient."""
+
+
+class TermGradients:
+    """Sums the gradients of routers and routed experts over a window's forwards, loss by loss.
+
+    Args:
+        recorder: what injects the losses; its hooks must be on the model before :meth:`start`.
+        names: the terms to measure.
+
+    Attributes:
+        count: forwards that a gradient has come back through.
+    """
+
+    def __init__(self, recorder: Recorder, names: Sequence[str]):
+        self.recorder = recorder
+        self.names = tuple(names)
+        self.count = 0
+        self._sums: dict[tuple[str, str], Sums] = {}
+        self._joins = PerTermLosses()
+        self._leaves: dict[int, Tensor] = {}
+        self._measured: dict[int, tuple[str, tuple[int, int]]] = {}
+        self._acting: str | None = None
+        self._hooks = ExitStack()
+        self._forward = ExitStack()
+
+    def start(self) -> None:
+        backbone, model = self.recorder.backbone, self.recorder.model
+        self.recorder.change(joins=self._joins)
+        self._keep_on_host = self._is_large()
+        handles = [
+            backbone.register_forward_pre_hook(self._before_forward),
+            backbone.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        by_module = {id(layer.decoder_layer): layer for layer in self.recorder.layers}
+        for module in map(inside, backbone.layers):
+            hook = partial(self._note_leaves, by_module.get(id(module)))
+            handles.append(module.register_forward_pre_hook(hook))
+        for handle in handles:
+            self._hooks.callback(handle.remove)
+        if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+            # A compiled backward frees what it read, so its graph serves one backward only.
+            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def stop(self) -> None:
+        self._forward.close()
+        self._hooks.close()
+        self.recorder.change(joins=None)
+        self._leaves = {}
+
+    def trains(self) -> bool:
+        """Whether a router or a routed expert has a trainable parameter."""
+        return any(
+            parameter.requires_grad
+            for layer in self.recorder.layers
+            for module in (layer.router, layer.outer_experts)
+            for parameter in module.parameters()
+        )
+
+    def products(self) -> dict[str, dict[str, tuple[float, float, float]]]:
+        """By term and part: squared norms of both gradients, and their inner product.
+
+        In float64, the term at weight 1, averaged over ranks as the trainer averages; both norms
+        are 0 in a part that trains and that no gradient reached. Every rank must call it.
+        """
+        parts = [part for part in PARTS if any(part == kind for kind, _ in self._measured.values())]
+        keys = [(name, part) for name in self.names for part in parts]
+        rows = []
+        for name, part in keys:
+            term = self._sums.get((name, part), {})
+            trainers = self._sums.get((TRAINERS_LOSS, part), {})
+            pairs = ((term, term), (trainers, trainers), (term, trainers))
+            rows.append([_product(first, right) for first, right in pairs])
+        if ranks.world_size() > 1:
+            totals = torch.tensor(rows, dtype=torch.float64, device=ranks.device())
+            distributed.all_reduce(totals)
+            rows = totals.tolist()
+        products: dict[str, dict[str, tuple[float, float, float]]] = {
+            name: {} for name in self.names
+        }
+        for (name, part), row in zip(keys, rows, strict=True):
+            products[name][part] = row[0], row[1], row[2]
+        return products
+
+    def _is_large(self) -> bool:
+        """Whether a gradient of each loss takes more than the model: then the host keeps them."""
+        layers = self.recorder.layers
+        modules = [m for layer in layers for m in (layer.router, layer.outer_experts)]
+        measured = sum(p.numel() for m in modules for p in m.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in self.recorder.model.parameters())
+        return measured * (len(self.names) + 1) > total
+
+    # -- one forward --------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        self._forward.close()
+        self._leaves = {}
+        # Over hooks of the trainer's, such as offloading, that give each saved tensor back once.
+        self._forward.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
+
+    def _note_leaves(self, layer: MoeLayer | None, module: nn.Module, args: tuple) -> None:
+        """Note the graph's leaves: under FSDP2 a module has these tensors only in a forward."""
+        if self._acting is not None or not torch.is_grad_enabled():
+            return
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._leaves[id(parameter)] = parameter
+        if layer is None:
+            return
+        for part, measured in zip(PARTS, (layer.router, layer.outer_experts), strict=True):
+            trained = [p for p in measured.parameters() if p.requires_grad]
+            for position, parameter in enumerate(trained):
+                self._measured[id(parameter)] = part, (layer.index, position)
+
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._forward.close()
+        if output is None or not (module.training and torch.is_grad_enabled()):
+            return
+        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        if hidden.requires_grad and self._leaves:
+            leaves = list(self._leaves.values())
+            # Removed with the others: the hook and the graph that it is on know each other.
+            handle = hidden.register_hook(partial(self._measure, hidden, leaves))
+            self._hooks.callback(handle.remove)
+
+    def _measure(self, hidden: Tensor, leaves: list[Tensor], gradient: Tensor) -> None:
+        """Differentiate the graph below ``hidden`` once for each loss; ``gradient`` stays."""
+        if self._acting is not None:  # the backward below begins here, too
+            return
+        self.count += 1
+        handles = [leaf.register_hook(partial(self._take, id(leaf))) for leaf in leaves]
+        try:
+            for name in (TRAINERS_LOSS, *self.names):
+                self._acting = name
+                self._joins.only = (name,)
+                # A copy: fused norms write their input's gradient over their output's.
+                seed = gradient.clone() if name == TRAINERS_LOSS else torch.zeros_like(gradient)
+                # All leaves of the layers: a checkpointed layer frees only what a backward reads.
+                torch.autograd.grad(hidden, leaves, seed, retain_graph=True, allow_unused=True)
+        finally:
+            self._acting = self._joins.only = None
+            for handle in handles:
+                handle.remove()
+
+    def _take(self, leaf: int, gradient: Tensor) -> Tensor | None:
+        """Add a leaf's gradient to its sum, and let the backward return nothing of its size."""
+        if self._acting is None:
+            return None
+        if leaf in self._measured:
+            part, key = self._measured[leaf]
+            sums = self._sums.setdefault((self._acting, part), {})
+            share = _rank_share(gradient)
+            share = share.cpu() if self._keep_on_host else share
+            sums[key] = sums[key] + share if key in sums else share
+        if hasattr(gradient, "device_mesh"):
+            return None
+        return gradient.new_zeros(()).expand(gradient.shape)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rank_share(gradient: Tensor) -> Tensor:
+    """The part of a gradient, averaged over ranks, that this rank keeps."""
+    if ranks.world_size() == 1:
+        return gradient.detach().clone()
+    # Experts that are spread over ranks have their gradient in shards; others have all of it.
+    distributed_tensor: Any = gradient
+    spread = hasattr(gradient, "device_mesh")
+    total = distributed_tensor.full_tensor() if spread else gradient.clone()
+    total = total.contiguous()
+    distributed.all_reduce(total)
+    shares = total.flatten().tensor_split(ranks.world_size())
+    return shares[ranks.rank()] / ranks.world_size()
+
+
+def _product(first: Sums, right: Sums) -> float:
+    keys = first.keys() & right.keys()
+    return sum(float((first[key].double() * right[key].double()).sum()) for key in sorted(keys))
