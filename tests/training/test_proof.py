@@ -127,7 +127,7 @@ def test_the_command(tiny_checkpoint, capsys):
     code, said = command(capsys, tiny_checkpoint("mixtral"), "--prove")
     assert code == 0 and "proved: the declared facts" in said.out
     assert said.out.count("\nok ") > 15
-    code, said = command(capsys, tiny_checkpoint("mixtral"), "--prove", "--format", "json")
+    code, said = command(capsys, tiny_checkpoint("mixtral"), "--prove", "--json")
     document = json.loads(said.out)
     assert code == 0 and document["ok"] and document["model_type"] == "mixtral"
 

@@ -87,7 +87,7 @@ export: {{merge: false}}
 """
     )
     command = ["inspect", str(checkpoint), "--recipe", str(recipe), "--strength"]
-    shown = CliRunner().invoke(app, [*command, "--format", "json"])
+    shown = CliRunner().invoke(app, [*command, "--json"])
     assert shown.exit_code == 0, shown.output
     rows = json.loads(shown.stdout)
     assert [row["term"] for row in rows] == ["load_balance", "orthogonality", "variance"]

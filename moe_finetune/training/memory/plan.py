@@ -41,7 +41,8 @@ class MemoryPlan:
         weights: as stored on the device, by ``weights_by`` dtype or quantisation (there with what
             is offloaded).
         adapter: LoRA factors and copies of routers, float32.
-        optimizer: states of what trains.
+        optimizer: states of what trains, at the worst moment; ``all_states`` when they are there,
+            which is after the first update.
         gradients: of what trains, float32, at the worst moment; ``all_gradients`` when all are
             there.
         kept: what the layers keep for their backward, at the worst moment.
@@ -72,16 +73,18 @@ class MemoryPlan:
     head: int = 0
     second: int = 0
     stage: str = ""
+    all_states: int = 0
 
     @property
     def total(self) -> int:
         """The most that is alive at once."""
-        return self.fixed - self.all_gradients + self.gradients + self.kept + self.needed
+        stored = self.weights + self.second + self.adapter + self.optimizer
+        return stored + self.gradients + self.kept + self.needed
 
     @property
     def fixed(self) -> int:
         """What no batch changes: weights, adapter, gradients and states."""
-        return self.weights + self.second + self.adapter + self.optimizer + self.all_gradients
+        return self.weights + self.second + self.adapter + self.all_states + self.all_gradients
 
     @property
     def activations(self) -> int:
@@ -250,22 +253,26 @@ def put_together(
     states = state_bytes(optimizer, weights.trained)
     all_gradients = sum(weights.layer_gradients) + weights.other_gradients
     accumulates = int(trainer.get("gradient_accumulation_steps", 1)) > 1
-    # In a window's later micro-batches the gradients are there from the beginning.
-    moments = list(
-        _step(weights, profile, recipe, all_gradients if accumulates else 0, accumulates)
-    )
-    if recipe.method.terms and recipe.method.strength.first:
-        gradients = all_gradients if accumulates else 0
-        moments += _strength(weights, profile, recipe, gradients, accumulates)
     shape = step_shape(recipe)
-    moments += _without_gradients(weights, profile, shape, all_gradients if accumulates else 0)
+    # In a window's later micro-batches the gradients are there from the beginning.
+    gradients = all_gradients if accumulates else 0
+    moments = list(_step(weights, profile, recipe, gradients, accumulates))
+    moments += _without_gradients(weights, profile, shape, gradients)
     moments.append((all_gradients, 0, step_bytes(optimizer, weights.trained), "optimizer step"))
-    gradients, activations, needed, moment = max(moments, key=lambda parts: sum(parts[:3]))
+    stored = 0 if optimizer.paged else states
+    with_states = [(moment, stored) for moment in moments]
+    if _is_measured(recipe):
+        # The first step has no states yet.
+        then = stored if _is_measured_again(recipe) else 0
+        measured = _strength(weights, profile, recipe, gradients, accumulates)
+        with_states += [(moment, then) for moment in measured]
+    worst, optimizer_bytes = max(with_states, key=lambda pair: sum(pair[0][:3]) + pair[1])
+    gradients, activations, needed, moment = worst
     most = max(profile.layers, key=lambda layer: max(layer.forward, layer.backward))
     return MemoryPlan(
         weights=weights.device,
         adapter=weights.added,
-        optimizer=0 if optimizer.paged else states,
+        optimizer=optimizer_bytes,
         gradients=gradients,
         kept=activations,
         needed=needed,
@@ -279,4 +286,18 @@ def put_together(
         head=profile.head,
         second=second_model_bytes(recipe, shape, weights.parameters),
         stage=shape.text,
+        all_states=stored,
     )
+
+
+def _is_measured(recipe: Recipe) -> bool:
+    """Whether the losses' strength is measured in the first step."""
+    terms: list[Any] = list(recipe.method.terms.values())
+    shares = any(options.share is not None for options in terms)
+    return bool(terms) and (recipe.method.strength.first or shares)
+
+
+def _is_measured_again(recipe: Recipe) -> bool:
+    terms: list[Any] = list(recipe.method.terms.values())
+    shares = any(options.every is not None for options in terms)
+    return recipe.method.strength.every is not None or shares

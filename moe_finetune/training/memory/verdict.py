@@ -115,7 +115,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("weights", plan.weights, stored),
         *([("second", plan.second, "weights of the reference or teacher")] if plan.second else []),
         ("adapter", plan.adapter, "float32"),
-        ("optimizer", plan.optimizer, "states"),
+        ("optimizer", plan.optimizer, _states(plan)),
         ("gradients", plan.gradients, f"then; {plan.all_gradients / GIB:.2f} when all are there"),
         ("kept", plan.kept, "of the layers, for their backward"),
         ("needed", plan.needed, f"for a moment: {plan.moment}"),
@@ -131,3 +131,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     if plan.host:
         lines.append(f"  {'host':<12} {plan.host / GIB:8.2f} GiB  pinned memory")
     return lines
+
+
+def _states(plan: MemoryPlan) -> str:
+    if plan.optimizer == plan.all_states:
+        return "states"
+    return f"states then; {plan.all_states / GIB:.2f} after the first step"

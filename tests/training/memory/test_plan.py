@@ -130,14 +130,17 @@ def test_the_worst_moment():
     assert put_together(OneWeight, StepProfile(layers, 10, 40, 20), window).total == (
         backward.total + 20
     )
-    first = put_together(
-        OneWeight, StepProfile(layers, 10, 40, 20), recipe(method={"preset": "aux_loss"})
-    )
+    # Measured once, there are no states yet: 40 bytes less beside 16 of each of two losses more.
+    once = recipe(method={"preset": "aux_loss"})
+    assert put_together(OneWeight, StepProfile(layers, 10, 40, 20), once).total == backward.total
+    often = recipe(method={"preset": "aux_loss", "strength": {"every": 3}})
+    first = put_together(OneWeight, StepProfile(layers, 10, 40, 20), often)
     assert first.moment == "measuring the losses' strength, backward of one of them"
     assert first.total == backward.total + 2 * 16  # of the loss, and of the language loss
     three = recipe(method={"preset": "orthogonal_variance"})  # 4 x 4 parameters are few beside 1000
     third = put_together(OneWeight, StepProfile(layers, 10, 40, 20), three)
-    assert third.total == backward.total + 4 * 16
+    assert third.total == backward.total + 4 * 16 - 2 * 4 * 5
+    assert (third.optimizer, third.all_states, third.fixed) == (0, 40, fixed + 20)
     unmeasured = recipe(method={"preset": "aux_loss", "strength": {"first": False}})
     later = put_together(OneWeight, StepProfile(layers, 10, 40, 20), unmeasured)
     assert later.total == backward.total
@@ -265,7 +268,7 @@ def test_the_command_says_whether_it_fits(tiny_checkpoint, tmp_path):
     call = ["inspect", folder, "--recipe", str(file)]
     fits = CliRunner().invoke(app, [*call, "--gpu", "24"])
     assert fits.exit_code == 0 and "fits: needs" in fits.output
-    small = CliRunner().invoke(app, [*call, "--gpu", "0.05", "--format", "json"])
+    small = CliRunner().invoke(app, [*call, "--gpu", "0.05", "--json"])
     verdict = json.loads(small.output)["verdict"]
     assert small.exit_code == 1 and not verdict["fits"]
     assert verdict["changes"][0]["change"] == "trainer.gradient_checkpointing: true"
