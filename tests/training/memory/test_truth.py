@@ -18,17 +18,16 @@ from tests import tiny
 EVERYTHING = ["attention", "shared_experts", "experts"]
 SETTINGS = {
     # family, preset, LoRA targets, keys of the trainer (and the stage), the worst moment
-    "whole": (
-        "deepseek_v2", "dpp", EVERYTHING, {}, "measuring the losses' strength, backward of one",
-    ),
+    "whole": ("deepseek_v2", "dpp", EVERYTHING, {}, "head and loss"),
     "checkpointing": (
         "qwen3_moe", "orthogonal_variance", EVERYTHING,
-        {"gradient_checkpointing": True, "per_device_train_batch_size": 5}, "measuring",
+        {"gradient_checkpointing": True, "per_device_train_batch_size": 5},
+        "measuring the losses' strength, backward of one",
     ),
     "attention": ("qwen3_moe", "none", ["attention"], {"optim": "sgd"}, "head and loss"),
     "window": (
         "deepseek_v3", "erc", EVERYTHING,
-        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "measuring",
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}, "backward of layer",
     ),
     "experts": ("deepseek_v3", "specialization_coupling", ["experts"], {}, "measuring"),
     "pairs": ("qwen3_moe", "aux_loss", EVERYTHING, {"stage": "dpo"}, "forward of the ref"),
