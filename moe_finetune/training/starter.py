@@ -53,11 +53,12 @@ def describe(checkpoint: str) -> tuple[str, Any, Any]:
     config = load_config(checkpoint)
     family = family_of(config)
     layers = family.moe_layers(config)
-    text = (
-        f"{family.title}: {len(layers)} MoE layers, {family.num_experts(config)} routed experts, "
-        f"{family.top_k(config)} a token, router {family.score}"
+    summary = (
+        f"{config.model_type}, the architecture of {family.title}: {len(layers)} MoE layers, "
+        f"{family.num_experts(config)} routed experts, {family.top_k(config)} per token, "
+        f"router {family.score}"
     )
-    return text, family, config
+    return summary, family, config
 
 
 def starter(answers: Answers) -> str:
