@@ -91,6 +91,21 @@ def test_nothing_overlaps_and_nothing_is_out_of_reach(shown, width, scheme):
         assert worst == {}
 
 
+def test_a_phone_has_the_difference_in_view_and_the_sections_folded(shown):
+    for width, is_open in ((400, False), (1280, True)):
+        page = shown.page.context.browser.new_page(viewport={"width": width, "height": 800})
+        page.goto(shown.file.as_uri())
+        parts = page.locator("details.part")
+        assert parts.count() >= 6
+        assert set(parts.evaluate_all("all => all.map((part) => part.open)")) == {is_open}
+        for table in page.locator("#answer > .group table").all():
+            box = table.locator("tbody td").first.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+        page.locator("nav a[href='#curves']").click()
+        page.locator("#curves svg.plot").first.wait_for(state="visible")
+        page.close()
+
+
 def test_the_checks_see_what_is_wrong(shown):
     page = shown.page.context.browser.new_page(viewport={"width": 400, "height": 300})
     said: list[str] = []
