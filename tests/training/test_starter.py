@@ -24,7 +24,8 @@ def test_a_starter_is_a_recipe_for_the_checkpoint(tiny_checkpoint, rows, tmp_pat
     arguments = ["init", str(base), "--data", str(rows), "--method", "erc", "--suite", "gsm8k"]
     assert cli.main([*arguments, "--output", str(output)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("DeepSeek-V2") and "12 routed experts, 3 a token" in said
+    assert said.startswith("deepseek_v2, the architecture of DeepSeek-V2-Lite: 2 MoE layers")
+    assert "12 routed experts, 3 per token" in said
     assert f"moe-finetune preview {output}" in said
     recipe = load_recipe([output])
     assert (recipe.model.path, recipe.model.dtype) == (str(base), "float32")
