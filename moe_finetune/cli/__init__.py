@@ -17,7 +17,7 @@ from moe_finetune.cli.app import app, check_alone, split_common
 from moe_finetune.cli.pipes import closed_pipes_ignored
 from moe_finetune.errors import MoeFinetuneError, is_machine_failure, reason_of
 from moe_finetune.io.interrupts import interrupts_outlast_imports
-from moe_finetune.io.terminal import OWN, Records, Terminal, use
+from moe_finetune.io.terminal import OWN, Records, Terminal, use_terminal
 
 # A path that the user named cannot be used as asked.
 _PATH_ERRORS = (
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     ours = Terminal("json" if common.json else None, common.quiet, capture=True)
-    previous = use(ours)
+    previous = use_terminal(ours)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     # PEFT imports it where it is installed, and it says which kernel of the hub it does without.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -90,4 +90,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         error.show()  # a usage error: typer knows how to say it
         return int(error.exit_code)
     finally:
-        use(previous)
+        use_terminal(previous)

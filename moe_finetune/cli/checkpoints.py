@@ -323,7 +323,7 @@ def permute(
 
 
 def read_order(file: Path, checkpoint: Path) -> dict[int, list[int]]:
-    """Old expert at each new place by layer, from a plan for this model or a plain permutation."""
+    """The old index of each new expert by layer, from this model's plan or a permutation."""
     from moe_finetune.checkpoint.permute import read_mapping, read_permutation
     from moe_finetune.errors import CheckpointError
     from moe_finetune.io.checkpoint_files import read_config

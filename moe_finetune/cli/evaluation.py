@@ -155,7 +155,7 @@ def evaluate(
     Same answers on backends?   eval CHECKPOINT -s demo -o parity --parity vllm --parity hf
     A model as judge:           eval eval/erc --judge gpt-4o
     People, blinded:            eval eval/aux eval/erc --sheets 100 -o study
-    What they said:             eval eval/aux eval/erc --annotations F.csv --key study/.../key.json
+    Their answers:              eval eval/aux eval/erc --annotations F.csv --key study/.../key.json
     """
     from moe_finetune.evaluation.commands import Request, run
     from moe_finetune.recipe.tree import load_tree

@@ -1,4 +1,4 @@
-"""Verbs that look at routing and place experts."""
+"""Commands that record routing, and place and select experts."""
 
 from __future__ import annotations
 

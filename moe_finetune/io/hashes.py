@@ -55,7 +55,7 @@ def sha256_file(path: Path) -> str:
 
 
 class KnownDigests:
-    """:func:`sha256_file` that remembers: a file of equal place, size and time is not read again.
+    """:func:`sha256_file` that remembers: a file of equal path, size and time is not read again.
 
     What it returns follows only from the content; size and time decide whether to read.
 
@@ -87,8 +87,8 @@ class KnownDigests:
 def checkpoint_hash(folder: str | Path, digest: Callable[[Path], str] = sha256_file) -> str:
     """Return one SHA-256 over the weights, config and tokenizer files of a checkpoint folder.
 
-    The name and place of the folder do not count, so a copy has the same hash, and a checkpoint
-    trained again in place has another.
+    The folder's path does not count: a copy has the same hash, and a checkpoint that was trained
+    again in the same folder has another.
 
     Raises:
         CheckpointError: ``folder`` is not a folder, or contains neither a config nor an adapter.

@@ -1,7 +1,7 @@
 """Steps that are done once, in one folder: kept when done, resumed, never done twice at once.
 
 A step is known by the hash of what it follows from: its inputs, which are plain values (files among
-them by their content, never by their place or time), and the steps that it builds on. Its product
+them by their content, never by their path or time), and the steps that it builds on. Its product
 is ``FOLDER/NAME``, which appears whole; ``steps/NAME.json`` then notes the hash. ``work/NAME`` is
 what must survive an interruption. While it is made, ``locks/NAME`` is locked; a process that the
 step starts may hold that lock as well, and whoever comes later waits for one that has outlived its

@@ -50,9 +50,9 @@ def read_rows(path: str | Path, required: tuple[str, ...] = ()) -> list[Row]:
 
 
 def placed_rows(path: Path, finite: bool = True) -> Iterator[Placed]:
-    """Yield ``(place, row)`` of an existing file of records, which may be gzipped.
+    """Yield ``(location, row)`` of an existing file of records, which may be gzipped.
 
-    ``place`` is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A ``.txt``
+    ``location`` is ``file:line`` for JSONL and CSV, otherwise ``file: row N`` (from 1). A ``.txt``
     file is one row of ``text``.
 
     Args:

@@ -259,7 +259,7 @@ def terminal() -> Terminal:
     return _terminal
 
 
-def use(chosen: Terminal) -> Terminal:
+def use_terminal(chosen: Terminal) -> Terminal:
     """Make ``chosen`` the terminal of this process and return the one before."""
     global _terminal
     previous, _terminal = _terminal, chosen

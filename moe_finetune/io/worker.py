@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from moe_finetune.errors import MoeFinetuneError
 from moe_finetune.io.children import failure
-from moe_finetune.io.terminal import Records, Terminal, terminal, use
+from moe_finetune.io.terminal import Records, Terminal, terminal, use_terminal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Worker:
         self._process.wait()
 
 
-class _Kept(Terminal):
+class _WarningsKept(Terminal):
     """Writes into the log, and keeps the warnings for the one who asked."""
 
     warnings: list[str]
@@ -130,8 +130,8 @@ class _Kept(Terminal):
 
 def serve(descriptor: int) -> None:
     """Do the calls that come, until the other side is gone."""
-    console = _Kept("plain")
-    use(console)
+    console = _WarningsKept("plain")
+    use_terminal(console)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[Records()])
     connection = Connection(descriptor)
     while True:

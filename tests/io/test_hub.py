@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from moe_finetune.data.sources import read_rows
 from moe_finetune.errors import DataError
 from moe_finetune.io import hub
-from moe_finetune.io.terminal import Terminal, use
+from moe_finetune.io.terminal import Terminal, use_terminal
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def online(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     hub.check_hub.cache_clear()
-    before = use(Terminal("plain"))
+    before = use_terminal(Terminal("plain"))
     yield monkeypatch
-    use(before)
+    use_terminal(before)
     hub.check_hub.cache_clear()
 
 

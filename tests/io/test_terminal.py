@@ -25,7 +25,7 @@ from moe_finetune.io.terminal import (
     curve,
     duration,
     terminal,
-    use,
+    use_terminal,
     whole_words,
 )
 
@@ -39,12 +39,12 @@ def on(monkeypatch):
         text = io.StringIO()
         chosen = Terminal(style, quiet)
         chosen._stream = text
-        made.append(use(chosen))
+        made.append(use_terminal(chosen))
         return chosen, text
 
     yield make
     if made:
-        use(made[0])
+        use_terminal(made[0])
 
 
 def test_a_phase_is_one_line_with_its_time(on):

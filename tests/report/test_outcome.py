@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from moe_finetune.io.terminal import Terminal, use
+from moe_finetune.io.terminal import Terminal, use_terminal
 from moe_finetune.report.outcome import end_run, next_commands, outcome, outcome_text
 from moe_finetune.report.runs import read_results, read_run
 
@@ -79,11 +79,11 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
     (run / "eval" / "results.json").unlink()
     following = next_commands(run / "report" / "index.html", run)
     for style, quiet in (("json", False), ("plain", False), ("plain", True)):
-        before = use(Terminal(style, quiet))
+        before = use_terminal(Terminal(style, quiet))
         try:
             end_run({"after": run}, None, following)
         finally:
-            use(before)
+            use_terminal(before)
         out = capsys.readouterr().out
         assert "scores  " not in out
         if style == "json":
