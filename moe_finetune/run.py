@@ -24,6 +24,7 @@ from moe_finetune.training.preflight import Inputs, check_inputs
 from moe_finetune.training.start import base_folder
 
 if TYPE_CHECKING:
+    from moe_finetune.checkpoint.contents import Checkpoint
     from moe_finetune.io.worker import Worker
     from moe_finetune.training.rehearsal import Plan
 
@@ -121,6 +122,7 @@ def stages(
     from moe_finetune.training.train import train
 
     started, phase = time.perf_counter(), terminal().phase
+    base = base_folder(recipe) if inputs is None else inputs.start.base
     earlier_seconds = run.read_summary().get("seconds", 0.0)
     if inputs is not None:
         with phase("train"):
@@ -129,14 +131,14 @@ def stages(
         return
     if recipe.export.merge:
         with phase("merge"):
-            merge(recipe, run)
+            merge(recipe, run, base)
     if recipe.export.verify and run.adapter.exists():
         with phase("verify"):
-            verify(recipe, run)
+            verify(recipe, run, base)
     if scored and recipe.evaluation is not None:
         with phase("evaluate"):
             evaluate(recipe, run, worker)
-            evaluate_steps(recipe, run, worker)
+            evaluate_steps(recipe, run, base, worker)
     run.note(seconds=round(earlier_seconds + time.perf_counter() - started, 1))
     if scored:
         with phase("report"):
@@ -159,14 +161,14 @@ def plan_run(
     return check_inputs(recipe, ignore_memory, activations=True).plan
 
 
-def merge(recipe: Recipe, run: RunFolder) -> None:
+def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint) -> None:
     """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
     from moe_finetune.checkpoint import merge_adapter
 
     if run.merge_done:
         return
     result = merge_adapter(
-        base_folder(recipe),
+        base,
         run.adapter,
         run.merged,
         overwrite=True,
@@ -191,12 +193,12 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
     return read_bias(run.adapter) if recipe.method.export_bias == "write" else None
 
 
-def verify(recipe: Recipe, run: RunFolder) -> None:
+def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
     from moe_finetune.checkpoint.verify import verify_merge
     from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
-    base, bias = base_folder(recipe), exported_bias(recipe, run)
+    bias = exported_bias(recipe, run)
     result = verify_merge(base, run.adapter, run.merged, bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
@@ -236,7 +238,9 @@ def evaluate(recipe: Recipe, run: RunFolder, worker: Worker | None = None) -> No
         worker.call(run_suite, run.merged, section.suite, **options)
 
 
-def evaluate_steps(recipe: Recipe, run: RunFolder, worker: Worker | None = None) -> None:
+def evaluate_steps(
+    recipe: Recipe, run: RunFolder, base: Path | Checkpoint, worker: Worker | None = None
+) -> None:
     """Evaluate the states of ``evaluation.every``, each once, and delete their weights."""
     from moe_finetune.evaluation.steps import step_results
 
@@ -244,7 +248,7 @@ def evaluate_steps(recipe: Recipe, run: RunFolder, worker: Worker | None = None)
     for step, state in run.kept_steps().items():
         if state.trained and step not in scored:
             terminal().say(f"scores after step {step}")
-            merge(recipe, state)
+            merge(recipe, state, base)
             evaluate(recipe, state, worker)
         for folder in state.weights:
             shutil.rmtree(folder, ignore_errors=True)

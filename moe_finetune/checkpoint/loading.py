@@ -63,10 +63,8 @@ def load_model(
 
     kind = check_kind(quantization)
     check_attention(options.get("attn_implementation"))
-    if isinstance(source, Checkpoint):
-        checkpoint = source
-    else:
-        checkpoint = open_checkpoint(local_folder(source), values=True, stored=True)
+    opened = source if isinstance(source, Checkpoint) else local_folder(source)
+    checkpoint = open_checkpoint(opened, values=True, stored=True)
     folder = checkpoint.folder
     if kind is not None or checkpoint.quantized is not None:
         from moe_finetune.checkpoint.load_quantized import load_quantized

@@ -55,7 +55,7 @@ class MergeReport:
 
 @one_writer
 def merge_adapter(
-    base: str | Path,
+    base: str | Path | Checkpoint,
     adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
     output: str | Path,
     dtype: str | None = None,

@@ -19,13 +19,16 @@ from moe_finetune.models.composite import language_keys, part_of
 _LAYERS = re.compile(r"(.*?\blayers\.)\d+\.")
 
 
-def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False) -> Checkpoint:
-    """Open a folder of safetensors with its ``config.json``: the gate that every verb passes.
+def open_checkpoint(
+    path: str | Path | Checkpoint, values: bool = False, stored: bool = False
+) -> Checkpoint:
+    """Open a folder of safetensors with its ``config.json``, and check it, as every command does.
 
     Its tensors are all that the model needs, with the shapes that the config gives and of float
     dtypes, and no other but those that transformers or the family declares as left out.
 
     Args:
+        path: the folder; or a checkpoint that is open already, which is returned.
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise only headers are read, whatever the checkpoint's size.
         stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.
@@ -39,6 +42,10 @@ def open_checkpoint(path: str | Path, values: bool = False, stored: bool = False
     from moe_finetune.checkpoint.naming import named_as_in
     from moe_finetune.models.loading import parse_config
 
+    if isinstance(path, Checkpoint):
+        if path.quantized is not None and not stored:
+            read_config(path.folder)  # refuses it
+        return path
     folder = Path(path)
     config = read_config(folder, quantized=stored)
     form = None

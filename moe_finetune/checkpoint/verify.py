@@ -60,7 +60,7 @@ class VerifyReport:
 
 
 def verify_merge(
-    base: str | Path,
+    base: str | Path | Checkpoint,
     adapter: str | Path | Sequence[tuple[str | Path, float]],
     merged: str | Path,
     prompts: Sequence[str] | None = None,

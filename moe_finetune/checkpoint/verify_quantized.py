@@ -58,7 +58,7 @@ def trained_with(adapter: Adapter) -> Kind | None:
 
 
 def verify_quantized(
-    base: str | Path,
+    base: str | Path | Checkpoint,
     adapter: str | Path,
     merged: str | Path,
     bias: Mapping[int, Sequence[float]] | None = None,
@@ -94,7 +94,7 @@ def verify_quantized(
 
 
 def _quantised(base: Checkpoint, kind: Kind) -> Any:
-    return load_model(base.folder, dtype="float32", device_map="cpu", quantization=kind)
+    return load_model(base, dtype="float32", device_map="cpu", quantization=kind)
 
 
 def _relative(logits: list[Tensor], reference: list[Tensor]) -> float:

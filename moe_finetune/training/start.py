@@ -42,6 +42,11 @@ class Start:
     checkpoint: Checkpoint | None
 
     @property
+    def base(self) -> Path | Checkpoint:
+        """The base as verbs take it: open where its weights are used."""
+        return self.folder if self.checkpoint is None else self.checkpoint
+
+    @property
     def expert_ranks(self) -> int:
         return expert_ranks(self.recipe)
 

@@ -144,16 +144,17 @@ def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
         return Result()
 
     monkeypatch.setattr("moe_finetune.checkpoint.merge_adapter", merging)
-    monkeypatch.setattr(run, "base_folder", lambda recipe: tmp_path)
     monkeypatch.setattr(run, "exported_bias", lambda recipe, output: None)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "merged").mkdir()
     for _ in range(2):
-        run.merge(_recipe(), RunFolder(tmp_path))
+        run.merge(_recipe(), RunFolder(tmp_path), tmp_path)
     assert done == [tmp_path / "merged"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["merge"] == {"expert_delta_norms": {"0": [1.5]}, "seconds": 2.0}
     (tmp_path / "adapter").rmdir()
     (tmp_path / "summary.json").unlink()
-    run.merge(_recipe(), RunFolder(tmp_path))  # the whole model was trained: nothing to merge
+    run.merge(
+        _recipe(), RunFolder(tmp_path), tmp_path
+    )  # the whole model was trained: nothing to merge
     assert len(done) == 1
