@@ -6,9 +6,7 @@ trainer's arguments. It has no data, so the verbs that read runs take it, and ``
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -21,7 +19,6 @@ from torch.utils.data import IterableDataset
 
 from moe_finetune.errors import MoeFinetuneError, ObjectiveError
 from moe_finetune.io import write_atomic
-from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.folder import enter_folder
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.moe.layers import backbone_of, causal_lm
@@ -31,6 +28,7 @@ from moe_finetune.recipe.method import Method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import ModelSection
 from moe_finetune.training import ranks
+from moe_finetune.training.output import discard, write_environment
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.run_log import (
     FoundWeights,
@@ -119,8 +117,7 @@ class HostRun:
         if ranks.rank() == 0:
             self.output.mkdir(parents=True, exist_ok=True)
             write_atomic(self._run.recipe, _text(recipe, arguments))
-            environment = json.dumps(describe_environment(), indent=2) + "\n"
-            write_atomic(self._run.environment, environment)
+            write_environment(self._run)
             self._run.routing.mkdir(exist_ok=True)
         before_file = self._run.routing_before
         if ranks.any_rank(ranks.rank() == 0 and not (resumed and before_file.exists())):
@@ -129,13 +126,8 @@ class HostRun:
 
     def discard(self) -> None:
         """Remove what :meth:`begin` wrote of a training that cannot begin."""
-        if ranks.rank() > 0 or self._log.path.exists():
-            return
-        shutil.rmtree(self._run.routing, ignore_errors=True)
-        for path in (self._run.recipe, self._run.environment):
-            path.unlink(missing_ok=True)
-        if self._new_folder:
-            self.output.rmdir()
+        if ranks.rank() == 0:
+            discard(self._run, self._new_folder)
 
     def step(self, args: Any, state: Any, control: Any) -> None:
         """After an optimizer step: note the weights that were found for shares."""

@@ -60,8 +60,12 @@ def begin(recipe: Recipe, run: RunFolder) -> None:
         write_atomic(run.recipe, recipe.to_yaml())
     elif load_recipe(run.recipe).hash != recipe.hash:
         write_atomic(run.recipe, with_weights(recipe, noted_weights(run.recipe)).to_yaml())
-    environment = json.dumps(describe_environment(), indent=2) + "\n"
-    write_atomic(run.environment, environment)
+    write_environment(run)
+
+
+def write_environment(run: RunFolder) -> None:
+    """Write the versions and the hardware that the run is on."""
+    write_atomic(run.environment, json.dumps(describe_environment(), indent=2) + "\n")
 
 
 def discard(run: RunFolder, new_folder: bool) -> None:
