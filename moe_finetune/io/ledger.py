@@ -33,6 +33,7 @@ from moe_finetune.io.children import Failure
 from moe_finetune.io.done import DoneNote
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.lock import output_lock
+from moe_finetune.io.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 FORMAT = 2
@@ -232,8 +233,11 @@ class Ledger:
 
     def _appeared(self, name: str) -> bool:
         """Whether a process was killed between the product's appearance and its note."""
-        inputs_file = self.folder / "work" / name / INPUTS_FILE
-        return (self.folder / name).is_dir() and _text(inputs_file) == self._keys[name]
+        return (self.folder / name).is_dir() and self._is_begun(name)
+
+    def _is_begun(self, name: str) -> bool:
+        """Whether the step's workspace belongs to these inputs."""
+        return _text(self.folder / "work" / name / INPUTS_FILE) == self._keys[name]
 
     def _make_room(self, name: str) -> None:
         """Remove what was made from other inputs; keep what an interrupted attempt needs."""
@@ -242,7 +246,7 @@ class Ledger:
         self._note(name).remove()
         if target.exists():
             shutil.rmtree(target)
-        if workspace.exists() and _text(workspace / INPUTS_FILE) != self._keys[name]:
+        if workspace.exists() and not self._is_begun(name):
             shutil.rmtree(workspace)
         if not workspace.exists():
             workspace.mkdir(parents=True)
@@ -254,9 +258,7 @@ class Ledger:
             return
         if (self.folder / name).exists():
             yield f"{name}: {self._difference(name)}"
-        elif (workspace / "checkpoints").exists() and _text(workspace / INPUTS_FILE) != self._keys[
-            name
-        ]:
+        elif RunFolder(workspace).checkpoints.exists() and not self._is_begun(name):
             yield f"work/{name}: checkpoints of a training that was interrupted, with other inputs"
 
     def _difference(self, name: str) -> str:
