@@ -45,7 +45,7 @@ class ForeignKernelError(CaptureError):
 
 
 class QuantizationError(MoeFinetuneError, RuntimeError):
-    """Something that cannot be done with a model whose weights are quantised."""
+    """Something that cannot be done with a model whose weights are quantized."""
 
 
 class ObjectiveError(MoeFinetuneError, ValueError):

@@ -24,14 +24,14 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.safet
 
 
 def read_config(folder: Path, quantized: bool = False) -> dict[str, Any]:
-    """``config.json`` of an existing folder, of a quantised checkpoint where ``quantized``.
+    """``config.json`` of an existing folder, of a quantized checkpoint where ``quantized``.
 
     Its ``model_type`` is that of transformers' class; see :data:`SAME_CLASS`.
 
     Raises:
         CheckpointError: the folder or the file is missing, or the file is not a JSON object, or
             it says what :func:`check_config` refuses.
-        UnsupportedModelError: a quantised checkpoint, unless it is asked for.
+        UnsupportedModelError: a quantized checkpoint, unless it is asked for.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the one that contains config.json")

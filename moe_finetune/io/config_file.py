@@ -49,12 +49,12 @@ _MAY_BE_LISTS = ("moe_intermediate_size", "moe_layer_freq")  # a number for each
 def check_config(config: Mapping[str, Any], file: object, quantized: bool = False) -> None:
     """Check the mapping of a ``config.json``; ``file`` begins the messages.
 
-    ``quantized`` lets a quantised checkpoint pass, whose format its reader checks.
+    ``quantized`` lets a quantized checkpoint pass, whose format its reader checks.
 
     Raises:
         CheckpointError: a size that is not a whole number in bounds, an unknown dtype, or a kernel
             of the hub; the key is named.
-        UnsupportedModelError: a quantised checkpoint.
+        UnsupportedModelError: a quantized checkpoint.
     """
     for key, most in _LARGEST.items():
         value, least = config.get(key), 0 if key in _MAY_BE_ZERO else 1

@@ -91,7 +91,7 @@ class ModelSection(Section):
             yield f"{key} holds a checkpoint's weights; with model.init: random set it to none"
         elif recipe.lora is None:
             yield (
-                f"{key} needs an adapter: quantised weights cannot be trained, and `lora: null` "
+                f"{key} needs an adapter: quantized weights cannot be trained, and `lora: null` "
                 "trains all; give a `lora:` section with a rank, or set model.quantization: none"
             )
 
