@@ -71,7 +71,7 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the verified merge; once more for the keys that PEFT would write."""
+    """From the checks to the verified merge: one config, one tokenizer."""
     from moe_finetune.models import loading
 
     base, calls = tiny_checkpoint("qwen3_moe"), []
@@ -97,4 +97,4 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
         "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
-    assert sorted(calls) == ["load_tokenizer", "parse_config", "parse_config"]
+    assert sorted(calls) == ["load_tokenizer", "parse_config"]
