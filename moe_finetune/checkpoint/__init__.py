@@ -1,4 +1,4 @@
-"""Checkpoints in and out, without building the model."""
+"""Read, merge and write checkpoints without building the model."""
 
 from moe_finetune.checkpoint.adapter_metadata import AdapterMetadata, read_metadata, write_metadata
 from moe_finetune.checkpoint.card import write_card

@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter folder, known from its config and header, its tensors read on demand."""
+"""A PEFT LoRA adapter folder: its config and header; tensors are read on demand."""
 
 from __future__ import annotations
 

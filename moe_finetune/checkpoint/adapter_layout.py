@@ -1,4 +1,4 @@
-"""How a program packed the factors of a stack of experts, from what the adapter says.
+"""How an adapter packs the factors of a stack of experts, which depends on what made it.
 
 PEFT packs them with the expert slowest in ``lora_A`` and fastest in ``lora_B``; its own layout, and
 that of axolotl, LLaMA-Factory and TRL, which save through it. Two others have the same shapes or
@@ -6,7 +6,7 @@ names:
 
 - before PEFT 0.19, ``lora_A`` has the outputs and ``lora_B`` the inputs of each matrix;
 - Unsloth, until September 2026, read ``lora_B`` expert by expert. Later releases write which of the
-  two holds into ``adapter_config.json``: ``lora_B_layout``, and by parameter in
+  two they use into ``adapter_config.json``: ``lora_B_layout``, and by parameter in
   ``unsloth_fused_expert_lora``. Older files only show that Unsloth made them.
 """
 
@@ -61,7 +61,7 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path)
 
 
 def made_by_unsloth(config: Mapping[str, Any]) -> bool:
-    """Whether the config has what only Unsloth writes into it."""
+    """Whether the config has keys that only Unsloth writes."""
     mapping = config.get("auto_mapping")
     return DETAIL in config or (isinstance(mapping, dict) and "unsloth_fixed" in mapping)
 
@@ -74,7 +74,7 @@ def outputs_first(
     in_size: int,
     location: Path,
 ) -> bool:
-    """Whether ``lora_A`` of a stack that is held as (E, O, I) has the outputs, as before PEFT 0.19.
+    """Whether ``lora_A`` of a stack (E, O, I) has the outputs, as before PEFT 0.19.
 
     The shapes decide where a matrix is not square; else the version of PEFT that wrote the file.
 

@@ -1,7 +1,7 @@
 """``moe_finetune.json`` in an adapter's folder: what PEFT's own config has no field for.
 
-``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when LoRA is on
-chosen experts only (expert-selective fine-tuning, ESFT): the factors of a layer are then packed as
+``{"experts": {"<layer>": [ids]}, "experts_dropout": p}``. ``experts`` is present when only selected
+experts have LoRA (expert-selective fine-tuning, ESFT): the factors of a layer are then packed as
 PEFT packs a whole stack, for the n listed experts in the listed order: ``lora_A`` (n·r, in) with
 the expert slowest, ``lora_B`` (out, r·n) with the expert fastest. A layer that is not listed has no
 expert LoRA. Without ``experts`` the adapter is an ordinary PEFT adapter.

@@ -24,14 +24,14 @@ _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1, "t
 
 @dataclass(frozen=True)
 class BiasValue:
-    """A layer's bias as float32 bytes, and the base's file whose copy gets it."""
+    """A layer's bias as float32 bytes, and the name of the base's file that will contain it."""
 
     file: str
     content: bytes
 
 
 def bias_name(family: Family, layer: int) -> str:
-    """Name of a layer's bias in the checkpoint, where there is a place for it."""
+    """Name of a layer's bias in a checkpoint that can have one."""
     if family.disk.router_bias is not None:
         return family.disk.name("router_bias", layer)
     return f"{family.disk.block.format(layer=layer)}.{_NAME}"

@@ -1,4 +1,4 @@
-"""The model card of an export: what it was made from, how, and under which licence."""
+"""The model card of an export: what it was made from, how, and under which license."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ def model_card(
         method: preset or short description of the training objective.
         data: files, folders or hub ids trained on.
         options: further settings worth stating (rank, steps, learning rate).
-        folder: where the base lies, when ``base`` is a hub id; its card or licence file gives the
-            licence.
+        folder: where the base lies, when ``base`` is a hub id; its card or license file gives the
+            license.
         made: how the export came from the base, whose name replaces ``{}``.
         library: what loads the folder, by the hub's name of it.
     """
-    name, licence = public_name(base), licence_of(base if folder is None else folder)
+    name, license = public_name(base), license_of(base if folder is None else folder)
     front: dict[str, Any] = {"library_name": library, "tags": ["moe", "moe-finetune"]}
     if is_hub_id(base):
         front["base_model"] = str(base)
-    if licence:
-        front["license"] = licence
+    if license:
+        front["license"] = license
     lines = ["---", yaml.safe_dump(front, sort_keys=True).strip(), "---", ""]
     lines += [f"# {title}", ""]
     lines += [origin.format(f"`{name}`"), ""]
     sources = ", ".join(f"`{public_name(source)}`" for source in data)
     facts: dict[str, Any] = {"Base": f"`{name}`", "Method": method, "Data": sources}
     facts |= {key: _public_value(value) for key, value in (options or {}).items()}
-    facts["Licence of the base"] = licence or "not stated by the base; ask its authors before use"
+    facts["License of the base"] = license or "not stated by the base; ask its authors before use"
     lines += ["| | |", "| --- | --- |"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in facts.items() if value]
     lines += ["", "The folder holds no code and loads without `trust_remote_code`.", ""]
     return "\n".join(lines)
 
 
-def licence_of(base: str | Path) -> str | None:
-    """Licence that a checkpoint folder states: its card's front matter, or its LICENSE's title."""
+def license_of(base: str | Path) -> str | None:
+    """License that a checkpoint folder states: its card's front matter, or its LICENSE's title."""
     folder = Path(base)
     card = folder / CARD_FILE
     if card.is_file():
@@ -89,12 +89,12 @@ def licence_of(base: str | Path) -> str | None:
 
 
 def is_hub_id(value: str | Path) -> bool:
-    """Whether ``value`` looks like ``owner/name`` and is nothing on this disk."""
+    """Whether ``value`` looks like ``owner/name`` and is not a path on this disk."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(value))) and not Path(value).exists()
 
 
 def public_name(value: str | Path) -> str:
-    """A hub id as it is, the last part of a path."""
+    """A hub id unchanged; of a path the last part."""
     return str(value) if is_hub_id(value) else Path(value).name
 
 

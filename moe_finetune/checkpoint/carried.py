@@ -23,7 +23,7 @@ _CODE = "auto_map"
 def carried_files(
     folder: Path, config_changes: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Configs, tokenizer, chat templates and licence texts of ``folder`` as path -> bytes.
+    """Configs, tokenizer, chat templates and license texts of ``folder`` as path -> bytes.
 
     Bytes are the base's own; a link to outside the folder raises CheckpointError. Only
     ``config.json`` changes, by ``config_changes`` (None removes a key), any JSON file that names

@@ -216,7 +216,7 @@ class Merged:
         return next((u for u in self.plan.updates if isinstance(u, Magnitude)), None)
 
     def not_finite(self) -> MoeFinetuneError:
-        """Whose fault it is that the result is not finite: the base's, or the adapters'."""
+        """The error of a result that is not finite; it names the base's tensor or the adapters."""
         source = self.plan.source
         assert source is not None
         if source.dtype in FLOATS and not all_finite(source):

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint folder.
+    """A checkpoint folder.
 
     Attributes:
         config: ``config.json`` as a mapping.
         model_config: transformers' config of the same; a copy of it goes into each model.
         files: header of every weight file, by file name, in the order of the names.
-        tensors: every tensor by name, as an unquantised checkpoint has it.
-        quantized: reads them where they are stored quantised.
+        tensors: every tensor by name, as an unquantized checkpoint has it.
+        quantized: reads them where they are stored quantized.
         untrained: tensors that no loader reads, such as an MTP head's, and what each is a part of.
     """
 
@@ -46,7 +46,7 @@ class Checkpoint:
         return dict.fromkeys(layers, self.family.num_experts(self.model_config))
 
     def parts_left_out(self) -> dict[str, tuple[int, int]]:
-        """Tensors in the files and their bytes of each part that no loader reads."""
+        """Number of tensors and bytes of each part that no loader reads."""
         sizes: dict[str, tuple[int, int]] = {}
         for name, part in self.untrained.items():
             stored = [self.tensors[name]]
@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def layer_number(name: str, family: Family | None) -> int | None:
-    """The decoder layer that a tensor of the files is of; None outside of them."""
+    """The decoder layer of a tensor in the files; None outside the decoder layers."""
     stack = "layers." if family is None else family.disk.stack
     head, separator, tail = name.partition(stack)
     layer = tail.partition(".")[0]

@@ -1,4 +1,4 @@
-"""An adapter as PEFT reads it now, whoever made it.
+"""Rewrite an adapter of any maker as the current PEFT reads it.
 
 Other experts get zero factors, factors of each expert's own matrices become those of a
 stack, and other packings become PEFT's. The sums are the same; ranks and scalings may differ.
@@ -36,7 +36,7 @@ _OF_OTHERS = (
 
 
 def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool = False) -> Path:
-    """``adapter``'s own folder where PEFT reads it as it was meant, else ``output``, written.
+    """``adapter``'s own folder if PEFT reads it correctly; else ``output`` with a rewritten one.
 
     With ``rewrite`` it is written in any case, and stacks have a scaling of 1.
 
@@ -93,7 +93,7 @@ def peft_folder(adapter: Adapter, base: Checkpoint, output: Path, rewrite: bool 
 
 
 def ordinary(adapter: Adapter, updates: list[LowRank]) -> bool:
-    """Whether PEFT reads the adapter as it was meant."""
+    """Whether PEFT reads the adapter correctly as it is."""
     return adapter.metadata.experts is None and not any(
         update.grouped or update.outputs_first or OLD_EXPERT.fullmatch(update.a)
         for update in updates

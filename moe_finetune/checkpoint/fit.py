@@ -1,7 +1,7 @@
 """Whether a checkpoint's tensors are those that its ``config.json`` describes; headers only.
 
-What a model needs is asked of the model itself, built on the meta device, and put into the names
-that the family has on disk.
+The needed tensors are those of the model itself, built on the meta device, under the names that the
+family has on disk.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_unpacked(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
 def check_tensors(
     folder: Path, tensors: Mapping[str, TensorInfo], config: Any, family: Family | None
 ) -> dict[str, str]:
-    """Compare ``tensors`` with what the model of ``config`` needs: each of them and no other.
+    """Check that ``tensors`` are exactly those that the model of ``config`` needs.
 
     Tensors that transformers or the family declares as left out may be there, and are returned.
 
@@ -189,14 +189,14 @@ _BIAS = "e_score_correction_bias"
 
 
 def _biased(config: Any) -> bool:
-    """Whether vLLM's class of this config has a bias that transformers' class knows nothing of."""
+    """Whether vLLM's class of this config has a bias that transformers' class lacks."""
     return getattr(config, "topk_method", None) == "noaux_tc"
 
 
 def places_on_disk(
     state: Shapes, family: Family, config: Any
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """Each tensor of a loaded model with the files' tensors that it is, one below the other."""
+    """Each tensor of a loaded model with the tensors of the files that are stacked in it."""
     layers = re.escape(f"{family.backbone}.layers.")
     stack = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}\.(\w+)")
     disk, mapping = family.disk, config.to_dict()

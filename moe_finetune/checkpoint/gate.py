@@ -1,7 +1,7 @@
-"""The gate for an adapter: its content, and that it belongs to its base.
+"""Check an adapter: its content, and that it belongs to its base.
 
-A checkpoint's gate is :func:`moe_finetune.checkpoint.opened.open_checkpoint`. Every verb that
-takes an adapter passes both before anything is built or written.
+:func:`moe_finetune.checkpoint.opened.open_checkpoint` checks the base. Every command that takes an
+adapter runs both before it builds or writes anything.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ OLD_EXPERT = re.compile(r"(.*\.layers\.)(\d+)(\..*\.experts\.)(\d+)(\..*)")
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
 STORED_KEY = "stored_base_sha256"
-"""The same of a base that is stored quantised; it may be merged into the unquantised one too."""
+"""The same of a base that is stored quantized; it may be merged into the unquantized one too."""
 # PEFT also saves these where the vocabulary has grown, and a router's own buffer only
 # where the router trains.
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
 
 
 def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
-    """Open an adapter that is used without a merge over ``base``, and check all that a merge does.
+    """Open an adapter that is used unmerged over ``base``, with all the checks of a merge.
 
     Raises:
         AdapterError: see :func:`check_belongs` and :func:`moe_finetune.checkpoint.resolve.resolve`.
@@ -60,7 +60,7 @@ def check_adapter(path: str | Path, base: Checkpoint) -> Adapter:
 
 
 def check_belongs(adapter: Adapter, base: Checkpoint) -> None:
-    """Whether ``adapter``, whose tensors fit ``base``, is complete, finite, and of this base.
+    """Check that ``adapter``, whose tensors fit ``base``, is complete, finite, and of this base.
 
     Raises:
         AdapterError: names the tensor that is missing or not finite, or both bases' fingerprints.
@@ -100,7 +100,7 @@ def _check_base(adapter: Adapter, base: Checkpoint) -> None:
 
 
 def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
-    """The key of a base's fingerprint in ``moe_finetune.json``, and the tensors it is taken of."""
+    """The key of a base's fingerprint in ``moe_finetune.json``, and the tensors that it covers."""
     if base.quantized is None:
         return BASE_KEY, list(base.tensors.values())
     return STORED_KEY, list(tensors_of(base.files).values())
@@ -124,8 +124,9 @@ def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
 
 
 def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
-    """Compare with the keys that PEFT would save for this config and model: loaders would leave a
-    missing one out without an error.
+    """Compare with the keys that PEFT would save for this config and model.
+
+    PEFT loads an adapter that lacks some without an error.
     """
     if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
         _check_each_expert(adapter, base)

@@ -1,10 +1,10 @@
-"""Load a checkpoint tensor by tensor into a model whose large weights are quantised.
+"""Load a checkpoint tensor by tensor into a model whose large weights are quantized.
 
-The model is built without weights; each tensor is then read, quantised where it is one of
+The model is built without weights; each tensor is then read, quantized where it is one of
 :func:`quantized_names`, and put into its place. Of an expert stack one expert's matrix is in memory
-at a time, so that loading needs little more than the quantised model.
+at a time, so that loading needs little more than the quantized model.
 
-Quantised: the routed experts, and the linear layers of attention, shared experts and dense layers.
+Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
 Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
 language-model head.
 """
@@ -52,13 +52,13 @@ def load_quantized(
     attn_implementation: str | None = None,
     **unknown: Any,
 ) -> PreTrainedModel:
-    """The checked checkpoint's model with its large weights in ``kind``; see ``load_model``.
+    """The model of a checked checkpoint, its large weights in ``kind``; see ``load_model``.
 
-    A checkpoint that is stored quantised is dequantised tensor by tensor, also for ``kind`` None.
+    A checkpoint that is stored quantized is dequantized tensor by tensor, also for ``kind`` None.
     Of experts spread over ranks each rank reads and quantizes only its own.
 
     Raises:
-        RecipeError: an option of ``from_pretrained`` that quantised loading does not have.
+        RecipeError: an option of ``from_pretrained`` that quantized loading does not have.
     """
     if unknown:
         raise RecipeError(
@@ -71,7 +71,7 @@ def load_quantized(
     stored: Stored = PlainTensors(checkpoint.tensors)
     if checkpoint.quantized is not None:
         stored = checkpoint.quantized
-        log.warning("%s is stored as %s: dequantised while it is loaded", folder, stored.format)
+        log.warning("%s is stored as %s: dequantized while it is loaded", folder, stored.format)
     if kind is not None:
         log.info(
             "experts and linear layers are held as %s; routers, norms, embeddings and the "
@@ -108,7 +108,7 @@ def _one_device(device_map: Any) -> torch.device:
         device_map = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
     if not isinstance(device_map, str | int | torch.device):
         raise RecipeError(
-            f"device_map: {device_map!r} spreads the model; a quantised one has to be on one device"
+            f"device_map: {device_map!r} spreads the model; a quantized one has to be on one device"
         )
     return torch.device(device_map)
 
@@ -129,7 +129,7 @@ def load_streaming(
     Args:
         folder: where the checkpoint lies; the model's name.
         kind: number format; None keeps every weight in ``dtype``.
-        dtype: of what is not quantised, and of what is when it is dequantised.
+        dtype: of what is not quantized, and of what is when it is dequantized.
         attn_implementation: as in ``from_pretrained``.
         family: the config's, with the layout of these files.
         expert_ranks: how many ranks share the routed experts.
@@ -163,7 +163,7 @@ def load_streaming(
             rank, ranks = target.device_mesh.get_local_rank(), target.device_mesh.size()
             experts = experts[len(experts) * rank // ranks : len(experts) * (rank + 1) // ranks]
         if kind is not None and name in names:
-            value: Tensor = _quantised(
+            value: Tensor = _quantized(
                 shapes[name], disk, stored, kind, target.dtype, device, experts
             )
         else:
@@ -211,7 +211,7 @@ def skeleton(
 
 
 def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are held quantised; see the head of this file."""
+    """Names of the parameters that are quantized; see the head of this file."""
     router = f".{family.router_path}."
     stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
     names = {
@@ -228,14 +228,14 @@ def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
 
 
 def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
-    """Quantise and freeze the large weights of a model that is in memory, in place."""
+    """Quantize and freeze the large weights of a model that is in memory, in place."""
     names = quantized_names(model, family_of(model.config))
     for name, parameter in list(model.named_parameters()):
         if name in names:
             _set(model, name, QuantizedWeight.of(parameter, kind))
 
 
-def _quantised(
+def _quantized(
     shape: tuple[int, ...],
     places: list[str],
     stored: Stored,
@@ -244,20 +244,20 @@ def _quantised(
     device: Any,
     experts: range,
 ) -> QuantizedWeight:
-    """A quantised weight, or these experts of a stack, read one matrix at a time."""
+    """A quantized weight, or these experts of a stack, read one matrix at a time."""
     if len(shape) == 2:
         weight = QuantizedWeight.empty(shape, kind, dtype, device)
         (name,) = places
         weight.store(0, _placed(name, stored.read(name), dtype, device))
         return weight
     weight = QuantizedWeight.empty((len(experts), *shape[1:]), kind, dtype, device)
-    for number, expert in enumerate(experts):
+    for slot, expert in enumerate(experts):
         if len(places) == 1:
             name, matrix = places[0], stored.read_expert(places[0], expert)
         else:
             name, *_ = names = _places_of(expert, places, shape)
             matrix = torch.cat([stored.read(piece) for piece in names])
-        weight.store(number, _placed(name, matrix, dtype, device))
+        weight.store(slot, _placed(name, matrix, dtype, device))
     return weight
 
 
@@ -269,7 +269,7 @@ def _plain(
     device: Any,
     experts: range,
 ) -> Tensor:
-    """A weight that is not quantised, its pieces one below the other; of a stack these experts."""
+    """A weight that is not quantized, its pieces one below the other; of a stack these experts."""
     if len(places) == 1:
         tensor = stored.read(places[0]).view(shape)
         if shape:
@@ -295,7 +295,7 @@ def _places_of(expert: int, places: list[str], shape: tuple[int, ...]) -> list[s
 def _pieces(
     config: PreTrainedConfig, name: str, shape: tuple[int, ...], family: Family
 ) -> list[str]:
-    """The tensors of the files that ``name`` is, one below the other; itself where it is not."""
+    """The tensors of the files that are stacked in ``name``; by default only itself."""
     pieces = pieces_on_disk(config.to_dict(), name, family.disk.spelling)
     same = {piece[1:] for piece in pieces.values()} == {shape[1:]}
     return list(pieces) if same and sum(p[0] for p in pieces.values()) == shape[0] else [name]
@@ -338,7 +338,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers as they are held."""
+    """Bytes of all parameters and buffers in memory."""
     total = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         weight = local_weight(tensor)

@@ -75,7 +75,7 @@ def load_model(
 
 
 def forget_generation_defaults(model: Any, pad_token_id: int | None) -> None:
-    """Leave a checkpoint's penalties and sampling out of ``generate``; its end tokens stay."""
+    """Reset a checkpoint's penalties and sampling for ``generate``; its end tokens stay."""
     from transformers import GenerationConfig
 
     stored = model.generation_config

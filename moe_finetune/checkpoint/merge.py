@@ -38,7 +38,7 @@ class MergeReport:
         seconds: wall time of planning and writing.
         delta_norms: Frobenius norm of the float32 change of each changed tensor.
         expert_norms: the same for each routed expert (gate, up and down together), by layer.
-        requantized: what storing the result in the base's quantised format cost; None for floats.
+        requantized: what storing the result in the base's quantized format cost; None for floats.
     """
 
     output: Path
@@ -69,7 +69,7 @@ def merge_adapter(
     """Write ``base + adapter`` as an ordinary checkpoint with the base's names, files and config.
 
     Memory stays at a few tens of megabytes a thread plus one layer's factors, whatever the size of
-    the checkpoint; in a quantised format at a few copies of one matrix a thread. The output appears
+    the checkpoint; in a quantized format at a few copies of one matrix a thread. The output appears
     complete or not at all.
 
     Args:
@@ -80,8 +80,8 @@ def merge_adapter(
             it the output keeps the base's own.
         progress: called with (bytes done, bytes in all).
         workers: threads, by default one a core, at most 8, and two that wait for the disk.
-        format: "base" also takes a base that is stored quantised, and writes its format again:
-            changed tensors are requantised, all others keep their bytes.
+        format: "base" also takes a base that is stored quantized, and writes its format again:
+            changed tensors are requantized, all others keep their bytes.
 
     Raises:
         CheckpointError, AdapterError, UnsupportedModelError: see :func:`plan_merge`.
@@ -124,7 +124,7 @@ def merge_adapter(
 
 
 def _card(base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> str:
-    """The export's model card, from what the adapters say of their training."""
+    """The export's model card, from the adapters' own notes on their training."""
     trainings = [read_metadata(adapter.folder).extra for adapter, _ in adapters]
     methods = dict.fromkeys(str(extra["method"]) for extra in trainings if extra.get("method"))
     named = adapters[0][0].config.get("base_model_name_or_path") if adapters else None
@@ -152,7 +152,7 @@ def apply_plan(
     """Carry out ``plan`` and return the norm of the change of each changed tensor.
 
     And of each expert, under ``name[expert]``, where a tensor holds a stack of them. ``sums``
-    receives those of each tensor that is requantised.
+    receives those of each tensor that is requantized.
     """
     from moe_finetune.checkpoint.compute import Factors, Merged
     from moe_finetune.checkpoint.requantized import Requantized
@@ -185,7 +185,7 @@ def apply_plan(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Torch's own threads off while ours work, and back as they were."""
+    """Give torch one thread a worker, and its threads back afterwards."""
     import torch
 
     threads = torch.get_num_threads()

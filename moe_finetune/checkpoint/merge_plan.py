@@ -1,7 +1,7 @@
 """The merge as data: every output tensor with where it comes from and what changes it.
 
-Nothing is computed and nothing written here; a plan that cannot be carried out raises while it is
-made. ``MergePlan.table`` is what ``--dry-run`` prints.
+Nothing is computed or written here; a merge that cannot be done raises while it is planned.
+``MergePlan.table`` is what ``--dry-run`` prints.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def plan_merge(
     Raises:
         AdapterError: see :func:`moe_finetune.checkpoint.resolve.resolve`.
         CheckpointError: a tensor to change is stored in a dtype that cannot be added to, or
-            ``dtype`` is asked of a base that is stored quantised.
+            ``dtype`` is asked of a base that is stored quantized.
         UnsupportedModelError: a bias that the family cannot store.
     """
     if dtype is not None and dtype not in STORED:
@@ -164,8 +164,8 @@ def plan_merge(
             raise AdapterError(f"{adapter.folder}: its weight {weight} is not a finite number")
         if adapter.config.get("use_dora") and (weight != 1.0 or len(adapters) > 1):
             raise AdapterError(
-                f"{adapter.folder}: use_dora is set, and DoRA's change is no sum of products: it "
-                "cannot be weighted or added to another adapter's; merge it by itself first"
+                f"{adapter.folder}: DoRA (use_dora) is not a sum of products: it cannot be "
+                "weighted or added to another adapter's change; merge it by itself first"
             )
         for name, update in resolve(adapter, base, index):
             updates.setdefault(name, []).append(update)
@@ -192,7 +192,7 @@ def plan_merge(
         if plan.updates and plan.source and not floats:
             raise CheckpointError(
                 f"{plan.source.file}: '{plan.target.name}' is stored as {plan.source.dtype}; an "
-                "adapter cannot be merged into a quantised checkpoint, use the unquantised one"
+                "adapter cannot be merged into a quantized checkpoint, use the unquantized one"
             )
     if dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in base.config] or ["dtype"]
@@ -206,7 +206,7 @@ def plan_merge(
 
 
 def index_file(base: Checkpoint, files: Mapping[str, Header]) -> dict[str, bytes]:
-    """The index for ``files``: the base's own bytes where they still hold, none for one file."""
+    """The index for ``files``: the base's own bytes if they still fit; none for one file."""
     infos = [info for header in files.values() for info in header.tensors.values()]
     weight_map, total = {info.name: info.file.name for info in infos}, sum(i.size for i in infos)
     old = base.folder / INDEX

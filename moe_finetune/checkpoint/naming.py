@@ -1,8 +1,8 @@
-"""A family with the tensor names of files that do not have those that its class saves.
+"""The layout of files whose tensor names differ from those that the family's class saves.
 
-Loaders take several: the loaded model's own stacks in place of a matrix an expert, a text config
-over the names of a model with vision, names without the base model's prefix. Which of them the
-files have is found with transformers' own conversions; exports keep the names found.
+Loaders accept several: stacks instead of a matrix for each expert, the names of a model with vision
+under a text config, names without the base model's prefix. transformers' own conversions recognize
+them; exports keep the names of the files.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def open_checkpoint(
         path: the folder; or a checkpoint that is open already, which is returned.
         values: also read every tensor, at the speed of the disk, and refuse NaN and infinity;
             otherwise only headers are read, whatever the checkpoint's size.
-        stored: also take a checkpoint that is stored quantised, for readers of ``quantized``.
+        stored: also take a checkpoint that is stored quantized, for readers of ``quantized``.
 
     Raises:
         CheckpointError: the folder is missing, half-copied, damaged, or holds no safetensors, or

@@ -90,7 +90,7 @@ def permute_experts(
 
     Raises:
         CheckpointError: a layer without experts, a list that is not a permutation, or one that
-            tears the groups of a family with grouped routing apart.
+            splits the groups of a family with grouped routing.
         OutputExistsError, OutputBusyError, DiskSpaceError: before anything is written.
     """
     from moe_finetune.checkpoint.writer import Copy, write_checkpoint
@@ -142,7 +142,7 @@ def read_permutation(file: str | Path) -> dict[int, list[int]]:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """What a file of a plan or a permutation holds."""
+    """The content of a plan's or a permutation's file."""
     return read_object(file, CheckpointError, "write one with 'moe-finetune place'")
 
 
@@ -191,7 +191,7 @@ def _layer(base: Checkpoint, layer: int, order: tuple[int, ...]) -> dict[str, Co
         contents[ids] = Renumbered(base.tensors[ids], order)
     if disk.fused:
         return contents
-    # Whatever else an expert has on disk (scales of a quantised one) moves with it.
+    # Whatever else an expert has on disk (scales of a quantized one) moves with it.
     head = f"{block}.{disk.down.partition('{expert}')[0]}"
     for name, target in base.tensors.items():
         expert, dot, leaf = name.removeprefix(head).partition(".")

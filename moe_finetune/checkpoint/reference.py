@@ -84,7 +84,7 @@ def logits_of(
     base: Checkpoint | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Tensor]:
-    """Float64 logits of each row of token ids, with the routing ``bias`` put into ``base``'s."""
+    """Float64 logits of each row of token ids, with the routing ``bias`` set in the model."""
     if base is not None and bias and base.family.bias_export == "tensor":
         _set_bias(model, bias)
     return [model(input_ids=row).logits.double() for row in ids]

@@ -16,7 +16,7 @@ from moe_finetune.io.safetensors_header import TensorInfo
 
 @dataclass
 class Sums:
-    """Sums over the elements of changed tensors, of float32 values before requantising.
+    """Sums over the elements of changed tensors, of float32 values before requantizing.
 
     Attributes:
         error: squared distance of the written values from base + adapter.

@@ -99,7 +99,7 @@ class _Resolver:
         return name if name in self.base.tensors else name_on_disk(self.base.config, name, spelling)
 
     def _target(self, name: str, key: str) -> str:
-        """The base tensor that ``key`` changes, checked to exist and to be its own."""
+        """The base tensor that ``key`` changes, which must exist and not be tied to another."""
         disk = self._disk_name(name)
         tied = self.base.config.get("tie_word_embeddings") or self.head not in self.base.tensors
         if tied and disk in (self.head, self.embedding):

@@ -1,4 +1,4 @@
-"""Merged tensors of sampled layers against base + PEFT's own delta, for models that do not fit.
+"""Merged tensors of sampled layers against base + PEFT's own delta, for models too large to load.
 
 PEFT's modules are built without weights; the factors of one module at a time are put into them, so
 the mapping from keys to parameters and the unpacking are PEFT's and not the merge's.
@@ -35,7 +35,7 @@ def compare_tensors(
 ) -> dict[str, tuple[float, float]]:
     """Base tensor name -> (largest difference, the same over the largest element).
 
-    Of a tensor that ``merged`` stores quantised the second is the norm of the difference over the
+    Of a tensor that ``merged`` stores quantized the second is the norm of the difference over the
     norm of the change.
     """
     deltas: dict[str, Tensor] = {}

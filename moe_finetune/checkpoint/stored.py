@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint's files, also of one that comes quantised, as floats.
+"""The tensors of a checkpoint's files as floats, also of a quantized one.
 
-A tensor, or one expert of a stack, is dequantised when it is read; the formats are in
+A tensor, or one expert of a stack, is dequantized when it is read; the formats are in
 :mod:`moe_finetune.quantization.formats`.
 """
 
@@ -40,11 +40,11 @@ class Stored(Protocol):
         """One matrix of a stored stack."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the files hold it."""
+        """Whether the files have it."""
 
 
 class PlainTensors:
-    """Float tensors as safetensors files hold them."""
+    """Float tensors of safetensors files."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]):
         self._tensors = tensors
@@ -82,10 +82,10 @@ class Transposed:
 
 
 class QuantizedTensors:
-    """A quantised checkpoint's tensors as floats; see the head of this file.
+    """A quantized checkpoint's tensors as floats; see the head of this file.
 
     Attributes:
-        tensors: name, shape and a float dtype of every tensor, as an unquantised checkpoint has
+        tensors: name, shape and a float dtype of every tensor, as an unquantized checkpoint has
             them; their offsets mean nothing.
 
     Raises:
@@ -142,7 +142,7 @@ class QuantizedTensors:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, float32 where it is stored quantised."""
+        """The whole tensor, float32 where it is stored quantized."""
         return self.values(name, self.read_parts(name))
 
     def read_expert(self, name: str, expert: int) -> Tensor:

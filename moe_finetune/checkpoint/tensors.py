@@ -1,7 +1,7 @@
 """Stored bytes to torch tensors, with plain reads into buffers that each thread keeps.
 
-Files are read with ``preadv``: pages of a memory map would count as this process's memory for as
-long as the kernel likes. Buffers are kept because new memory costs more than the arithmetic in it.
+Files are read with ``preadv``, because pages of a memory map count as this process's memory until
+the kernel drops them. Buffers are kept because new memory costs more than the arithmetic in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _held = threading.local()
 
 
 def thread_buffer(name: str, size: int, offset: int = 0) -> Tensor:
-    """``size`` uninitialised bytes that this thread keeps under ``name``.
+    """``size`` uninitialized bytes that this thread keeps under ``name``.
 
     Their address and the file offset ``offset`` differ by a multiple of a page, so that they can be
     written there directly. The next call with the same name may hand out the same bytes.

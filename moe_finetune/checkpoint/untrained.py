@@ -1,9 +1,9 @@
 """Tensors in published files that are not the model's own: MTP heads, and what classes ignore.
 
-transformers declares what its class leaves out (``_keys_to_ignore_on_load_unexpected``). Where it
+transformers declares what its class ignores (``_keys_to_ignore_on_load_unexpected``). Where it
 names a layer by its number, that is the published model's first layer after the decoder's, and a
 smaller one of the family has its head after its own last layer. A config that counts predicting
-layers declares them too (MiniMax-M2's, of whose class transformers says nothing). Such tensors are
+layers declares them too (MiniMax-M2, whose class declares nothing). Such tensors are
 neither loaded nor trained, and every export carries their bytes.
 """
 
@@ -38,7 +38,7 @@ _NUMBERED = re.compile(r"layers\\\.(\d+)")
 
 
 def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[str, str]:
-    """Those of the files' ``names`` that loaders leave out, each with what it is a part of.
+    """Those of the files' ``names`` that loaders ignore, each with the part it belongs to.
 
     Args:
         names: tensors of a checkpoint's files, those that the model needs among them.
@@ -64,7 +64,7 @@ def untrained(names: Iterable[str], config: Any, family: Family | None) -> dict[
 
 
 def stale_head(checkpoint: Checkpoint, carried: bool = True) -> list[str]:
-    """What to say where the layers that an MTP head reads change; nothing without a head.
+    """A note that an MTP head does not follow the layers that it reads; none without a head.
 
     Args:
         carried: whether what is written has the head; a model that trains in full is saved without.

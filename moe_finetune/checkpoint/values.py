@@ -1,4 +1,4 @@
-"""What the stored numbers are, streamed: whether all are finite, and of which checkpoint."""
+"""Read stored numbers as a stream: are all finite, and which checkpoint are they of?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finite(values: Tensor) -> bool:
 
 
 def not_finite(file: Path, name: str, remedy: str = DAMAGED) -> str:
-    """What to say of a tensor that is not finite."""
+    """The message about a tensor that is not finite."""
     return f"{file}: '{name}' holds NaN or infinity; {remedy}"
 
 

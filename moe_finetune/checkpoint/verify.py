@@ -31,7 +31,7 @@ from moe_finetune.io.safetensors_header import FLOATS
 LOGIT_TOLERANCE = {"F64": 1e-4, "F32": 1e-4, "F16": 2e-2, "BF16": 5e-2}
 # Largest error of one tensor's element over the tensor's largest element: one rounding.
 TENSOR_TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
-# Largest norm of a requantised tensor's error over the norm of its change: it is no further from
+# Largest norm of a requantized tensor's error over the norm of its change: it is no further from
 # base + adapter than the base itself, but for rounding in float32.
 REQUANTIZED_TOLERANCE = 1.0 + 1e-3
 
@@ -44,7 +44,7 @@ class VerifyReport:
         mode: "logits" (whole models) or "tensors" (sampled layers).
         max_abs: largest absolute difference of a logit or of a merged tensor's element.
         max_rel: the measured relative error that ``tolerance`` bounds: of the logits' norm, of a
-            tensor's largest element, or, where the merge is stored quantised, of the norm of a
+            tensor's largest element, or, where the merge is stored quantized, of the norm of a
             tensor's change.
         tolerance: the bound on ``max_rel``.
         compared: number of prompts, or names of the compared tensors.
@@ -92,7 +92,7 @@ def verify_merge(
     plans = plan_merge(opened, adapters, bias=bias).changed
     sums = _checksums(opened, result, {plan.target.name for plan in plans})
     if result.quantized is not None:
-        mode = "tensors"  # of logits nothing says how far requantising may move them
+        mode = "tensors"  # of logits nothing says how far requantizing may move them
     kinds = {info.dtype for info in result.tensors.values() if info.dtype in FLOATS}
     coarsest = next(kind for kind in ("BF16", "F16", "F32", "F64") if kind in kinds)
     if mode == "auto":

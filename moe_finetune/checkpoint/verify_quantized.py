@@ -1,4 +1,4 @@
-"""A merged checkpoint against the quantised model that its adapter was trained on.
+"""A merged checkpoint against the quantized model that its adapter was trained on.
 
 The adapter was trained on quantized weights and is merged into unquantized ones, so the logits
 differ by the quantization error. That error is measured on the base without an adapter and the same
@@ -34,8 +34,8 @@ class QuantizedReport:
 
     Attributes:
         kind: the number format that the adapter was trained with.
-        base: of the quantised base to the base: what quantisation itself costs.
-        merged: of the merged checkpoint to the quantised base + adapter.
+        base: of the quantized base to the base: what quantization itself costs.
+        merged: of the merged checkpoint to the quantized base + adapter.
         tolerance: the bound on ``merged``, ``FACTOR`` x ``base``.
     """
 
@@ -53,7 +53,7 @@ class QuantizedReport:
 
 
 def trained_with(adapter: Adapter) -> Kind | None:
-    """The number format that an adapter's base was held in while it trained."""
+    """The number format of the base while the adapter trained."""
     return check_kind(adapter.metadata.extra.get("quantization"), f"{adapter.folder}: quantization")
 
 
@@ -64,9 +64,9 @@ def verify_quantized(
     bias: Mapping[int, Sequence[float]] | None = None,
     seed: int = 0,
 ) -> QuantizedReport | None:
-    """Compare ``merged`` with the quantised base + ``adapter`` in float32, one model at a time.
+    """Compare ``merged`` with the quantized base + ``adapter`` in float32, one model at a time.
 
-    None where the adapter was trained on an unquantised base, or where a float32 model does not fit
+    None where the adapter was trained on an unquantized base, or where a float32 model does not fit
     into 60 % of the free memory.
 
     Raises:
@@ -78,9 +78,9 @@ def verify_quantized(
         return None
     ids = random_tokens(opened, seed)
     plain = logits_of(load(opened), ids, opened, bias)
-    rounded = logits_of(_quantised(opened, kind), ids, opened, bias)
+    rounded = logits_of(_quantized(opened, kind), ids, opened, bias)
     with tempfile.TemporaryDirectory() as scratch:
-        model = apply_adapters(_quantised(opened, kind), opened, [(trained, 1.0)], Path(scratch))
+        model = apply_adapters(_quantized(opened, kind), opened, [(trained, 1.0)], Path(scratch))
         adapted = logits_of(model, ids, opened, bias)
         del model
     merged_logits = logits_of(load(open_checkpoint(merged)), ids)
@@ -93,7 +93,7 @@ def verify_quantized(
     return report
 
 
-def _quantised(base: Checkpoint, kind: Kind) -> Any:
+def _quantized(base: Checkpoint, kind: Kind) -> Any:
     return load_model(base, dtype="float32", device_map="cpu", quantization=kind)
 
 

@@ -1,9 +1,9 @@
 """Write weight files from a plan with a few threads and bounded memory.
 
 Every output tensor has a content: a copy of stored bytes, or something that fills its bytes.
-Offsets are known from the headers, so threads write anywhere in any order, and neighbouring copies
-are joined. Whole pages go to the disk directly where the file system allows it: that takes a tenth
-of the processor time and does not push other files out of memory. A file is synced when its last
+Offsets are known from the headers, so threads write anywhere in any order, and adjacent copies
+are joined. Whole pages go to the disk directly where the file system allows it: this takes a tenth
+of the processor time and evicts no other files from the page cache. A file is synced when its last
 piece is written.
 """
 
@@ -53,7 +53,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Literal:
-    """Bytes that are known already."""
+    """Bytes in memory."""
 
     content: bytes
 
@@ -63,7 +63,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Neighbouring tensors of one file that are written by one thread, in one go."""
+    """Adjacent tensors of one file that are written by one thread, in one go."""
 
     file: str
     targets: tuple[TensorInfo, ...]
@@ -256,7 +256,7 @@ def _pieces(
 
 
 def _joined(name: str, header: Header, contents: Mapping[str, Content]) -> Iterator[_Piece]:
-    """One piece a tensor, neighbouring copies of neighbouring bytes joined up to a limit."""
+    """One piece a tensor, adjacent copies of adjacent bytes joined up to a limit."""
     run: _Piece | None = None
     for target in header.tensors.values():
         content = contents[target.name]

@@ -1,1 +1,1 @@
-"""From sources (files, folders, the hub) to tokenised examples."""
+"""From sources (files, folders, the hub) to tokenized examples."""

@@ -1,11 +1,11 @@
 """The recipe's ``data:`` -> token ids and labels, in an order that the seed fixes.
 
-The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` takes as they are: it only
-packs them (``packing_strategy``) or pads them. Whatever is cut or left out is counted and logged.
+The result has ``input_ids`` and ``labels``, which TRL's ``SFTTrainer`` takes unchanged: it only
+packs them (``packing_strategy``) or pads them. Truncated and dropped rows are counted and logged.
 
 Rows go to disk as they are read and as they are tokenized, and the result is memory-mapped from the
-cache folder, so memory does not grow with the data. A prepared dataset's folder is named after all
-that decides its content (see :mod:`moe_finetune.data.prepared`): the same recipe prepares
+cache folder, so memory does not grow with the data. A prepared dataset's folder is named by a hash
+of all that decides its content (see :mod:`moe_finetune.data.prepared`): the same recipe prepares
 nothing a second time, and of several processes one prepares while the others wait.
 """
 
@@ -92,7 +92,7 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
 
 
 def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0) -> Dataset:
-    """Rows of ``sources`` in their order, tokenized and cut; logs what became of them.
+    """Rows of ``sources`` in their order, tokenized and truncated; logs what was dropped.
 
     Args:
         sources: what to read: ``data.train`` or ``data.validation``.

@@ -1,6 +1,6 @@
-"""What is learned of a conversation: the characters of its answers in a chat template's text.
+"""The characters of a conversation that are learned: its answers in a chat template's text.
 
-What is learned of an answer: what the template writes beyond the prompt that a model is given, up
+Of an answer is learned what the template writes beyond the prompt that a model is given, up
 to its end-of-turn mark, as the text was when the answer was the last. Where a template marks its
 assistant's text (``{% generation %}``), or TRL has a copy of it that does and writes the same text,
 only marked characters are learned. An answer that the template writes differently once the
@@ -150,7 +150,7 @@ class Learner:
         ours = [now[a:b] for a, b in pieces]
         if moved is not None and [other[a:b] for a, b in moved] != ours:
             raise RenderingError(
-                "the chat template writes what others say into the assistant's answer, and it "
+                "the chat template writes other turns' text into the assistant's answer, and it "
                 "would be learned; name another with data.chat_template"
             )
         self._checked_answers.add(key)

@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 
 def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Neighbours together, in order: at most ``positions`` with padding, or one row, a batch.
+    """Batches of consecutive rows: at most ``positions`` with padding, or one row, a batch.
 
     Args:
         rows: what is batched; sorted by length there is least padding.
@@ -36,11 +36,11 @@ def fill(rows: Iterable[Row], positions: int, length: Callable[[Row], int]) -> I
 
 
 def pad(rows: Sequence[Sequence[int] | np.ndarray], value: int = 0) -> Tensor:
-    """``(B, S)`` int64: each row, and ``value`` behind it."""
+    """``(B, S)`` int64: each row, and ``value`` after it."""
     tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
-    """``(B, S)`` int64: 1 at each row's own positions, 0 behind them."""
+    """``(B, S)`` int64: 1 at each row's own positions, 0 after them."""
     return pad([np.ones(len(row), np.int64) for row in rows])

@@ -1,9 +1,8 @@
-"""Prepared data on disk: made once, known by all that decides it, mapped by every process.
+"""Prepared data on disk: made once, found by a hash of its inputs, mapped by every process.
 
 A folder ``data/<key>`` of the cache holds ``rows/`` (a dataset that maps into memory) and
 ``counts.json``, and appears whole. One process prepares it while the others, ranks of the same run
-or other runs, wait for its lock. Delete a folder at any time that
-no run reads it: it is made again.
+or other runs, wait for its lock. A folder that no run reads can be deleted; it is made again.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def data_key(tokenizer: Any, *decides: Any) -> str:
 def prepared_once(
     key: str, make: Callable[[Path], dict[str, Any]]
 ) -> tuple[Dataset, dict[str, Any], bool]:
-    """The dataset of ``key``, what was counted when it was made, and whether it was there.
+    """The dataset of ``key``, its counts, and whether it existed.
 
     Args:
         make: writes the dataset into ``rows`` of the folder it gets and returns what it counted.

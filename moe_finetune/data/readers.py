@@ -41,7 +41,7 @@ class SourceReader:
 
     @classmethod
     def of(cls, source: DataSource, data: DataSection, seed: int = 0) -> SourceReader:
-        """The reader of a source; what it does not say is the section's.
+        """The reader of a source, with the section's settings as defaults.
 
         ``seed`` decides which rows a source with a ``limit`` gives.
         """
@@ -87,7 +87,7 @@ class SourceReader:
 
 
 def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> Iterator[Placed]:
-    """``limit`` of ``rows``, each as likely as any other, in their order; the seed decides which.
+    """``limit`` of ``rows``, drawn uniformly by the seed, in their order.
 
     One pass, with ``limit`` rows in memory (reservoir sampling).
 

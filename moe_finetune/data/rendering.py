@@ -29,7 +29,7 @@ class OutOfMemory(BaseException):
 
 
 class Template:
-    """A chat template with what was found out about it.
+    """A chat template, and the kinds of content and calls that it takes.
 
     Args:
         text: the template.

@@ -68,7 +68,7 @@ class Former:
             _names(pattern, f"data.template.{field}")
 
     def __call__(self, location: str, row: Row) -> Row:
-        """The row in its form; raise DataError with ``place`` when it has none."""
+        """The row in its form; raise DataError with ``location`` when it has none."""
         all_fields, row = row, self._mapped(location, row)
         if self.form == "auto" and not self.detected:
             self.detected = " and ".join(FIELDS[_detect(location, row)])

@@ -1,4 +1,4 @@
-"""Rows of training files, folders and hub datasets, each with the place where it stands."""
+"""Rows of training files, folders and hub datasets, each with its location."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
 
 
 def source_identity(source: str, split: str = "train") -> list[Any]:
-    """What a source holds, as plain values: equal where :func:`read_rows` gives equal rows.
+    """The content of a source as plain values, equal where :func:`read_rows` gives equal rows.
 
     Files count by their content, so a copy is the same source and a changed file another; a hub
     dataset counts by its fingerprint.

@@ -59,7 +59,7 @@ class StageFormer:
                 raise DataError(f"data.columns.{field}: unknown{did_you_mean(field, self._fields)}")
 
     def __call__(self, location: str, row: Row) -> Row:
-        """The row in its form; raise DataError with ``place`` when it has none."""
+        """The row in its form; raise DataError with ``location`` when it has none."""
         row = _published(renamed(location, row, self.columns), self.form)
         if self.form == "preference" and "prompt" not in row:
             row = {**row, **_common_prompt(location, row)}
@@ -148,7 +148,7 @@ def _check_read(location: str, row: Row, field: str, reward: str) -> None:
 
 
 def _has_code(text: str) -> bool:
-    """Whether a test does something: programs pass one that is empty, whatever they compute."""
+    """Whether a test does something; any program passes an empty one."""
     lines = (line.strip() for line in text.splitlines())
     return any(line and not line.startswith("#") and line != "pass" for line in lines)
 

@@ -1,4 +1,4 @@
-"""Rows of stages that learn from preferences, labels or prompts, and tokenize their own."""
+"""Rows of stages that learn from preferences, labels or prompts, which their trainers tokenize."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_stage_rows(
     room: int = 0,
     rewards: Sequence[str | None] = (),
 ) -> Examples:
-    """Training and validation rows of a stage that tokenizes its own.
+    """Training and validation rows of a stage whose trainer tokenizes them.
 
     Args:
         tokenizer: a fast tokenizer; gets the chat template that ``data`` names.
@@ -166,9 +166,7 @@ def _source(
 
 
 def _features(rows: list[Row]) -> Any:
-    """Features under which turns come back as they went in: a table's objects all have the same
-    fields, and a turn's calls would get those of other turns.
-    """
+    """Features that keep turns unchanged: in a table all objects would get the same fields."""
     from datasets import Dataset, Features, Json
 
     turns = [name for name in TURNS if any(isinstance(row.get(name), list) for row in rows)]

@@ -1,7 +1,7 @@
 """A row -> token ids and labels; -100 where a token is not learned.
 
 Labels come from character spans of the rendered text (:mod:`moe_finetune.data.rendering`), and the
-ids are those of the whole text, as the model meets them.
+ids are those of the whole text, as the model reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example: ``input_ids``, ``labels`` of equal length, and what the reader should know.
+    """One example: ``input_ids``, ``labels`` of equal length, and what to report.
 
     ``rewritten``: the chat template renders some earlier answer differently once more turns
     follow, so that answer is not learned. ``straddled``: prompt and completion meet inside a token.
@@ -113,7 +113,7 @@ def with_carried(tokenizer: Any) -> Any:
 
 
 def as_published(tokenizer: Any) -> Any:
-    """A copy of ``tokenizer`` without what the two functions above added."""
+    """A copy of ``tokenizer`` without the additions of the two functions above."""
     return _with_templates(tokenizer, original)
 
 
@@ -211,7 +211,7 @@ def _request(row: Mapping[str, Any], tokenizer: Any, purpose: str) -> dict[str, 
 
 @functools.lru_cache(maxsize=16)
 def _marked(template: str) -> str | None:
-    """The template, or TRL's variant of it, that marks what the assistant says."""
+    """The template, or TRL's variant of it, that marks the assistant's text."""
     from trl import chat_template_utils as known
 
     text = original(template)

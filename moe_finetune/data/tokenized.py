@@ -1,4 +1,4 @@
-"""Rows as token ids and labels in a dataset on disk, and what became of them."""
+"""Tokenize rows into a dataset on disk, and count what was truncated and dropped."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _BATCH = 64
 
 @dataclass
 class Counts:
-    """What became of the rows of one dataset; ``tokens`` and ``learned`` are of the rows kept, and
-    ``sources`` says how many those are of each source; they lie in the sources' order. ``unread``
-    are columns and fields of turns that nothing reads; ``date`` is the day that chat templates
-    write, None where they write none.
+    """Counts of one dataset's rows. ``tokens`` and ``learned`` are of kept rows, ``sources`` the
+    number of kept rows of each source, in order. ``unread`` are columns and fields of turns that
+    nothing reads; ``date`` is the day that chat templates write, None where they write none.
     """
 
     rows: int
@@ -158,7 +157,7 @@ def _chat_text(location: str, row: Row) -> str:
 def _tokenize(
     batch: dict[str, list[Any]], tokenizer: Any, data: DataSection
 ) -> dict[str, list[Any]]:
-    """Rows' ids and labels within ``max_length``, and what was lost of each."""
+    """Rows' ids and labels within ``max_length``, and what each lost."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     formed = [{**row, **json.loads(row["chat"])} if row["chat"] else row for row in rows]
     tokenized: list[dict[str, Any]] = []

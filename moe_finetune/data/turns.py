@@ -45,14 +45,14 @@ def conversation(
     """``messages``, and ``tools`` and ``variables`` of the template where the row has them.
 
     Args:
-        where: the place of the row, for messages.
+        where: the row's location, for messages.
         turns: as the row has them.
         row: whose ``tools``, ``functions``, ``system`` and ``chat_template_kwargs`` count.
         ignore: columns, fields of turns and kinds of content that are left out.
         field: where the row has the turns, for messages.
 
     Raises:
-        DataError: whatever cannot be used, with the place.
+        DataError: whatever cannot be used, with the location.
     """
     for column in _MEDIA:
         if row.get(column) and column not in ignore:
@@ -116,7 +116,7 @@ def unlearned(turns: Sequence[Row]) -> list[Row]:
 
 
 def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
-    """One turn, checked; ``where`` is its place, for messages."""
+    """One turn, checked; ``where`` is its location, for messages."""
     if not isinstance(turn, dict):
         raise DataError(f"{where}: wanted {{role, content}}, got {short(turn)}")
     # A table fills in null where another row has a field.

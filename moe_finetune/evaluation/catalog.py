@@ -76,12 +76,9 @@ class Catalog:
         """Return the scores of a suite's line, each ``"metric,filter"``."""
         if entry.code:
             return {"pass@1,sandbox"}
-        if entry.aggregate == "mean_acc" and not all(
-            "acc,none" in leaf.reports() for leaf in leaves
-        ):
-            return set()
         if entry.aggregate:
-            return {f"{entry.aggregate},none"}
+            every_accuracy = all("acc,none" in leaf.reports() for leaf in leaves)
+            return {f"{entry.aggregate},none"} if every_accuracy else set()
         indexed = self._index[entry.template or entry.task]
         if indexed.kind.name not in ("GROUP", "TAG"):
             return leaves[0].reports()

@@ -36,8 +36,7 @@ class SuiteTask(BaseModel):
         chat: render prompts with the chat template.
         max_tokens: cap on generated tokens, where the task's own is too small or too large.
         code: generated programs are scored in the sandbox, in this form.
-        aggregate: ``glue`` builds GLUE's mean over its tasks from their own main metrics;
-            ``mean_acc`` is the plain mean of its tasks' accuracies, whatever their sizes.
+        aggregate: ``mean_acc`` is the unweighted mean of the group's accuracies.
         external: evaluated by its own package against a server, not by lm-eval; a note says how.
         chance: the score of guessing, if known.
     """
@@ -57,7 +56,7 @@ class SuiteTask(BaseModel):
     chat: bool = False
     max_tokens: int | None = Field(default=None, gt=0)
     code: Literal["humaneval", "mbpp"] | None = None
-    aggregate: Literal["glue", "mean_acc"] | None = None
+    aggregate: Literal["mean_acc"] | None = None
     external: str | None = None
     chance: float | None = None
 

@@ -1,4 +1,4 @@
-"""What the toolkit knows about a model family: facts, declared once, never guessed from shapes.
+"""The facts of a model family, declared once and never guessed from shapes.
 
 Shape legend: L decoder layers, E routed experts, K selected per token, H hidden, D expert width.
 """
@@ -50,16 +50,16 @@ class DiskLayout:
 
     @property
     def fused(self) -> bool:
-        """Whether a tensor of the files holds all experts."""
+        """Whether one tensor of the files contains all experts."""
         return self.gate_up is not None
 
     @property
     def stack(self) -> str:
-        """What precedes the number of a decoder layer in the files."""
+        """The prefix of a decoder layer's number in the files."""
         return self.block.partition("{layer}")[0]
 
     def parts(self, parameter: str) -> tuple[str, ...]:
-        """What a parameter of the loaded experts is in the files."""
+        """The parts in the files that make up a parameter of the loaded experts."""
         if parameter == "down_proj":
             return ("down",)
         if self.fused:
@@ -76,7 +76,7 @@ class DiskLayout:
 
 @dataclass(frozen=True)
 class Rows:
-    """What several sequences in a row, and padding, need in transformers' class of a family.
+    """What transformers' class of a family needs for packed rows and for padding.
 
     Read off each class and held by a test of every family: what a sequence computes depends neither
     on another one in its row nor on padding.
@@ -189,7 +189,7 @@ class Family:
 
     @property
     def expert_parameters(self) -> tuple[str, str]:
-        """The parameters of the loaded experts that hold all of them."""
+        """The stacked parameters of the loaded experts."""
         return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
 
     @property

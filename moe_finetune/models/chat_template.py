@@ -1,6 +1,6 @@
-"""A checkpoint's chat template: whether it is one, whether it reads the clock, and a fixed date.
+"""A checkpoint's chat template: is it valid, does it read the clock, and with a fixed date.
 
-A template is a program of somebody else. It is parsed here and rendered in a process of its own,
+A template is somebody else's program. It is parsed here and rendered in a separate process,
 see :mod:`moe_finetune.data.template_process`.
 """
 
@@ -17,7 +17,7 @@ _END = "{%- set before_template = none %}\n"
 
 
 def check_template(template: str, path: object) -> None:
-    """Raise CheckpointError when ``template`` is not a template; nothing of it is run."""
+    """Raise CheckpointError when ``template`` is not a template; it is not rendered."""
     from jinja2 import TemplateError
 
     if len(template) > MAX_CHARACTERS:
@@ -80,7 +80,7 @@ def with_carried_variables(template: str) -> str:
 
 
 def original(template: str) -> str:
-    """The template that the functions above were given; any other as it is."""
+    """The template before the functions above changed it; any other is returned unchanged."""
     return template.rpartition(_END)[2] if template.startswith(_BEGIN) else template
 
 
@@ -94,7 +94,7 @@ def _parse(template: str) -> Any:
     from jinja2.ext import Extension, loopcontrols
 
     class Generation(Extension):
-        """The tag that marks what an assistant says."""
+        """The tag that marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
 """Composites: a checkpoint of several models, one of them a language model with experts.
 
-transformers keeps a config of each part in the composite's own. The language part trains, on text;
-what else there is, such as a vision tower, stays as it is.
+transformers nests a config of each part in the composite's. The language part trains on text; other
+parts, such as a vision tower, stay unchanged.
 """
 
 from __future__ import annotations

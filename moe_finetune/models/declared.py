@@ -1,7 +1,7 @@
 """Families that are not in the package: a recipe's ``model.family``, and plugins.
 
-A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, several, or a
-callable that returns them. It is loaded when a ``model_type`` is met that the package lacks.
+A plugin is an entry point of the group :data:`GROUP`: a :class:`Family`, several, or a callable
+that returns them. It is loaded when a checkpoint has a ``model_type`` that the package lacks.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def find_family(model_type: object, part: str | None = None) -> Family | None:
 
 
 def known_families() -> dict[str, Family]:
-    """Every family that a checkpoint can be of, by name."""
+    """Every supported family by name."""
     return _plugins() | dict(FAMILIES.items())
 
 
 def declare_family_of(source: str | Path) -> None:
-    """Make the family known that a run's recipe declares: ``source`` is the run, or lies in it.
+    """Register the family that the recipe of a run declares; ``source`` is in its folder.
 
     Raises:
         RecipeError: the run's recipe was changed and is wrong now.
@@ -72,7 +72,7 @@ def declare_family_of(source: str | Path) -> None:
 
 @contextmanager
 def using(family: Family) -> Iterator[None]:
-    """Let ``family`` stand for its ``model_type``, whoever else has declared that."""
+    """Use ``family`` for its ``model_type``, whatever else is registered for it."""
     types = [family.model_type, *([family.part] if family.part else [])]
     previous = {name: _stands_for[name] for name in types if name in _stands_for}
     _stands_for.update(dict.fromkeys(types, family))

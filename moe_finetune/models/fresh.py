@@ -1,4 +1,4 @@
-"""A family's model from scratch: a checkpoint's config with other sizes, and random weights."""
+"""A model from scratch: a checkpoint's config with other sizes, and random weights."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _extended(base: PreTrainedConfig, model_type: Any) -> PreTrainedConfig:
 
 
 def _kind(value: Any) -> type | tuple[type, ...] | None:
-    """What another value of the same key must be; None where this one is null."""
+    """The type that another value of the same key must have; None where this one is null."""
     if value is None:
         return None
     return (int, float) if isinstance(value, float) else type(value)
@@ -97,7 +97,7 @@ def _kind(value: Any) -> type | tuple[type, ...] | None:
 def fresh_model(
     config: PreTrainedConfig, seed: int, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model of ``config`` with random float32 weights, as its class initialises them."""
+    """A model of ``config`` with random float32 weights, as its class initializes them."""
     import torch
     from transformers import set_seed
 

@@ -1,6 +1,6 @@
 """Where a transformers model has its experts and routers, read off its modules.
 
-For messages and for the proof of a declaration; nothing that trains relies on it.
+For messages and for the proof of a declaration; training does not rely on it.
 """
 
 from __future__ import annotations

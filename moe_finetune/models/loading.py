@@ -1,4 +1,4 @@
-"""Config, model and tokenizer of a checkpoint, for the whole toolkit; no remote code, ever."""
+"""Config, model and tokenizer of a checkpoint, without remote code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def parse_config(folder: Path) -> PreTrainedConfig:
-    """transformers' config of a folder, of a family or not; ``read_config`` has checked its file.
+    """transformers' config of a folder, also of an unsupported model, whose file was checked.
 
     Raises:
         CheckpointError: a value that the model type refuses.
@@ -112,7 +112,7 @@ def parse_config(folder: Path) -> PreTrainedConfig:
     for key, value in _INSTEAD_OF_NULL.get(config.model_type, {}).items():
         if getattr(config, key) is None:
             setattr(config, key, value)
-    # Quantised tensors are read as the floats that they stand for.
+    # Quantized tensors are read as the floats that they stand for.
     for key in ("auto_map", QUANTIZATION):
         if hasattr(config, key):
             delattr(config, key)

@@ -8,6 +8,6 @@ MODEL_TYPES = tuple(module.FAMILY.model_type for module in (deepseek_moe, autono
 
 
 def register() -> None:
-    """Make transformers' Auto classes know them; repeatable."""
+    """Register them with transformers' Auto classes; repeatable."""
     deepseek_moe.register()
     autonomy.register()

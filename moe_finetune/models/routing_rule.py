@@ -1,4 +1,4 @@
-"""Which rule a router follows, found from what it computed: for the proof of a declaration."""
+"""Infer a router's rule from its outputs, for the proof of a declaration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightRule:
     difference: float
 
     def __str__(self) -> str:
-        summed = "of sum 1" if self.renormalize else "not renormalised"
+        summed = "of sum 1" if self.renormalize else "not renormalized"
         return f"{self.score}, {summed}, scaled by {self.scaling:.4g}"
 
 

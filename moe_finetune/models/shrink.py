@@ -1,4 +1,4 @@
-"""A config of a checkpoint's model type with sizes so small that its model runs anywhere."""
+"""A config of a checkpoint's model type, small enough to run anywhere."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _shallow(tower: dict[str, Any]) -> None:
-    """Leave a vision or audio tower two layers: text does not run through it."""
+    """Reduce a vision or audio tower to two layers; text does not pass through it."""
     for key in ("depth", "num_hidden_layers", "encoder_layers"):
         depth = tower.get(key)
         if not isinstance(depth, int) or depth <= _TOWER:

@@ -1,6 +1,6 @@
 """Rows of the families' table: a row states what differs from the two standard routers.
 
-Which layers have experts and how they are fused is asked from transformers' own class
+Which layers have experts and how they are fused is read from transformers' own class
 (:mod:`moe_finetune.models.structure`).
 """
 
@@ -44,7 +44,7 @@ LINEAR_ATTENTION = under(
 
 
 def softmax(model_type: str, title: str, **facts: Any) -> Family:
-    """Qwen's router: softmax, selected scores renormalised where the config says so."""
+    """Qwen's router: softmax, selected scores renormalized where the config says so."""
     return _row(model_type, title, {"score": "softmax"} | facts)
 
 

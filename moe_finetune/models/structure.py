@@ -1,4 +1,4 @@
-"""What transformers' own class says about a config: asked from the model on the meta device."""
+"""Facts of a config that transformers' own class shows, read off the model on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Spelling:
-    """How files call a model's tensors, where it is not as its class saves them.
+    """Tensor names in files that differ from those that the model's class saves.
 
     Attributes:
         unconverted: those of transformers' conversions, by position, whose results the files have.
@@ -54,7 +54,7 @@ def _layers(model_type: str, text: str) -> tuple[int, ...]:
 
 
 def name_on_disk(config: Mapping[str, Any], name: str, spelling: Spelling | None = None) -> str:
-    """What the files of a checkpoint call the loaded model's tensor ``name``.
+    """The name of the loaded model's tensor ``name`` in a checkpoint's files.
 
     Args:
         config: the content of ``config.json``.
@@ -112,7 +112,7 @@ def shapes_on_disk(config: Any, spelling: Spelling | None = None) -> Shapes:
 
 
 def integers_on_disk(config: Any, spelling: Spelling | None = None) -> frozenset[str]:
-    """Names of the tensors of whole numbers in the files, such as tables of experts by token."""
+    """Names of the integer tensors in the files, such as tables of experts by token."""
     key = (config.model_type, _text(config.to_dict()))
     state = {n: t for n, t in _state(*key).items() if not t.is_floating_point()}
     return frozenset(_in_files(key, state, spelling)) if state else frozenset()
@@ -224,12 +224,12 @@ def ignored_names(config: Any) -> tuple[str, ...]:
 
 
 def renamed_as_loaded(config: Any, name: str) -> str:
-    """What transformers calls the files' tensor ``name`` while it loads them."""
+    """transformers' name of the files' tensor ``name`` when it loads them."""
     return _loaded(name, _changes(config.model_type, _text(config.to_dict())))[0]
 
 
 def _text(config: Mapping[str, Any]) -> str:
-    """The config without what neither names nor shapes depend on: one model serves them all."""
+    """The config without keys that do not affect names and shapes, as a key of the caches below."""
     relevant = {key: value for key, value in config.items() if key not in _IDLE}
     return json.dumps(relevant, sort_keys=True, default=str)
 

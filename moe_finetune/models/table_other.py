@@ -75,7 +75,7 @@ FAMILIES = (
         router_returns=("logits", "weights", "index", "shared weights"),
         renormalize=yes,
         scaling=scaled("route_scale"),
-        own_weights="they are normalised together with the shared experts' weights",
+        own_weights="they are normalized together with the shared experts' weights",
         groups=ungrouped,
         bias_export="none",
         rows=Rows(per_sequence=("InklingShortConvolution",)),

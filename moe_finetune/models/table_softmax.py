@@ -35,7 +35,7 @@ def _check_cohere(config: Any) -> None:
 def _check_gpt_oss(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"{config.model_type}: the checkpoint is quantised; save it in bfloat16 first "
+            f"{config.model_type}: the checkpoint is quantized; save it in bfloat16 first "
             "(transformers: Mxfp4Config(dequantize=True)), or take one that is"
         )
 

@@ -1,8 +1,8 @@
 """Moonlight's ``tiktoken.model`` as a fast tokenizer, without its ``tokenization_moonshot.py``.
 
-The file holds one byte string and its rank a line. What it does not hold, and transformers' own
-conversion therefore gets wrong for this model without an error, are the pattern that cuts text
-into pieces and the 256 ids reserved for special tokens after the ranks.
+Each line of the file is a byte string and its rank. The file lacks the pattern that splits text
+into pieces and the 256 ids reserved for special tokens after the ranks, so transformers' own
+conversion gets both wrong for this model without an error.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Build the fast tokenizer of a folder with ``tiktoken.model`` and ``tokenizer_config.json``.
 
     Splits and merges as tiktoken does with :data:`PATTERN`; special tokens in a text are
-    recognised; nothing is added at its ends.
+    recognized; nothing is added at its ends.
 
     Raises:
         CheckpointError: a file is damaged or the two do not belong together.
@@ -137,7 +137,7 @@ def load_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to make a token of two, by the token's rank, as tiktoken's greedy merging asks."""
+    """Every way to make a token of two, by the token's rank, as greedy merging needs."""
     pairs = []
     for token, rank in ranks.items():
         ways = [

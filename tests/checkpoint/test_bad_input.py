@@ -193,7 +193,7 @@ def test_tensor_in_two_files(base, adapter, tmp_path):
     refuse(base, adapter, tmp_path, CheckpointError, "extra.safetensors", twice.name)
 
 
-def test_quantised_base(base, adapter, tmp_path):
+def test_quantized_base(base, adapter, tmp_path):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     file = base / json.loads((base / INDEX).read_text())["weight_map"][name]
     tensors = load_file(file)

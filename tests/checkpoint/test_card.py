@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from moe_finetune.checkpoint import merge_adapter, write_metadata
-from moe_finetune.checkpoint.card import licence_of, write_card
+from moe_finetune.checkpoint.card import license_of, write_card
 from tests.checkpoint import helpers
 
 
 def test_a_merge_writes_it(tiny_checkpoint, tmp_path):
-    """The base's own card gives the licence and is not taken for the export's."""
+    """The base's own card gives the license and is not taken for the export's."""
     base = shutil.copytree(tiny_checkpoint("olmoe"), tmp_path / "the-base")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# The base's own card\n")
     adapter = helpers.adapter(tiny_checkpoint("olmoe"), tmp_path / "adapter")
@@ -58,7 +58,7 @@ def test_hub_base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "licence"),
+    ("files", "license"),
     [
         ({"LICENSE": "\n  Apache License\nVersion 2.0\n"}, "Apache License"),
         ({"README.md": "---\nlicense: other\nlicense_name: deepseek\n---\n"}, "deepseek"),
@@ -67,7 +67,7 @@ def test_hub_base(tmp_path):
         ({}, None),
     ],
 )
-def test_licence(tmp_path, files, licence):
+def test_license(tmp_path, files, license):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert licence_of(tmp_path) == licence
+    assert license_of(tmp_path) == license

@@ -362,7 +362,7 @@ def test_a_template_that_repeats_the_question_in_the_answer_is_refused():
         "{% if add_generation_prompt %}A:{% endif %}"
     )
     for _ in range(2):
-        with pytest.raises(DataError, match="writes what others say into the assistant's answer"):
+        with pytest.raises(DataError, match="writes other turns' text into the assistant's answer"):
             learned({"messages": [ASK, YES]}, tokenizer)
 
 

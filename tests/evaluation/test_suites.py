@@ -8,7 +8,7 @@ from moe_finetune.errors import DataError, DependencyError, EvaluationError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.catalog import Catalog
 from moe_finetune.evaluation.code import human_eval_program, mbpp_program
-from moe_finetune.evaluation.collect import glue_mean, task_result
+from moe_finetune.evaluation.collect import task_result
 from moe_finetune.evaluation.engine import evaluate
 from moe_finetune.evaluation.leaf import Leaf
 from moe_finetune.evaluation.offline import check_suite, render_checks
@@ -109,22 +109,6 @@ def test_a_hub_task_reads_the_documented_folder(tmp_path, backend):
     assert samples[3]["prompts"][0][0].startswith("3 was counted.\nQuestion: is 3 even?")
     (leaf,) = Catalog(suite).leaves(suite.tasks[0])
     assert not leaf.files and "custom_dataset" not in leaf.config, "local rows are that catalog's"
-
-
-def test_glue_is_the_mean_of_the_tasks_own_metrics():
-    def task(**metrics):
-        return {f"{k},none": {"value": v, "stderr": None} for k, v in metrics.items()}
-
-    subtasks = {
-        "cola": task(mcc=0.1), "sst2": task(acc=0.9), "mrpc": task(acc=0.6, f1=0.8),
-        "qqp": task(acc=0.5, f1=0.3), "mnli": task(acc=0.4), "mnli_mismatch": task(acc=0.6),
-        "qnli": task(acc=0.55), "rte": task(acc=0.65), "wnli": task(acc=0.45),
-    }  # fmt: skip
-    expected = (0.1 + 0.9 + 0.7 + 0.4 + 0.5 + 0.55 + 0.65 + 0.45) / 8
-    assert glue_mean(subtasks)["value"] == pytest.approx(expected)
-    del subtasks["wnli"]
-    with pytest.raises(KeyError, match="wnli"):
-        glue_mean(subtasks)
 
 
 def test_a_naive_average_counts_every_task_once():

@@ -197,10 +197,10 @@ def test_a_selection_that_cannot_be_made_again_is_refused(family):
         Recorder(model, perturbation=balancer).install()
 
 
-def test_a_quantised_gpt_oss_is_refused():
-    quantised = tiny.config("gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(UnsupportedModelError, match="quantised; save it in bfloat16"):
-        family_of(quantised)
+def test_a_quantized_gpt_oss_is_refused():
+    quantized = tiny.config("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match="quantized; save it in bfloat16"):
+        family_of(quantized)
 
 
 @pytest.mark.parametrize("family", NAMES)

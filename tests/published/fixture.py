@@ -27,7 +27,7 @@ ADAPTED = ("attention", "router", "shared experts", "routed experts")
 MODEL_PARTS = (*ADAPTED, "other")
 """Parts of the language model, as ``inspect`` counts them."""
 BESIDE = ("scale", "buffer", "mtp", "vision")
-"""Scales of quantised tensors, tensors that are no parameters, and parts that do not train."""
+"""Scales of quantized tensors, tensors that are no parameters, and parts that do not train."""
 _PACKED = {"U8": 2, "I32": 8}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 

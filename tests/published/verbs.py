@@ -97,6 +97,7 @@ def _recipe(folder: Path) -> Recipe:
                     "targets": ["attention", "shared_experts", "experts"],
                 },
                 "router": {"train": "lora"},
+                "trainer": {"gradient_checkpointing": False},  # one forward to plan, not two
             }
         )
     )

@@ -1,17 +1,17 @@
-"""Run generated programs against tests where they can do no harm and cannot forge success.
+"""Run generated programs against tests, where they can neither do harm nor forge success.
 
-Threat model. The program is hostile: it may read, allocate, start threads, signal, try the
-network, walk frames, patch modules, exit early, print anything, and answer the tests' questions
-itself in the runner's place. It runs in a sandbox of its own that is destroyed as a whole:
-namespaces without network, a read-only file system of Python and libraries with nowhere to write,
-one process whose address space is all of its memory, limits on threads, files, CPU and wall clock,
-and a filter of system calls. The tests run in *another* sandbox and reach the program only by
-messages of plain data; only after the last test does that process print a random number that this
-one chose. The program never shares a process, a process table or a file with the tests or with
-that number, so there is nothing it could read or patch; and the tests take nothing from it but
-answers, in exact built-in types, to the calls of the names that they want. So it can pass only by
-answering the tests' calls with the right values. Not covered: faults of the kernel, and programs
-that recognise the tests' arguments.
+Threat model. The program is hostile: it may read, allocate, start threads, send signals, try the
+network, walk frames, patch modules, exit early, print anything, and answer the tests' questions in
+place of the runner. It runs in its own sandbox, which is destroyed as a whole: namespaces without
+network, a read-only file system of Python and libraries, one process whose address space is all of
+its memory, limits on threads, files, processor time and wall clock, and a filter of system calls.
+
+The tests run in *another* sandbox and reach the program only by messages of plain data. After the
+last test that process prints a random number, which this process chose. The program shares no
+process, process table or file with the tests or that number, so it has nothing to read or patch.
+The tests accept from it only answers, in exact built-in types, to calls of the required names, so
+it can pass only by answering those calls with the right values. Not covered: faults of the kernel,
+and programs that recognize the tests' arguments.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Program:
     Attributes:
         code: generated code, complete with imports.
         setup: trusted source that the tests need (imports, helpers of the task).
-        entry: names that the program must define; the tests see nothing else of it. Unless given,
-            those that the tests use and that neither they, the set-up nor Python define.
+        entry: names that the program must define; the tests see nothing else of it. Default: names
+            that the tests use and that neither they, the set-up nor Python define.
     """
 
     code: str
@@ -61,7 +61,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether all tests passed; otherwise why not, in words."""
+    """Whether all tests passed, and if not, why."""
 
     passed: bool
     reason: str
@@ -72,7 +72,7 @@ _PROBES = (
     (Program("def f(x):\n    return x + 1", "assert f(2) == 3", entry=("f",)), True),
     (Program("def f(x):\n    return x", "assert f(2) == 3", entry=("f",)), False),
 )
-# What the isolation must forbid; tried for real, because a flag that is accepted proves nothing.
+# What the isolation must forbid. A program tries each, since an accepted flag proves nothing.
 _FORBIDDEN = {
     "write a file": "open(os.path.join(os.environ.get('HOME', '/'), 'x'), 'w')",
     "write outside": "open('/outside', 'w')",
@@ -94,7 +94,7 @@ def attempt():
 
 
 def trouble(kind: str) -> str:
-    """What docker or podman says is wrong with itself or the image; "" where it is not that."""
+    """The error of docker or podman, or about its image; "" without one."""
     if kind == "bubblewrap":
         return ""
     for query in (["info"], ["image", "inspect", image()]):
@@ -110,11 +110,11 @@ def trouble(kind: str) -> str:
 
 
 class Sandbox:
-    """Isolation that was tried at start with real programs.
+    """An isolation that passed its probes at the start.
 
     Args:
-        allow_unsafe_local: where no isolation works, run programs with the user's own rights and
-            only resource limits. Dangerous; never the default.
+        allow_unsafe_local: where no isolation works, run programs with the user's rights and only
+            resource limits, which is dangerous.
         kinds: isolations to try, in this order.
 
     Attributes:
@@ -132,7 +132,7 @@ class Sandbox:
     ):
         self.limits = limits or Limits()
         self._checkers: SimpleQueue[SandboxProcess] = SimpleQueue()
-        # A sandbox dies with the thread that started it; kept ones need a thread that stays.
+        # A sandbox ends with the thread that started it, so reused ones need a permanent thread.
         self._spawner = ThreadPoolExecutor(1)
         reasons = []
         for kind in kinds:
@@ -186,7 +186,7 @@ class Sandbox:
         return Verdict(reason == "", reason, time.monotonic() - started)
 
     def run_all(self, programs: Iterable[Program], workers: int | None = None) -> list[Verdict]:
-        """Run many programs side by side; verdicts in the order of ``programs``."""
+        """Run many programs in parallel; verdicts in the order of ``programs``."""
         with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
             return list(pool.map(self.run, programs))
 
@@ -202,7 +202,7 @@ class Sandbox:
     def _relay(
         self, program: Program, worker: SandboxProcess, checker: SandboxProcess, deadline: float
     ) -> str:
-        """Carry messages between tests and program; return '' or why the program failed."""
+        """Relay messages between tests and program; return "" or why the program failed."""
         nonce = secrets.token_hex(16)
         job = {
             "code": program.code,
@@ -229,7 +229,7 @@ class Sandbox:
             checker.send(worker.receive(deadline), deadline)
 
     def close(self) -> None:
-        """Stop the processes that are kept between programs."""
+        """Stop the checkers that are kept for the next programs."""
         with contextlib.suppress(Empty):
             while True:
                 self._checkers.get_nowait().kill()

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox; standard library only, imported there as a top-level module.
+"""The code inside the sandbox: only the standard library, imported as a top-level module.
 
 Two roles, always in two different sandboxes:
 
@@ -6,9 +6,9 @@ Two roles, always in two different sandboxes:
 - ``checker`` executes the tests, which call the generated functions through messages, and prints
   the nonce after the last test. Generated code never runs there.
 
-The worker is the program's: it may say anything. So the checker takes nothing from it but answers
-to questions, in one strict format of plain data. Built-in functions, the tests' set-up and all
-names are the checker's own; of the program there are only stand-ins under the required names.
+The program controls the worker, which may write anything. So the checker accepts only answers to
+its questions, in one strict format of plain data. Built-in functions, the tests' set-up and all
+names are the checker's own; the program appears only as proxies under the required names.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MAX_DEPTH = 200
 _SEQUENCES: dict[str, Callable[..., Any]] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 _TAGS: dict[Any, str] = {kind: tag for tag, kind in _SEQUENCES.items()}
 _DICTIONARIES = (dict, Counter, OrderedDict, defaultdict)
-# Raised in the tests they would end a loop there, or be taken for a decision of the tests.
+# Raised in the tests, these would end a loop there.
 _NOT_RAISED = (StopIteration, StopAsyncIteration)
 
 
 class Malformed(Exception):
-    """An answer that is not in the format below: the program wrote it itself."""
+    """An answer in another format: the program wrote it, not the runner."""
 
 
 def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
     """Turn plain data into tagged JSON; anything else into a handle made by ``keep``.
 
-    Only exact types are data: what a subclass is worth, its methods would say.
+    Only exact types are data, because a subclass may override their behavior.
     """
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -66,7 +66,7 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None, depth: int = 0)
 
 
 def parse(line: bytes) -> Any:
-    """Read one message of the worker; numbers stand in strings, so JSON's own do not occur."""
+    """Read a message of the worker, in which numbers are strings and JSON numbers do not occur."""
     try:
         text = line.decode("ascii")
         return json.loads(text, parse_int=_refuse, parse_float=_refuse, parse_constant=_refuse)
@@ -119,7 +119,7 @@ def _decode(value: Any, resolve: Callable[[int], Any], depth: int) -> Any:
 
 
 class Remote:
-    """In the checker: a stand-in for an object that lives in the worker."""
+    """In the checker: a proxy of an object in the worker."""
 
     def __init__(self, ask: Callable[..., Any], handle: int):
         object.__setattr__(self, "_remote_ask", ask)
@@ -131,7 +131,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # Python's own protocols (copying, iterating, ...) are not the program's to answer.
+            # The program does not answer Python's own protocols (copying, iterating, ...).
             raise AttributeError(name)
         return self._remote_ask("getattr", self, name)
 
@@ -166,7 +166,7 @@ def _send(stream: BinaryIO, message: Any) -> None:
 
 
 def _read_line(reader: BinaryIO) -> bytes:
-    """Read up to a line's end; messages alternate, so nothing follows it in the pipe."""
+    """Read a line; messages alternate, so nothing follows it in the pipe."""
     pieces: list[bytes] = []
     while not pieces or not pieces[-1].endswith(b"\n"):
         piece = reader.read(1 << 16)
@@ -235,7 +235,7 @@ def worker(limits: dict[str, int]) -> None:
             arguments = [decode(a, objects.__getitem__) for a in arguments]
             if operation == "load":
                 exec(compile(arguments[0], "<program>", "exec"), namespace)
-                # Handle k is the k-th expected name, so that the answer need not tell.
+                # Handle k is the k-th required name, so the answer need not list them.
                 objects.extend(namespace.get(name) for name in arguments[1])
                 value: Any = [name for name in arguments[1] if name not in namespace]
             elif operation == "call":

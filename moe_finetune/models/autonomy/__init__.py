@@ -9,7 +9,7 @@ from moe_finetune.models.base import QKVO, DiskLayout, Family
 
 
 def register() -> None:
-    """Make transformers' Auto classes know the model; repeatable."""
+    """Register the model with transformers' Auto classes; repeatable."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from moe_finetune.models.autonomy.modeling import (

@@ -3,7 +3,7 @@
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074. For token x, every expert e computes
 ``p_e = A_e x``, r numbers; the K experts of largest ``|p_e|`` go on from there:
 ``y_e = W_e (act(B_e p_e) * V_e x)``, weighted by the softmax of all experts' norms, as in the
-authors' implementation (renormalised only where ``norm_topk_prob`` says so). Ours: the default
+authors' implementation (renormalized only where ``norm_topk_prob`` says so). Ours: the default
 rank, which gives an expert as many weights as OLMoE's of the same width has.
 
 Shape legend: T tokens, E experts, K selected per token, H hidden, D expert width, r rank, S = T*K
@@ -56,7 +56,7 @@ class AutonomyConfig(OlmoeConfig):
 
 
 class AutonomyGate(nn.Module):
-    """The first factors of all experts' gates, and the selection by the norms of what they give."""
+    """The first factors of all experts' gates, and the selection by their results' norms."""
 
     def __init__(self, config: AutonomyConfig):
         super().__init__()
@@ -80,7 +80,7 @@ class AutonomyGate(nn.Module):
 
 
 class AutonomyExperts(nn.Module):
-    """The rest of the experts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
+    """The experts' other parts: the gates' second factors (E, D, r), ``up_proj`` (E, D, H) and
     ``down_proj`` (E, H, D).
 
     Transformers' experts functions do not apply, since experts get what the gate has computed.
@@ -178,7 +178,7 @@ class AutonomyDecoderLayer(OlmoeDecoderLayer):
 
 
 class AutonomyPreTrainedModel(OlmoePreTrainedModel):
-    """What transformers asks of the model's classes."""
+    """What transformers requires of the model's classes."""
 
     config: AutonomyConfig
     config_class = AutonomyConfig

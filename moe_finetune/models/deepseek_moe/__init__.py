@@ -7,7 +7,7 @@ from moe_finetune.models.deepseek_moe.facts import check, moe_layers
 
 
 def register_config() -> None:
-    """Make AutoConfig and AutoTokenizer know ``model_type: deepseek``; repeatable."""
+    """Register ``model_type: deepseek`` with AutoConfig and AutoTokenizer; repeatable."""
     from transformers import AutoConfig
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -21,7 +21,7 @@ def register_config() -> None:
 
 
 def register() -> None:
-    """Make transformers' Auto classes know the model and its names on disk; repeatable."""
+    """Register the model with transformers' Auto classes, and its names on disk; repeatable."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     from moe_finetune.models.deepseek_moe.configuration import DeepseekConfig

@@ -34,7 +34,7 @@ _MLP: Any = DeepseekV2MLP
 
 
 class DeepseekRouter(nn.Module):
-    """Softmax over all experts in float32, then greedy top-k, renormalised only where asked."""
+    """Softmax over all experts in float32, then greedy top-k, renormalized if configured."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -85,7 +85,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
-    """What transformers asks of the model's classes."""
+    """What transformers requires of the model's classes."""
 
     config: DeepseekConfig
     config_class = DeepseekConfig
