@@ -56,7 +56,7 @@ def _launched_by(name: str) -> bool:
 def check_quantization(kind: str) -> None:
     """Refuse a ``model.quantization`` that this launch cannot shard; let FSDP2 shard the others.
 
-    FSDP2 gathers packed bytes; each process reads and quantises the checkpoint itself, because
+    FSDP2 gathers packed bytes; each process reads and quantizes the checkpoint itself, because
     accelerate's loading on rank 0 would broadcast float values.
 
     Raises:

@@ -31,7 +31,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
 
     Args:
         rows: how many rows to show, in the order of training.
-        color: mark learned tokens by colour; else by double brackets.
+        color: mark learned tokens by color; else by double brackets.
     """
     from moe_finetune.models.loading import load_tokenizer, local_folder
 

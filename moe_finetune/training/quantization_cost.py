@@ -1,4 +1,4 @@
-"""What quantising a base costs before any training: its loss on a recipe's rows, by format."""
+"""What quantizing a base costs before any training: its loss on a recipe's rows, by format."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Cost:
     """One format's.
 
     Attributes:
-        held: the number format, or the dtype of the unquantised weights.
+        held: the number format, or the dtype of the unquantized weights.
         loss: nats a token, of every token but a row's first.
-        increase: of the loss over the unquantised base's, as a share of it.
+        increase: of the loss over the unquantized base's, as a share of it.
         weights: bytes of the model's weights in memory.
         tokens: how many the loss is a mean of.
     """
@@ -38,7 +38,7 @@ class Cost:
 
 
 def quantization_cost(checkpoint: str, recipe: Recipe) -> list[Cost]:
-    """Loss of the base of ``checkpoint`` unquantised, in int8 and in nf4, on the recipe's rows.
+    """Loss of the base of ``checkpoint`` unquantized, in int8 and in nf4, on the recipe's rows.
 
     The rows are the validation set's, or the training set's where there is none, 8,192 tokens in
     all, equal parts of each source. One model is in memory at a time.

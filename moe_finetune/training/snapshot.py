@@ -70,7 +70,7 @@ def take_snapshot(
 ) -> dict[str, Any]:
     """Record the routing of ``examples`` (see :func:`sample_examples`) and write it to ``path``.
 
-    The model is left in the mode it was in. ``tokenizer``: to show text in the experts' colours.
+    The model is left in the mode it was in. ``tokenizer``: to show text in the experts' colors.
     ``data`` is what the examples are of, which the page says.
     """
     sample = Sample(model_facts(model))

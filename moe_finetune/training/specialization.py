@@ -346,7 +346,7 @@ def _check_frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and quantized(parameter):
             raise QuantizationError(
-                f"'{name}' is quantised and cannot be trained; train a LoRA adapter on it (lora: "
+                f"'{name}' is quantized and cannot be trained; train a LoRA adapter on it (lora: "
                 "or target_parameters, not modules_to_save), or load the model without quantization"
             )
 

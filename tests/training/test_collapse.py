@@ -119,9 +119,8 @@ def test_training_that_learns_is_left_alone(tmp_path):
 def judged(tmp_path, steps):
     """The guard's verdicts on steps of (loss, gradient norm), two micro-batches each."""
     facts = SimpleNamespace(vocab_size=1000)
-    work = SimpleNamespace(
-        objective=SimpleNamespace(facts=facts), recorder=SimpleNamespace(observers=[])
-    )
+    recorder = SimpleNamespace(add_observer=lambda observer: None)
+    work = SimpleNamespace(objective=SimpleNamespace(facts=facts), recorder=recorder)
     guard = NumericsGuard(tmp_path, "stop", SimpleNamespace(specialization=work))
     for number, (loss, norm) in enumerate(steps, start=1):
         guard.on_step_begin(None, None, None)

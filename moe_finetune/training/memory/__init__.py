@@ -2,7 +2,7 @@
 
 What is counted, in bytes of one device:
 
-1. ``weights``: every parameter as stored there, quantised or not, and what the adapter adds
+1. ``weights``: every parameter as stored there, quantized or not, and what the adapter adds
    (:mod:`.weights`); a reference's or teacher's weights (:mod:`.stage`).
 2. ``optimizers``: states of what trains, and the working memory of an update.
 3. ``profile``: activations. A short model of the same layers runs forward and backward on fake

@@ -38,7 +38,7 @@ class MemoryPlan:
     """Bytes on one device; ``total`` is the sum of the parts up to ``needed``.
 
     Attributes:
-        weights: as stored on the device, by ``weights_by`` dtype or quantisation (there with what
+        weights: as stored on the device, by ``weights_by`` dtype or quantization (there with what
             is offloaded).
         adapter: LoRA factors and copies of routers, float32.
         optimizer: states of what trains, at the worst moment; ``all_states`` when they are there,

@@ -24,12 +24,12 @@ class Weights:
     """Where the frozen and the trained weights lie.
 
     Attributes:
-        by_type: bytes by dtype or quantisation, on the device and off it.
+        by_type: bytes by dtype or quantization, on the device and off it.
         host: those of them that are in the host's memory.
         staged: bytes on the device for expert stacks that come from the host, two layers at once;
             where ranks share the weights, for embeddings and head, whole.
         opened: the most that a layer takes while it computes, beyond what is stored: some of its
-            experts dequantised, and with ranks that share weights it and the next one gathered.
+            experts dequantized, and with ranks that share weights it and the next one gathered.
         trained: shapes of what trains, all float32; ``added`` are bytes of those that the model
             itself does not have.
         layer_gradients: bytes of gradients by decoder layer; ``other_gradients`` the rest;
@@ -92,7 +92,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
     Args:
         model: as ``add_lora`` leaves it.
-        recipe: says dtype, quantisation and offload.
+        recipe: says dtype, quantization and offload.
     """
     backbone: Any = backbone_of(model)
     family, layers = family_in(model), len(backbone.layers)
@@ -161,7 +161,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
 
 def quantized_bytes(shape: tuple[int, ...], kind: Any) -> int:
-    """Bytes of a quantised matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
+    """Bytes of a quantized matrix (R, C) or stack (E, R, C): packed weights and float32 scales."""
     *stacked, rows, columns = shape
     size, scales = packed_shapes(kind, rows, columns)
     return (stacked[0] if stacked else 1) * (size + 4 * scales)

@@ -95,7 +95,7 @@ def test_weights_are_those_of_the_model(family, monkeypatch):
     assert away.device == found.device - away.host + away.staged
 
 
-def test_quantised_sizes_are_those_of_the_packed_tensors():
+def test_quantized_sizes_are_those_of_the_packed_tensors():
     from moe_finetune.quantization.weight import QuantizedWeight
 
     for kind in ("nf4", "int8"):
@@ -349,7 +349,7 @@ def test_several_gpus_share_what_one_holds():
 
 
 def test_a_change_that_costlier_ones_make_unneeded_is_left_out():
-    """Shorter rows help a little; only the weights' quantisation makes it fit, without them."""
+    """Shorter rows help a little; only the weights' quantization makes it fit, without them."""
 
     def need(tried):
         weights = {"none": 4000, "int8": 2100, "nf4": 1100}[tried.model.quantization]
