@@ -70,9 +70,9 @@ test-lowest: $(LOWEST)/.set-up  ## The losses, and a recipe, on the lowest versi
 	PYTHONPATH=$(LOWEST)/core:. $(BIN)/python -m pytest -p no:cacheprovider tests/metrics tests/losses/test_all_losses.py tests/losses/test_released.py tests/training/test_trainers.py -k "not moonlight"
 	PYTHONPATH=$(LOWEST)/recipes:. $(BIN)/python -m pytest -p no:cacheprovider tests/test_run.py tests/checkpoint/test_verify.py
 
-test-integrations: $(STAMP)  ## Train by axolotl, LLaMA-Factory, ms-swift and torchtitan, as pinned, with the method
+test-integrations: $(STAMP)  ## The losses in other trainers and engines, each as pinned
 	@# Each host's own versions lie over the environment; --no-deps, since hosts pin CUDA packages.
-	@for host in axolotl llamafactory swift torchtitan; do \
+	@for host in axolotl llamafactory swift torchtitan automodel megatron; do \
 	  test -d build/integrations/$$host || $(BIN)/python -m pip install --no-compile --quiet \
 	    --disable-pip-version-check --no-deps --target build/integrations/$$host \
 	    -r tests/integrations/$$host.txt || exit 1; done

@@ -1,0 +1,70 @@
+"""A run that the callback writes from two ranks, and one that was killed and resumed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from moe_finetune import SpecializationCallback, cli
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.training.cases import collate, rows
+from tests.training.output_cases import METHOD, STEPS, output_arguments, start
+
+
+def read(run, name):
+    return json.loads((run / name).read_text())
+
+
+def log_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("runtime", "per_second", "train_loss", "flos")
+    return [{k: v for k, v in row.items() if not any(part in k for part in timed)} for row in rows]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_resume_leave_the_same_run(tmp_path, capsys):
+    base = tiny.save("qwen3_moe", tmp_path / "base", num_hidden_layers=2)
+    run_ranks("tests.training.output_worker", 2, base, tmp_path)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+
+    log = log_of(whole)
+    kinds = [(row["kind"], row["step"]) for row in log]
+    assert [kind for kind in kinds if kind[0] == "train"] == [("train", n) for n in (1, 2, 3, 4)]
+    assert kinds.count(("end", STEPS)) == 1  # one rank writes
+    assert log_of(resumed) == log
+    for name in ("before", "after"):
+        assert read(resumed, f"routing/{name}.json") == read(whole, f"routing/{name}.json")
+    steps = [(run / "routing" / "steps.jsonl").read_text() for run in (whole, resumed)]
+    assert steps[0] == steps[1] and len(steps[0].splitlines()) == STEPS // 2
+    adapters = [
+        load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, resumed)
+    ]
+    assert adapters[0].keys() == adapters[1].keys() and adapters[0]
+    assert all(adapters[1][name].equal(tensor) for name, tensor in adapters[0].items())
+    noted = [
+        (run / "recipe.yaml").read_text().split("share: 0.1")[1][:60] for run in (whole, resumed)
+    ]
+    assert noted[0] == noted[1] and "weight" in (whole / "recipe.yaml").read_text()
+
+    # One rank with the batches of both measures the same rows before training.
+    callback = SpecializationCallback(METHOD, output=tmp_path / "alone")
+    trainer = Trainer(
+        start(base),
+        output_arguments(tmp_path / "c"),
+        data_collator=collate,
+        callbacks=[callback],
+        train_dataset=rows(17),
+        eval_dataset=rows(5, seed=2),
+    )
+    callback.attach(trainer)
+    trainer.train()
+    before = read(tmp_path / "alone", "routing/before.json")
+    assert before == read(whole, "routing/before.json")
+
+    merged = tmp_path / "merged"
+    assert cli.main(["merge", str(resumed), "--output", str(merged), "--verify"]) == 0
+    assert "verified: " in capsys.readouterr().out
