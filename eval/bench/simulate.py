@@ -35,9 +35,9 @@ def simulate_placement(
       a rank once, whatever number of experts it meets there, and comes back combined once.
     """
     ranks = integers("ranks_LE", ranks_LE, ("L", "E"))
-    index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), below=ranks.shape[1])
+    index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), limit=ranks.shape[1])
     num_ranks = int(ranks.max()) + 1
-    home = integers("home_T", home_T, (len(index),), below=num_ranks)
+    home = integers("home_T", home_T, (len(index),), limit=num_ranks)
     sent, at_home = 0, 0
     for part, counts_TLR in rank_counts(index, ranks, num_ranks):
         own_TL = np.take_along_axis(counts_TLR, home[part, None, None].astype(np.int64), 2)

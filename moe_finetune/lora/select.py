@@ -33,7 +33,7 @@ def expert_relevance(
     """
     if score not in ("token", "gate"):
         raise ValueError(f"score: got {score!r}, wanted 'token' or 'gate'")
-    index = integers("index_TLK", index_TLK, ("T", "L", "K"), below=num_experts)
+    index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     tokens, layers, width = index.shape
     weights = None
     if score == "gate":

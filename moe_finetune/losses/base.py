@@ -143,7 +143,7 @@ class TermOptions(BaseModel):
 
 def expand_layers(entries: list[int | str]) -> set[int]:
     """``[4, "8-10"]`` -> ``{4, 8, 9, 10}``; raise ValueError for anything else."""
-    found: set[int] = set()
+    layers: set[int] = set()
     for entry in entries:
         first, dash, last = str(entry).partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
@@ -151,8 +151,8 @@ def expand_layers(entries: list[int | str]) -> set[int]:
         span = range(int(first), int(last if dash else first) + 1)
         if not span:
             raise ValueError(f"layers: the range '{entry}' is empty")
-        found.update(span)
-    return found
+        layers.update(span)
+    return layers
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,9 @@ class Term(ABC):
     def _leave_out(self, facts: ModelFacts) -> None:
         self._left_out = frozenset(facts.fixed_layers)
         chosen = self.options.layers
-        asked = set(facts.moe_layers) if chosen == "all" else expand_layers(chosen)
-        fixed = sorted(asked & self._left_out)
-        if fixed and (chosen != "all" or len(fixed) == len(asked)):
+        selected = set(facts.moe_layers) if chosen == "all" else expand_layers(chosen)
+        fixed = sorted(selected & self._left_out)
+        if fixed and (chosen != "all" or len(fixed) == len(selected)):
             raise ObjectiveError(
                 f"method.terms.{self.name} is about which experts are selected, and in layers "
                 f"{fixed} of this model they are looked up by token; name others in layers, or "

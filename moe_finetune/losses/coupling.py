@@ -13,10 +13,10 @@ from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
     blank,
     check_shapes,
     count,
+    counted,
     distributed_run,
     full_precision,
     reduce_tokens,
@@ -64,8 +64,8 @@ def coupling_loss(
     )
     if not 1 <= top_k <= probs_TE.shape[1]:
         raise ValueError(f"top_k is {top_k}, wanted 1 to E={probs_TE.shape[1]}")
-    probs_TE = blank(at_least_float32(probs_TE), mask_T)
-    next_TE = blank(at_least_float32(next_probs_TE), mask_T)
+    probs_TE = counted(probs_TE, mask_T)
+    next_TE = counted(next_probs_TE, mask_T)
     index_TK = blank(index_TK.long(), mask_T)
     picked_TK = probs_TE.gather(-1, index_TK)
     if transitions_EE is None:
@@ -85,8 +85,8 @@ def transition_table(
     """Mean joint probability ``p_e p'_ν`` (E, E) over tokens that selected e; no gradient."""
     check_shapes(probs_TE=probs_TE, index_TK=index_TK, next_probs_TE=next_probs_TE, mask_T=mask_T)
     with torch.no_grad():
-        probs_TE = blank(at_least_float32(probs_TE), mask_T)
-        next_TE = blank(at_least_float32(next_probs_TE), mask_T)
+        probs_TE = counted(probs_TE, mask_T)
+        next_TE = counted(next_probs_TE, mask_T)
         index_TK = blank(index_TK.long(), mask_T)
         picked_TK = probs_TE.gather(-1, index_TK)
         selected_TE = torch.zeros_like(probs_TE).scatter(-1, index_TK, picked_TK)
@@ -152,8 +152,8 @@ class Coupling(Term):
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor | None:
         """Coupling of this layer with the MoE layer below; None in the first MoE layer."""
-        below = context.previous
-        if below is None:
+        lower = context.previous
+        if lower is None:
             return None
         upper_TE = record.distribution_TE
         table_EE = None
@@ -161,13 +161,13 @@ class Coupling(Term):
             # Kept for a recomputation: other forwards may move the running table meanwhile.
             if context.first_visit:
                 batch_EE = transition_table(
-                    below.distribution_TE, below.index_TK, upper_TE, record.mask_T
+                    lower.distribution_TE, lower.index_TK, upper_TE, record.mask_T
                 )
                 context.draws[self.name] = self._moved(record.layer, batch_EE)
             table_EE = context.draws[self.name]
         return coupling_loss(
-            below.distribution_TE,
-            below.index_TK,
+            lower.distribution_TE,
+            lower.index_TK,
             upper_TE,
             record.index_TK.shape[1],
             record.mask_T,

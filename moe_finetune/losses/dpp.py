@@ -11,9 +11,8 @@ from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_length
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -62,7 +61,7 @@ def dpp_from_gram(
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     if not eps > 0:
         raise ValueError(f"eps is {eps}, wanted a positive number")
-    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    gram_TKK = counted(gram_TKK, mask_T)
     if eps < SMALLEST_EPS and gram_TKK.dtype != torch.float64:
         raise ValueError(f"eps is {eps}, wanted at least {SMALLEST_EPS} (any with float64)")
     # The diagonal of Ĝ is 1 whatever the vector, so it is set, not divided.

@@ -161,9 +161,9 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         experts, outputs, _ = weight_EOI.shape
         made_EPO = inputs.new_empty(experts, inputs.shape[-2], outputs)
-        for some in _some_experts(weight_EOI, inputs):
-            weight = weight_EOI[some].to(inputs.dtype)
-            torch.bmm(_batch(inputs, some, experts), weight.mT, out=made_EPO[some])
+        for chunk in _some_experts(weight_EOI, inputs):
+            weight = weight_EOI[chunk].to(inputs.dtype)
+            torch.bmm(_batch(inputs, chunk, experts), weight.mT, out=made_EPO[chunk])
         return made_EPO
 
     @staticmethod
@@ -176,19 +176,19 @@ class _Product(torch.autograd.Function):
         experts = weight_EOI.shape[0]
         grad_inputs = torch.zeros_like(inputs) if needs_inputs else None
         grad_weight = torch.empty_like(weight_EOI) if needs_weight else None
-        for some in _some_experts(weight_EOI, inputs):
+        for chunk in _some_experts(weight_EOI, inputs):
             if grad_inputs is not None:
-                grad = torch.bmm(grad_EPO[some], weight_EOI[some].to(inputs.dtype))
+                grad = torch.bmm(grad_EPO[chunk], weight_EOI[chunk].to(inputs.dtype))
                 if inputs.dim() == 2:
                     grad_inputs += grad.sum(0)
                 else:
-                    grad_inputs[some] = grad
+                    grad_inputs[chunk] = grad
             if grad_weight is not None:
-                left, right = grad_EPO[some].mT, _batch(inputs, some, experts)
+                grad_chunk, input_chunk = grad_EPO[chunk].mT, _batch(inputs, chunk, experts)
                 if grad_weight.dtype == inputs.dtype:
-                    torch.bmm(left, right, out=grad_weight[some])
+                    torch.bmm(grad_chunk, input_chunk, out=grad_weight[chunk])
                 else:
-                    grad_weight[some] = torch.bmm(left, right)
+                    grad_weight[chunk] = torch.bmm(grad_chunk, input_chunk)
         return grad_inputs, grad_weight
 
 
@@ -199,8 +199,8 @@ def _some_experts(weight_EOI: Tensor, inputs: Tensor) -> list[slice]:
     return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
 
 
-def _batch(inputs: Tensor, some: slice, experts: int) -> Tensor:
-    return inputs.expand(experts, *inputs.shape[-2:])[some]
+def _batch(inputs: Tensor, chunk: slice, experts: int) -> Tensor:
+    return inputs.expand(experts, *inputs.shape[-2:])[chunk]
 
 
 class ErcOptions(TermOptions):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_finetune.losses.tensors import at_least_float32, blank, full_precision
+from moe_finetune.losses.tensors import counted, full_precision
 
 # Squared length below which a vector counts as zero: cosines and their gradients stay finite
 # in float32 above it.
@@ -19,7 +19,7 @@ ZERO_SQUARED = 1e-24
 @full_precision
 def gram(vectors_TKX: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Inner products ``(T, K, K)`` of each token's vectors, at least float32, 0 where masked."""
-    wide = blank(at_least_float32(vectors_TKX), mask_T)
+    wide = counted(vectors_TKX, mask_T)
     return wide @ wide.transpose(-1, -2)
 
 

@@ -73,10 +73,10 @@ def layer_loss(
         if options.layers_reduction == "mean" and moe_layers is None:
             raise ObjectiveError(f"{name}.layers_reduction: 'mean' needs moe_layers")
     record = _complete(record, objective)
-    below = None
+    lower = None
     if previous is not None:
-        below = PreviousLayer(previous.layer, previous.distribution_TE, previous.index_TK)
-    total = objective(record, LayerContext(previous=below)).total
+        lower = PreviousLayer(previous.layer, previous.distribution_TE, previous.index_TK)
+    total = objective(record, LayerContext(previous=lower)).total
     return torch.zeros((), device=record.logits_TE.device) if total is None else total
 
 

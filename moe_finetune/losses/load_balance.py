@@ -12,10 +12,10 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    at_least_float32,
     blank,
     check_choice,
     check_shapes,
+    counted,
     distributed_run,
     full_precision,
     on_host,
@@ -74,9 +74,9 @@ def load_balancing_loss(
             raise ValueError(f"rank_totals has shape {got}, wanted ({2 * num_experts + 1},)")
         load_E, mass_E, tokens = rank_totals.split([num_experts, num_experts, 1])
         coefficient_E = scale * load_E / tokens.clamp_min(1).square()
-        own = (probs_TE.sum(0) * coefficient_E).sum()
+        rank_share = (probs_TE.sum(0) * coefficient_E).sum()
         # The other ranks' share has no gradient here; the mean over ranks divides by their number.
-        return (mass_E * coefficient_E).sum() + _num_ranks() * (own - own.detach())
+        return (mass_E * coefficient_E).sum() + _num_ranks() * (rank_share - rank_share.detach())
     if sequence_lengths is None:
         load_E = _load(chosen_TC, counts_T, num_experts)
         coefficient_E = scale * load_E / counts_T.sum().clamp_min(1).square()
@@ -119,7 +119,7 @@ def _prepare(
     """Probabilities to average, the choices that make up the load, and 1 per token that counts."""
     check_choice("variant", variant, ("switch", "deepseek", "gshard"))
     check_choice("probabilities", probabilities, ("all", "topk"))
-    probs_TE = blank(at_least_float32(probs_TE), mask_T)
+    probs_TE = counted(probs_TE, mask_T)
     index_TK = blank(index_TK.long(), mask_T)
     counts_T = blank(probs_TE.new_ones(probs_TE.shape[0]), mask_T)
     chosen_TC = index_TK

@@ -13,9 +13,8 @@ from moe_finetune.losses.gram import ZERO_SQUARED, gram, lengths, squared_length
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -58,7 +57,7 @@ def ncl_from_gram(
 ) -> Tensor:
     """:func:`ncl_loss` from inner products: ``Σ‖d_i‖² = tr G - (Σ_jk G_jk) / K``."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
-    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    gram_TKK = counted(gram_TKK, mask_T)
     squared_TK = squared_lengths(gram_TKK)
     spread_T = squared_TK.sum(-1) - gram_TKK.sum((-1, -2)) / gram_TKK.shape[-1]
     if normalize:

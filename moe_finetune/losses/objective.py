@@ -96,9 +96,9 @@ class Objective:
                 parsed = kind.Options(**options)
             except ValidationError as error:
                 first = error.errors()[0]
-                place = ".".join(("method", "terms", name, *(str(part) for part in first["loc"])))
-                said = first["msg"].removeprefix("Value error, ")
-                raise ObjectiveError(f"{place}: {said}") from None
+                key = ".".join(("method", "terms", name, *(str(part) for part in first["loc"])))
+                message = first["msg"].removeprefix("Value error, ")
+                raise ObjectiveError(f"{key}: {message}") from None
             if not parsed.removed:
                 built.append(kind(parsed))
         return cls(built, facts)
@@ -183,6 +183,10 @@ class Objective:
             if term.options.finds_weight:
                 self.set_full_weight(term.name, float(state[f"{_FOUND}{term.name}"]) or None)
             prefix = f"{term.name}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            if own or term.state_dict():
-                term.load_state_dict(own)
+            term_state = {
+                key.removeprefix(prefix): tensor
+                for key, tensor in state.items()
+                if key.startswith(prefix)
+            }
+            if term_state or term.state_dict():
+                term.load_state_dict(term_state)

@@ -13,9 +13,9 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,
-    blank,
     check_choice,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -61,7 +61,7 @@ def orthogonality_loss(
         return orthogonality_from_gram(
             gram_TKK, scores_TK, mask_T, form, tau_gate, eps, reduction=reduction
         )
-    moving_TKH = blank(at_least_float32(outputs_TKH), mask_T)
+    moving_TKH = counted(outputs_TKH, mask_T)
     fixed_TKH = moving_TKH.detach()
     inner_TKK = moving_TKH @ fixed_TKH.transpose(-1, -2)
     squared_j_TK = moving_TKH.square().sum(-1)
@@ -82,7 +82,7 @@ def orthogonality_from_gram(
 ) -> Tensor:
     """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, scores_TK=scores_TK, mask_T=mask_T)
-    gram_TKK = blank(at_least_float32(gram_TKK), mask_T)
+    gram_TKK = counted(gram_TKK, mask_T)
     squared_TK = squared_lengths(gram_TKK)
     overlap_TKK = _overlap(gram_TKK, squared_TK, squared_TK, form, eps)
     return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate, reduction)

@@ -16,8 +16,8 @@ from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
     at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -38,7 +38,7 @@ def softmax_variance_loss(
         ValueError: for wrong shapes.
     """
     check_shapes(logits_TE=logits_TE, mask_T=mask_T)
-    probs_TE = blank(at_least_float32(logits_TE), mask_T).softmax(-1)
+    probs_TE = counted(logits_TE, mask_T).softmax(-1)
     squares_TE = (probs_TE - probs_TE.mean(-1, keepdim=True)).square()
     return reduce_tokens(-squares_TE.sum(-1) / (probs_TE.shape[-1] - 1), mask_T, reduction)
 
@@ -62,7 +62,7 @@ def span_orthogonality_loss(
     check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
     # A basis vector is a combination of the outputs, so K numbers stand for H. What is left of a
     # nearly dependent output is a difference of inner products: float64 keeps its digits.
-    vectors_TKH = blank(at_least_float32(outputs_TKH), mask_T).double()
+    vectors_TKH = counted(outputs_TKH, mask_T).double()
     gram_TKK = vectors_TKH @ vectors_TKH.transpose(-1, -2)
     chosen = gram_TKK.shape[-1]
     unit_KK = torch.eye(chosen, dtype=gram_TKK.dtype, device=gram_TKK.device)

@@ -9,9 +9,8 @@ from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -46,7 +45,7 @@ def specialization_from_gram(
 ) -> Tensor:
     """:func:`specialization_loss` from the inner products ``⟨z_e, z_ν⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
-    cosines_TKK = cosines(blank(at_least_float32(gram_TKK), mask_T))
+    cosines_TKK = cosines(counted(gram_TKK, mask_T))
     return reduce_tokens(cosines_TKK.square().sum((-1, -2)), mask_T, reduction)
 
 

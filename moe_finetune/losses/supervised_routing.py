@@ -12,9 +12,9 @@ from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
     blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -53,7 +53,7 @@ def supervised_routing_loss(
         token_frequencies_VE=token_frequencies_VE,
         mask_T=mask_T,
     )
-    logits_TE = blank(at_least_float32(logits_TE), mask_T)
+    logits_TE = counted(logits_TE, mask_T)
     wanted_TE = token_frequencies_VE.detach().index_select(0, blank(token_ids_T, mask_T))
     entropy_T = -(wanted_TE.to(logits_TE.dtype) * logits_TE.log_softmax(-1)).sum(-1)
     return reduce_tokens(entropy_T, mask_T, reduction)
@@ -69,24 +69,24 @@ def load_token_frequencies(path: str | Path) -> Tensor:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    place = f"method.terms.supervised_routing.table: {path}"
+    key = f"method.terms.supervised_routing.table: {path}"
     try:
         tensors = load_file(path)
     except FileNotFoundError:
-        raise ObjectiveError(f"{place} does not exist; make it with `upcycle`") from None
+        raise ObjectiveError(f"{key} does not exist; make it with `upcycle`") from None
     except (OSError, SafetensorError) as error:
-        raise ObjectiveError(f"{place} cannot be read as a safetensors file: {error}") from None
+        raise ObjectiveError(f"{key} cannot be read as a safetensors file: {error}") from None
     if TABLE_KEY not in tensors:
-        raise ObjectiveError(f"{place} holds {sorted(tensors)}, wanted the tensor '{TABLE_KEY}'")
+        raise ObjectiveError(f"{key} holds {sorted(tensors)}, wanted the tensor '{TABLE_KEY}'")
     table_VE = tensors[TABLE_KEY].float()
     if table_VE.dim() != 2:
         got = tuple(table_VE.shape)
-        raise ObjectiveError(f"{place}: '{TABLE_KEY}' has shape {got}, wanted (tokens, experts)")
+        raise ObjectiveError(f"{key}: '{TABLE_KEY}' has shape {got}, wanted (tokens, experts)")
     wrong_V = ~((table_VE.sum(-1) - 1.0).abs() < 1e-3) | (table_VE < 0).any(-1)
     if wrong_V.any():
         token = int(wrong_V.nonzero()[0])
         raise ObjectiveError(
-            f"{place}: row {token} is not a distribution (sum {float(table_VE[token].sum()):.4g}, "
+            f"{key}: row {token} is not a distribution (sum {float(table_VE[token].sum()):.4g}, "
             f"least {float(table_VE[token].min()):.4g}); every row must be >= 0 and sum to 1"
         )
     return table_VE
@@ -124,12 +124,12 @@ class SupervisedRouting(Term):
     def check(self, facts: ModelFacts) -> None:
         """Refuse a table of another vocabulary or number of experts."""
         super().check(facts)
-        wanted = (facts.vocab_size, facts.num_experts)
-        if tuple(self._table_VE.shape) != wanted:
+        model_shape = (facts.vocab_size, facts.num_experts)
+        if tuple(self._table_VE.shape) != model_shape:
             raise ObjectiveError(
                 f"method.terms.supervised_routing.table: {self.options.table} is for "
                 f"{self._table_VE.shape[0]} tokens and {self._table_VE.shape[1]} experts; this "
-                f"model has {wanted[0]} and {wanted[1]}"
+                f"model has {model_shape[0]} and {model_shape[1]}"
             )
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:

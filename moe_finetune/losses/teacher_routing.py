@@ -9,9 +9,8 @@ from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord, log_scores
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -40,7 +39,7 @@ def teacher_routing_loss(
     """
     check_shapes(logits_TE=logits_TE, teacher_logits_TE=teacher_logits_TE, mask_T=mask_T)
     student_TE, teacher_TE = (
-        log_scores(blank(at_least_float32(logits), mask_T), score).log_softmax(-1)
+        log_scores(counted(logits, mask_T), score).log_softmax(-1)
         for logits in (logits_TE, teacher_logits_TE.detach())
     )
     divergence_T = (teacher_TE.exp() * (teacher_TE - student_TE)).sum(-1)

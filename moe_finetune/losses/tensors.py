@@ -34,16 +34,16 @@ def check_shapes(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is a {type(tensor).__name__}, wanted a torch.Tensor")
         letters = name.rsplit("_", 1)[1]
         got = tuple(tensor.shape)
-        known = dict(sizes)
+        sizes_after = dict(sizes)
         fits = len(got) == len(letters)
         for letter, size in zip(letters, got, strict=False):
-            fits = fits and known.setdefault(letter, size) == size
+            fits = fits and sizes_after.setdefault(letter, size) == size
         if not fits:
-            wanted = ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters)
-            raise ValueError(f"{name} has shape {got}, wanted ({wanted})")
+            expected = ", ".join(f"{x}={sizes[x]}" if x in sizes else x for x in letters)
+            raise ValueError(f"{name} has shape {got}, wanted ({expected})")
         if name.startswith(("index_", "token_ids_")) and tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}, wanted an integer type")
-        sizes = known
+        sizes = sizes_after
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -93,6 +93,11 @@ def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
         return tensor
     rows = mask_T.to(torch.bool).view(-1, *(1,) * (tensor.dim() - 1))
     return torch.where(rows, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+
+def counted(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The tensor in at least float32, with zeros in the rows that do not count."""
+    return blank(at_least_float32(tensor), mask_T)
 
 
 def count(mask_T: Tensor | None, values_T: Tensor) -> Tensor:

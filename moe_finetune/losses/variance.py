@@ -8,10 +8,9 @@ from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
     count,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -34,7 +33,7 @@ def variance_loss(
     Source: *Advancing Expert Specialization for Better MoE* (arXiv 2505.22323), eq. 7.
     """
     check_shapes(scores_TE=scores_TE, mask_T=mask_T)
-    scores_TE = blank(at_least_float32(scores_TE), mask_T)
+    scores_TE = counted(scores_TE, mask_T)
     mean_E = scores_TE.sum(0) / count(mask_T, scores_TE)
     return reduce_tokens(-(scores_TE - mean_E).square().mean(-1), mask_T, reduction)
 

@@ -8,9 +8,8 @@ from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     Reduction,
-    at_least_float32,
-    blank,
     check_shapes,
+    counted,
     full_precision,
     reduce_tokens,
 )
@@ -31,7 +30,7 @@ def router_z_loss(
         ValueError: for wrong shapes.
     """
     check_shapes(logits_TE=logits_TE, mask_T=mask_T)
-    logits_TE = blank(at_least_float32(logits_TE), mask_T)
+    logits_TE = counted(logits_TE, mask_T)
     return reduce_tokens(logits_TE.logsumexp(-1).square(), mask_T, reduction)
 
 

@@ -51,37 +51,38 @@ def to_numpy(values: Array) -> np.ndarray:
 
 def mean_known(values: Sequence[float | None]) -> float | None:
     """The mean of the values that exist; None where none does."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
-def check_shape(name: str, array: np.ndarray, wanted: Sequence[int | str]) -> None:
-    """Raise ValueError unless ``array`` has the shape ``wanted`` (letters stand for any size)."""
-    fits = array.ndim == len(wanted) and all(
-        isinstance(size, str) or size == got for size, got in zip(wanted, array.shape, strict=True)
+def check_shape(name: str, array: np.ndarray, expected: Sequence[int | str]) -> None:
+    """Raise ValueError unless ``array`` has the shape ``expected`` (letters stand for any size)."""
+    fits = array.ndim == len(expected) and all(
+        isinstance(size, str) or size == actual
+        for size, actual in zip(expected, array.shape, strict=True)
     )
     if not fits:
-        shape = ", ".join(str(size) for size in wanted)
+        shape = ", ".join(str(size) for size in expected)
         raise ValueError(f"{name}: got shape {tuple(array.shape)}, wanted ({shape})")
 
 
-def _filled(name: str, values: Array, wanted: Sequence[int | str]) -> np.ndarray:
+def _filled(name: str, values: Array, expected: Sequence[int | str]) -> np.ndarray:
     array = to_numpy(values)
-    check_shape(name, array, wanted)
+    check_shape(name, array, expected)
     if array.size == 0:
-        shape = ", ".join(str(size) for size in wanted)
+        shape = ", ".join(str(size) for size in expected)
         raise ValueError(f"{name}: got the empty shape {tuple(array.shape)}, wanted ({shape}) > 0")
     return array
 
 
 def floats(
-    name: str, values: Array, wanted: Sequence[int | str], as_given: bool = False
+    name: str, values: Array, expected: Sequence[int | str], as_given: bool = False
 ) -> np.ndarray:
-    """Finite, non-empty array of the shape ``wanted``, in float64.
+    """Finite, non-empty array of the shape ``expected``, in float64.
 
     ``as_given`` keeps the dtype, for arrays that are converted chunk by chunk.
     """
-    array = _filled(name, values, wanted)
+    array = _filled(name, values, expected)
     if not as_given:
         array = array.astype(np.float64, copy=False)
     if not np.isfinite(array).all():
@@ -95,16 +96,16 @@ def floats(
 
 
 def integers(
-    name: str, values: Array, wanted: Sequence[int | str], below: int | None = None
+    name: str, values: Array, expected: Sequence[int | str], limit: int | None = None
 ) -> np.ndarray:
-    """Non-empty integer array of the shape ``wanted``, all in ``[0, below)`` when that is given."""
-    array = _filled(name, values, wanted)
+    """Non-empty integer array of the shape ``expected``, all in ``[0, limit)`` if that is given."""
+    array = _filled(name, values, expected)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
-    if below is not None:
+    if limit is not None:
         low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= below:
-            raise ValueError(f"{name}: got values from {low} to {high}, wanted 0 to {below - 1}")
+        if low < 0 or high >= limit:
+            raise ValueError(f"{name}: got values from {low} to {high}, wanted 0 to {limit - 1}")
     return array
 
 
@@ -149,9 +150,9 @@ class MeanStd(float):
     std: float
 
     def __new__(cls, mean: float, std: float) -> MeanStd:
-        made = super().__new__(cls, mean)
-        made.std = float(std)
-        return made
+        mean_std = super().__new__(cls, mean)
+        mean_std.std = float(std)
+        return mean_std
 
     def __iter__(self) -> Iterator[float]:
         return iter((float(self), self.std))

@@ -22,11 +22,11 @@ def token_coherence(outputs_TKH: Array) -> np.ndarray:
     outputs = floats("outputs_TKH", outputs_TKH, ("T", "K", "H"), as_given=True)
     tokens, width = outputs.shape[:2]
     coherence_T = np.zeros(tokens)
-    own = np.arange(width)
+    diagonal = np.arange(width)
     for part in chunks(tokens, outputs[0].size):
         unit = unit_rows(outputs[part].astype(np.float64))
         cosines = np.abs(unit @ unit.transpose(0, 2, 1))
-        cosines[:, own, own] = 0
+        cosines[:, diagonal, diagonal] = 0
         coherence_T[part] = np.minimum(cosines.max((1, 2)), 1.0)
     return coherence_T
 

@@ -16,8 +16,8 @@ def domain_specialization(
     0-based. Returns :func:`domain_information` of the counts. An empty domain raises ValueError.
     Source: P4 Fig. 3d-e.
     """
-    index = integers("index_TK", index_TK, ("T", "K"), below=num_experts)
-    domain = integers("domain_T", domain_T, (len(index),), below=num_domains).astype(np.int64)
+    index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
+    domain = integers("domain_T", domain_T, (len(index),), limit=num_domains).astype(np.int64)
     domains = num_domains or int(domain.max()) + 1
     flat = domain[:, None] * num_experts + index
     counts = np.bincount(flat.ravel(), minlength=domains * num_experts)

@@ -114,9 +114,9 @@ def gram_cosine(gram_TKK: Array, mask_T: Array | None = None) -> float:
 
 
 def _mean_squared_cosine(
-    name: str, values: Array, wanted: tuple[str, str, str], mask_T: Array | None
+    name: str, values: Array, expected: tuple[str, str, str], mask_T: Array | None
 ) -> float:
-    vectors = floats(name, values, wanted, as_given=True)
+    vectors = floats(name, values, expected, as_given=True)
     vectors = vectors[keep("mask_T", mask_T, len(vectors))]
     tokens, width = vectors.shape[:2]
     total_KK = np.zeros((width, width))
@@ -159,9 +159,9 @@ def _squared_distances(embeddings_NH: np.ndarray, part: slice) -> np.ndarray:
 def _smallest(values_RN: np.ndarray, count: int) -> np.ndarray:
     """Where the ``count`` smallest values of each row are, ties to the lower index; bool."""
     last = np.partition(values_RN, count - 1, axis=-1)[:, count - 1 : count]
-    below, equal = values_RN < last, values_RN == last
-    room = count - below.sum(-1, keepdims=True)
-    return below | (equal & (np.cumsum(equal, axis=-1) <= room))
+    smaller, equal = values_RN < last, values_RN == last
+    room = count - smaller.sum(-1, keepdims=True)
+    return smaller | (equal & (np.cumsum(equal, axis=-1) <= room))
 
 
 def _sampled(

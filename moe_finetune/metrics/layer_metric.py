@@ -54,12 +54,12 @@ class LayerMetric:
             return None
         try:
             value = self.compute(**chosen)
-            number = None if value is None else float(value)
+            result = None if value is None else float(value)
         except Exception as error:  # whatever the package's own code raises
             raise PluginError(f"metric '{name}' failed: {type(error).__name__}: {error}") from error
-        if number is not None and not math.isfinite(number):
-            raise PluginError(f"metric '{name}' returned {number}; return None where it has none")
-        return number
+        if result is not None and not math.isfinite(result):
+            raise PluginError(f"metric '{name}' returned {result}; return None where it has none")
+        return result
 
 
 def problem_of(value: object) -> str | None:

@@ -14,7 +14,7 @@ def expert_load(index_TK: Array, num_experts: int) -> np.ndarray:
     perfect balance. Source: P0 eq. 36 (load_e).
     """
     shape = ("T", "K") if np.ndim(index_TK) == 2 else ("T", "L", "K")
-    index = integers("index_TK", index_TK, shape, below=num_experts)
+    index = integers("index_TK", index_TK, shape, limit=num_experts)
     tokens, layers = index.shape[0], 1 if index.ndim == 2 else index.shape[1]
     index_TLK = index.reshape(tokens, layers, -1)
     load_LE = np.zeros((layers, num_experts), np.int64)

@@ -28,8 +28,8 @@ def conditional_activation(
     are ``K / E`` when layers are independent and balanced, 0 or 1 when the path is fixed. Source:
     P1 Fig. 2.
     """
-    index = integers("index_TK", index_TK, ("T", "K"), below=num_experts)
-    following = integers("next_index_TK", next_index_TK, (len(index), "K"), below=num_experts)
+    index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
+    following = integers("next_index_TK", next_index_TK, (len(index), "K"), limit=num_experts)
     chosen = keep("mask_T", mask_T, len(index))
     index, following = index[chosen], following[chosen]
     counts_EE = pair_counts(index, following, num_experts).astype(np.float64)
@@ -52,7 +52,7 @@ def coupling_mass(
     """
     probs = floats("probs_TE", probs_TE, ("T", "E"))
     following = floats("next_probs_TE", next_probs_TE, (len(probs), "E"))
-    index = integers("index_TK", index_TK, (len(probs), "K"), below=probs.shape[1])
+    index = integers("index_TK", index_TK, (len(probs), "K"), limit=probs.shape[1])
     experts = following.shape[1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k: got {top_k}, wanted 1 to {experts}")

@@ -46,7 +46,7 @@ def placement_metrics(index_TLK: Array, ranks_LE: Array) -> dict[str, float]:
     """
     ranks = integers("ranks_LE", ranks_LE, ("L", "E"))
     layers, experts = ranks.shape
-    index = integers("index_TLK", index_TLK, ("T", layers, "K"), below=experts)
+    index = integers("index_TLK", index_TLK, ("T", layers, "K"), limit=experts)
     num_ranks = int(ranks.max()) + 1
     if ranks.min() < 0:
         raise ValueError(f"ranks_LE: got values down to {int(ranks.min())}, wanted ranks >= 0")

@@ -68,13 +68,13 @@ def erc_table(
 def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)) -> dict:
     """:func:`erc_table` of ``M (E, E)``, where the gates are too large to hold all at once."""
     norms = norms_EE
-    own = np.diag(norms)[:, None]
+    own_norm = np.diag(norms)[:, None]
     off = ~np.eye(len(norms), dtype=bool)
     losses = {
         float(alpha): float(
             (
-                np.maximum(norms - alpha * own, 0)[off].sum()
-                + np.maximum(norms.T - alpha * own, 0)[off].sum()
+                np.maximum(norms - alpha * own_norm, 0)[off].sum()
+                + np.maximum(norms.T - alpha * own_norm, 0)[off].sum()
             )
             / norms.size
         )
@@ -82,7 +82,7 @@ def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)
     }
     rivals = np.where(off, np.maximum(norms, norms.T), 0).max(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(rivals > 0, rivals / own[:, 0], 0.0)
+        ratios = np.where(rivals > 0, rivals / own_norm[:, 0], 0.0)
     return {"loss": losses, "least_alpha": float(ratios.max())}
 
 

@@ -12,7 +12,7 @@ def scatter_scores(index_TK: Array, weights_TK: Array, num_experts: int) -> np.n
 
     A scaling factor in the weights drops out. A token whose weights are all 0 stays all 0.
     """
-    index = integers("index_TK", index_TK, ("T", "K"), below=num_experts)
+    index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
     weights = floats("weights_TK", weights_TK, index.shape)
     totals = weights.sum(-1, keepdims=True)
     scores = np.zeros((len(index), num_experts))
@@ -76,11 +76,11 @@ def routing_information(scores_TE: Array) -> dict[str, float]:
 
 def information(mean_E: np.ndarray, conditional_entropy: float) -> dict[str, float]:
     """:func:`routing_information` from the mean distribution and H(Z|X)."""
-    whole = float(entropy(mean_E))
+    total = float(entropy(mean_E))
     return {
-        "entropy": whole,
+        "entropy": total,
         "conditional_entropy": float(conditional_entropy),
-        "mutual_information": whole - float(conditional_entropy),
+        "mutual_information": total - float(conditional_entropy),
         "collision_entropy": float(-np.log((mean_E**2).sum())),
     }
 

@@ -12,12 +12,12 @@ _SHOWN = ("loss", "eval_loss", "losses/", "routing/max_violation", "routing/entr
 
 def ordered(keys: Iterable[str]) -> list[str]:
     """Keys to show, in the order of the table."""
-    known = list(keys)
+    names = list(keys)
     return [
         key
-        for shown in _SHOWN
-        for key in known
-        if key == shown or (shown.endswith("/") and key.startswith(shown))
+        for pattern in _SHOWN
+        for key in names
+        if key == pattern or (pattern.endswith("/") and key.startswith(pattern))
     ]
 
 

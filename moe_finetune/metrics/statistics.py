@@ -172,7 +172,7 @@ def paired_bootstrap(
     observed = float(difference_N.mean())
     if len(difference_N) == 1:
         return observed, observed, 1.0
-    found = stats.bootstrap(
+    result = stats.bootstrap(
         (difference_N,),
         np.mean,
         n_resamples=resamples,
@@ -181,8 +181,8 @@ def paired_bootstrap(
         method="percentile",
         rng=rng,
     )
-    low, high = found.confidence_interval
-    return float(low), float(high), _p_value(found.bootstrap_distribution - observed, observed)
+    low, high = result.confidence_interval
+    return float(low), float(high), _p_value(result.bootstrap_distribution - observed, observed)
 
 
 def crossed_bootstrap(

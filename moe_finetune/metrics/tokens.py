@@ -27,7 +27,7 @@ def conditional_mean_rank(
     logits = floats("logits_TN", logits_TN, ("T", "N"), as_given=True)
     tokens, experts = logits.shape
     frequencies = floats("token_frequencies_VN", token_frequencies_VN, ("V", experts))
-    ids = integers("token_ids_T", token_ids_T, (tokens,), below=len(frequencies))
+    ids = integers("token_ids_T", token_ids_T, (tokens,), limit=len(frequencies))
     if not 1 <= k <= experts:
         raise ValueError(f"k: got {k}, wanted 1 to {experts}")
     counted = frequencies[ids].sum(-1) > 0
@@ -38,8 +38,8 @@ def conditional_mean_rank(
     for part in chunks(len(ids), experts):
         chosen = np.argsort(-logits[part], axis=-1, kind="stable")[:, k - 1]
         of_token = frequencies[ids[part]]
-        own = np.take_along_axis(of_token, chosen[:, None], axis=-1)
-        ranks[part] = 1 + (of_token > own).sum(-1)
+        chosen_share = np.take_along_axis(of_token, chosen[:, None], axis=-1)
+        ranks[part] = 1 + (of_token > chosen_share).sum(-1)
     return MeanStd(float(ranks.mean()), float(ranks.std()))
 
 
@@ -49,9 +49,9 @@ def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> flo
     ``tokens`` and ``experts`` have an entry each for every place in a text. 1 when the token alone
     decides; NaN when no token is repeated.
     """
-    taken: dict[Hashable, Counter[int]] = {}
+    counts: dict[Hashable, Counter[int]] = {}
     for token, expert in zip(tokens, experts, strict=True):
-        taken.setdefault(token, Counter())[expert] += 1
-    repeated = [count for count in taken.values() if count.total() > 1]
+        counts.setdefault(token, Counter())[expert] += 1
+    repeated = [count for count in counts.values() if count.total() > 1]
     total = sum(count.total() for count in repeated)
     return sum(max(count.values()) for count in repeated) / total if total else math.nan

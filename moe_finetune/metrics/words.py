@@ -129,15 +129,15 @@ def word(key: str) -> Word:
     head, _, tail = key.rpartition("/")
     name = tail or key
     # The same name can be one of the router and one of the model's predictions: entropy.
-    own = f"routing/{name}" if head.endswith("routing") else key
-    known = WORDS.get(own) or WORDS.get(name)
-    if known is None and head.endswith("routing") and name in METRICS:
-        known = METRICS[name].word
+    router_key = f"routing/{name}" if head.endswith("routing") else key
+    listed = WORDS.get(router_key) or WORDS.get(name)
+    if listed is None and head.endswith("routing") and name in METRICS:
+        listed = METRICS[name].word
     plain = name.replace("_", " ").strip()
     plain = plain[:1].upper() + plain[1:]
     if head.endswith("losses") or head == "losses":
         return Word(f"{plain} term", "unweighted, summed over layers", 0)
     if head == "scores":
         return Word(name, "score of the model as it was after the step", 1)
-    found = known or Word(plain)
-    return replace(found, name=f"{found.name}, validation") if head == "eval_routing" else found
+    chosen = listed or Word(plain)
+    return replace(chosen, name=f"{chosen.name}, validation") if head == "eval_routing" else chosen

@@ -55,7 +55,7 @@ def bucket_sequences(
     if not slack >= 1:
         raise ValueError(f"slack: got {slack}, expected at least 1")
     ranks = integers("ranks_LE", ranks_LE, ("L", "E"))
-    index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), below=ranks.shape[1])
+    index = integers("index_TLK", index_TLK, ("T", len(ranks), "K"), limit=ranks.shape[1])
     seq = integers("seq_T", seq_T, (len(index),))
     num_ranks = int(ranks.max()) + 1
     sequences, number_T = np.unique(seq, return_inverse=True)

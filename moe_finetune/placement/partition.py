@@ -77,7 +77,7 @@ def plan_placement(
         raise RecipeError(
             f"max_imbalance: got {max_imbalance}, expected more than 1 (perfect balance)"
         )
-    index = integers("index_TLK", index_TLK, ("T", "L", "K"), below=num_experts)
+    index = integers("index_TLK", index_TLK, ("T", "L", "K"), limit=num_experts)
     if len(index) < num_experts:
         raise TraceError(
             f"index_TLK: {len(index)} tokens are too few to place {num_experts} experts; "

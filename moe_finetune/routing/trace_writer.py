@@ -122,7 +122,7 @@ class TraceWriter:
         Every batch must hand over the same kinds of arrays. ValueError names the argument.
         """
         layers, experts, width = self._shape
-        index = integers("index_TLK", index_TLK, ("T", layers, width), below=experts)
+        index = integers("index_TLK", index_TLK, ("T", layers, width), limit=experts)
         tokens = len(index)
         arrays: dict[str, np.ndarray] = {
             "ids": index.astype(np.int16),

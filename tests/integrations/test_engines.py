@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.conftest import ROOT
-from tests.integrations.test_hosts import environment_of, python
+from tests.integrations.environments import environment_of, python
 from tests.ranks import run_ranks
 
 PAGE = ROOT / "docs" / "other-trainers.md"
