@@ -77,7 +77,7 @@ class TraceError(MoeFinetuneError, ValueError):
 
 
 class StudyError(MoeFinetuneError, ValueError):
-    """A study that cannot be expanded, or whose folder does not hold what it says."""
+    """A study that cannot be expanded, or whose folder lacks what it lists."""
 
 
 class MachineError(MoeFinetuneError, RuntimeError):

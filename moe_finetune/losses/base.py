@@ -1,6 +1,6 @@
 """What a loss term is: options, what it reads from a layer's record, and its value there.
 
-Add a loss with one file that holds its pure function and its :class:`Term`, and one line in
+Add a loss with one file for its pure function and its :class:`Term`, and one line in
 ``moe_finetune/losses/__init__.py``.
 """
 
@@ -56,8 +56,8 @@ class TermOptions(BaseModel):
 
     How strong a term is: ``weight``, or ``share``, its gradient's norm over the language loss's,
     from which the weight is found when training begins (and again ``every`` so many steps). A
-    weight beside a share is the note of an earlier run and is not used; 0 removes the term all the
-    same. ``target`` finds the weight from the first forward's value instead, as a power of ten.
+    weight next to a share records what an earlier run found and is not used; 0 removes the term
+    anyway. ``target`` finds the weight from the first forward's value instead, as a power of ten.
 
     ``reduction: sum`` multiplies the mean over tokens by ``tokens``: the sum that a paper prints,
     at the number of tokens of its batch.
@@ -72,22 +72,22 @@ class TermOptions(BaseModel):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="in the weight's place: its gradient over the language loss's",
+        description="instead of a weight: the norm of its gradient over that of the language loss",
     )
     target: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="in the weight's place: the power of ten nearest to target / value, of the "
+        description="instead of a weight: the power of ten nearest to target / value, with the "
         "first layer's value in the first forward",
     )
     every: int | None = Field(
-        default=None, ge=1, description="steps after which a share's weight is found again"
+        default=None, ge=1, description="steps after which the weight for a share is measured again"
     )
     reduction: Literal["mean", "sum"] = Field(
         default="mean", description="`sum` multiplies the mean over tokens by `tokens`"
     )
-    tokens: int | None = Field(default=None, ge=1, description="of the batch that a sum stands for")
+    tokens: int | None = Field(default=None, ge=1, description="of the batch over which `sum` sums")
     layers_reduction: Literal["sum", "mean"] = Field(default="sum", description="over the layers")
     layers: Literal["all"] | list[int | str] = Field(
         default="all", description='`all`, or a list such as `[4, "8-20"]`'
@@ -157,7 +157,7 @@ def expand_layers(entries: list[int | str]) -> set[int]:
 
 @dataclass(frozen=True)
 class PreviousLayer:
-    """What the MoE layer below leaves for terms that join two layers."""
+    """What terms that join two layers read of the lower one."""
 
     layer: int
     distribution_TE: Tensor
@@ -216,7 +216,7 @@ class Term(ABC):
     hinge: ClassVar[bool] = False
     """Whether it is a hinge: 0, without a gradient, once its aim is met."""
     selection: ClassVar[bool] = False
-    """Whether it is about which experts are selected: left out where they are looked up."""
+    """Whether it acts on the selection: skipped in layers that look experts up by token."""
     router_rows: ClassVar[bool] = False
     """Whether it reads the router's weight."""
 

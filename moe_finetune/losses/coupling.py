@@ -45,7 +45,7 @@ def coupling_loss(
             normalise sigmoid scores first.
         index_TK: selected experts of the first layer.
         next_probs_TE: probabilities of the next MoE layer.
-        top_k: experts that T holds.
+        top_k: number of experts in T.
         mask_T: True where a token counts; None counts all.
         transitions_EE: how strongly expert e (row) goes on to ν (column). Carries no gradient.
         reduction: "mean" or "sum" over the tokens that count.
@@ -69,6 +69,7 @@ def coupling_loss(
     index_TK = blank(index_TK.long(), mask_T)
     picked_TK = probs_TE.gather(-1, index_TK)
     if transitions_EE is None:
+        # T does not depend on e, so the double sum is a product of two sums.
         mass_T = picked_TK.sum(-1) * next_TE.topk(top_k, sorted=False).values.sum(-1)
         return reduce_tokens(-mass_T, mask_T, reduction)
     best_EK = transitions_EE.detach().topk(top_k, sorted=False).indices
@@ -94,7 +95,7 @@ def transition_table(
 
 
 class CouplingOptions(TermOptions):
-    """``decay`` is the share of the old transition table that one forward keeps."""
+    """``decay`` is the weight of the old transition table in its running average."""
 
     pairing: Literal["token", "transition"] = Field(
         default="token", description="experts of the same token, or of the average transition"
@@ -103,7 +104,7 @@ class CouplingOptions(TermOptions):
         default=0.99,
         ge=0,
         lt=1,
-        description="share of the old transition table that one forward keeps",
+        description="weight of the old transition table in its running average",
     )
 
 

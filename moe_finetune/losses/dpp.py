@@ -64,7 +64,7 @@ def dpp_from_gram(
     gram_TKK = counted(gram_TKK, mask_T)
     if eps < SMALLEST_EPS and gram_TKK.dtype != torch.float64:
         raise ValueError(f"eps is {eps}, wanted at least {SMALLEST_EPS} (any with float64)")
-    # The diagonal of Ĝ is 1 whatever the vector, so it is set, not divided.
+    # The diagonal of Ĝ is 1 for any nonzero vector: set, so that rounding cannot move it.
     nonzero_TK = (squared_lengths(gram_TKK) > ZERO_SQUARED).to(gram_TKK.dtype)
     kernel_TKK = cosines(gram_TKK) + torch.diag_embed(nonzero_TK + eps)
     # `cholesky` would wait for the device to see whether it failed.

@@ -169,7 +169,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_EPO: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if grad_EPO is None:  # another term's gradient is being taken alone
+        if grad_EPO is None:  # only another term's gradient is being taken
             return None, None
         inputs, weight_EOI = ctx.saved_tensors
         needs_inputs, needs_weight = ctx.needs_input_grad
@@ -214,15 +214,15 @@ class ErcOptions(TermOptions):
         default=1.0,
         ge=0,
         allow_inf_nan=False,
-        description="how far another expert may be excited, of the own one",
+        description="largest excitation of another expert, as a share of the own expert's",
     )
     noise: bool = Field(
         default=True,
-        description="measure at rows moved at random, as far as their neighbours allow",
+        description="perturb the rows at random, up to half the distance to the nearest row",
     )
-    router_grad: bool = Field(default=True, description="routers learn from it, too")
+    router_grad: bool = Field(default=True, description="train the routers with it, too")
     activation: Activation = Field(
-        default="gate", description="what is measured of an expert (P2 §4.5)"
+        default="gate", description="which product of an expert is measured (P2 §4.5)"
     )
 
 
@@ -246,7 +246,7 @@ class Erc(Term):
             self.trains = frozenset({"experts"})
 
     def check(self, facts: ModelFacts) -> None:
-        """Refuse experts without a gate projection, unless the up projection alone is asked for."""
+        """Refuse experts without a gate projection, unless only the up projection is read."""
         super().check(facts)
         if not facts.has_gate and self.options.activation != "up":
             raise ObjectiveError(

@@ -1,7 +1,7 @@
-"""Geometry of a token's K vectors, from their inner products alone.
+"""Geometry of a token's K vectors, from their inner products.
 
 The losses on expert outputs and activations need lengths and angles, never the vectors: K x K
-numbers a token in place of K x H.
+numbers a token instead of K x H.
 """
 
 from __future__ import annotations

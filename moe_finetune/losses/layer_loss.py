@@ -36,8 +36,8 @@ def layer_loss(
     """The weighted sum of a method's losses in one layer, a float32 scalar with its graph.
 
     Add it to the loss, or pass it to :func:`moe_finetune.losses.inject.inject` with the block's
-    output, where nobody can carry it out of the layer. Gram matrices that a loss reads are computed
-    from ``outputs_TKH`` and ``activations_TKD`` where the record lacks them.
+    output, where the loss cannot be returned from the layer. Gram matrices that a loss reads are
+    computed from ``outputs_TKH`` and ``activations_TKD`` where the record lacks them.
 
     Args:
         record: what the layer computed, see :class:`RoutingRecord`; all on one device.
@@ -88,7 +88,7 @@ def _terms(preset: str) -> Mapping[str, Mapping[str, Any]]:
     chosen = PRESETS[preset]
     if chosen.perturbations or chosen.bias_update is not None:
         raise ObjectiveError(
-            f"preset '{preset}' also changes routing, which no loss can do; give its terms alone"
+            f"preset '{preset}' also changes routing, which no loss can do; pass only its terms"
         )
     return chosen.terms
 

@@ -38,7 +38,7 @@ def load_balancing_loss(
 ) -> Tensor:
     """``E Σ_e f_e P_e``: 1 at perfect balance (``switch``: K), larger the more tokens crowd.
 
-    ``f_e`` is the share of tokens whose selection holds expert e and carries no gradient; ``P_e``
+    ``f_e`` is the share of tokens that select expert e and carries no gradient; ``P_e``
     is the mean probability of e. The loss is linear in the probabilities, so it is computed as
     their product with constant coefficients.
 
@@ -47,15 +47,15 @@ def load_balancing_loss(
         index_TK: selected experts; their order means nothing.
         mask_T: True where a token counts; None counts all.
         variant: "switch" as written; "deepseek" divided by K; "gshard" with ``f_e`` from the first
-            choice alone, the selected expert of highest probability (lowest id among equals).
+            choice only, the selected expert of highest probability (lowest id among equals).
         sequence_lengths: tokens of each sequence, summing to T: the loss is then the mean of the
             sequences' values (DeepSeek's ``seq_aux``); sequences without a token that counts are
-            left out. None pools all tokens.
+            dropped. None pools all tokens.
         probabilities: "all", or "topk" for the selected ones renormalised to sum 1 (P0 eq. 2).
         rank_totals: what :func:`load_totals` returned, summed over data-parallel ranks. ``f`` and
             ``P`` are then those of all ranks (Qiu et al. 2025), the value is the same on every
             rank, and the mean over ranks of the gradients is the gradient of one process that
-            holds all tokens. Not together with ``sequence_lengths``.
+            has all tokens. Not together with ``sequence_lengths``.
 
     Raises:
         ValueError: for wrong shapes, an unknown variant, or lengths that do not sum to T.
@@ -73,6 +73,7 @@ def load_balancing_loss(
             got = tuple(rank_totals.shape)
             raise ValueError(f"rank_totals has shape {got}, wanted ({2 * num_experts + 1},)")
         load_E, mass_E, tokens = rank_totals.split([num_experts, num_experts, 1])
+        # f_e = load_e / tokens and P_e = mass_e / tokens, so their product divides by tokens twice.
         coefficient_E = scale * load_E / tokens.clamp_min(1).square()
         rank_share = (probs_TE.sum(0) * coefficient_E).sum()
         # The other ranks' share has no gradient here; the mean over ranks divides by their number.

@@ -41,7 +41,7 @@ def ncl_loss(
     Raises:
         ValueError: for wrong shapes.
 
-    Source: P4, algorithm 3; its label term is left out.
+    Source: P4, algorithm 3, without its label term.
     """
     check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
     return ncl_from_gram(gram(outputs_TKH, mask_T), mask_T, normalize, reduction=reduction)
@@ -58,6 +58,7 @@ def ncl_from_gram(
     """:func:`ncl_loss` from inner products: ``Σ‖d_i‖² = tr G - (Σ_jk G_jk) / K``."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     gram_TKK = counted(gram_TKK, mask_T)
+    # The d_i sum to 0, so Σ_{j≠i} d_j = -d_i; and Σ‖y_i - ȳ‖² = Σ‖y_i‖² - K‖ȳ‖².
     squared_TK = squared_lengths(gram_TKK)
     spread_T = squared_TK.sum(-1) - gram_TKK.sum((-1, -2)) / gram_TKK.shape[-1]
     if normalize:

@@ -88,7 +88,7 @@ class Objective:
 
     @classmethod
     def from_options(cls, terms: Mapping[str, Mapping[str, Any]], facts: ModelFacts) -> Objective:
-        """Build from ``{term name: options}``; a term of weight 0 is left out."""
+        """Build from ``{term name: options}``; a term of weight 0 is skipped."""
         built = []
         for name, options in terms.items():
             kind = TERMS[name]
@@ -124,6 +124,14 @@ class Objective:
         """Note the weight that was found for a term's share; its schedule goes on."""
         self.full_weights[name] = weight
         self.set_progress(*self._progress)
+
+    def only(self, *names: str) -> Objective:
+        """Only the terms of these names (not copies), at weight 1 whatever their schedules."""
+        chosen = copy.copy(self)
+        chosen.terms = tuple(term for term in self.terms if term.name in names)
+        chosen.weights = dict.fromkeys(names, 1.0)
+        chosen.full_weights = {**chosen.weights}
+        return chosen
 
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
         result = LayerLoss()

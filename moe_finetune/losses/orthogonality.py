@@ -121,13 +121,13 @@ class OrthogonalityOptions(TermOptions):
 
     form: Form = Field(default="projection", description="squared projections, or squared cosines")
     one_sided: bool = Field(
-        default=False, description="the vector that is projected on is constant (P0 eq. 28)"
+        default=False, description="no gradient through the vector that is projected on (P0 eq. 28)"
     )
     tau_gate: float = Field(
-        default=0.0, ge=0, lt=1, description="selected experts with less weight are left out"
+        default=0.0, ge=0, lt=1, description="drop selected experts with at most this weight"
     )
     eps: float = Field(
-        default=1e-8, gt=0, description="added to the squared length that is divided by"
+        default=1e-8, gt=0, description="added to the squared length in the denominator"
     )
 
 

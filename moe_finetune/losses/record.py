@@ -19,7 +19,7 @@ Projection = Literal["gate", "up", "down"]
 def log_scores(logits_TE: Tensor, score: str) -> Tensor:
     """Logarithms of the scores, up to a constant of the token: a softmax of them has sum 1.
 
-    In place of dividing by sums, which are below the smallest float where all logits of a sigmoid
+    Instead of dividing by sums, which are below the smallest float where all logits of a sigmoid
     router are.
     """
     if score == "softmax":
@@ -45,7 +45,7 @@ class RoutingRecord:
     """What a MoE layer computed for the tokens of one forward.
 
     Tensors that no active loss or metric needs are not gathered and are ``None``. Everything keeps
-    its graph. Gram matrices hold the inner products of a token's K vectors; most losses on outputs
+    its graph. Gram matrices are the inner products of a token's K vectors; most losses on outputs
     and activations need nothing else, and they are K/H times smaller than the vectors.
 
     Attributes:

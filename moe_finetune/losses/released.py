@@ -93,7 +93,7 @@ def grouped_by_expert(outputs_TKH: Tensor, index_TK: Tensor, mask_T: Tensor | No
 
     The authors' code joins the experts' outputs one expert after another and then views them as
     (tokens, K, H), so that nearly every group has K tokens of one expert instead of K experts of
-    one token. Tokens that do not count are left out.
+    one token. Tokens that do not count are dropped.
     """
     if mask_T is not None:
         keep_T = mask_T.to(torch.bool)

@@ -88,7 +88,7 @@ def distributed_run() -> bool:
 
 
 def blank(tensor: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Zeros in place of the rows that do not count, so that a NaN there reaches nothing."""
+    """Zeros instead of the rows that do not count, so that a NaN there reaches nothing."""
     if mask_T is None:
         return tensor
     rows = mask_T.to(torch.bool).view(-1, *(1,) * (tensor.dim() - 1))

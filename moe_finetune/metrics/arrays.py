@@ -122,7 +122,7 @@ def keep(name: str, mask_T: Array | None, tokens: int) -> np.ndarray | slice:
 
 
 def chunks(rows: int, row_elements: int, limit: int = 4_000_000) -> Iterator[slice]:
-    """Slices over ``rows`` such that a slice holds about ``limit`` elements at most."""
+    """Slices over ``rows`` of about ``limit`` elements at most."""
     step = max(1, limit // max(1, row_elements))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -26,7 +26,7 @@ def expert_overlap(
 ) -> float:
     """Mean share of an embedding's k nearest neighbours that carry another expert label.
 
-    Euclidean distance, the embedding itself left out, ``k' = min(k, N - 1)``, ties to the lower
+    Euclidean distance, without the embedding itself, ``k' = min(k, N - 1)``, ties to the lower
     index. ``embeddings_NH`` ``(N, H)`` (a token's input to the MoE block, or its top-1 expert's
     output), ``labels_N`` ``(N,)`` its top-1 expert. ``sample``: use that many embeddings, drawn
     without replacement by ``seed`` (the cost grows with N squared). 0 at perfect specialization;

@@ -8,7 +8,7 @@ from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 
 
 def expert_load(index_TK: Array, num_experts: int) -> np.ndarray:
-    """Dispatches per expert, ``(E,)`` int64: how many (token, choice) pairs hold each expert.
+    """Dispatches per expert, ``(E,)`` int64: how many (token, choice) pairs select each expert.
 
     Also takes ``index_TLK`` and then gives ``(L, E)``. Sums to T*K per layer; T*K/E everywhere at
     perfect balance. Source: P0 eq. 36 (load_e).

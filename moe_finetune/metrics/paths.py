@@ -8,7 +8,7 @@ from moe_finetune.metrics.arrays import Array, chunks, floats, integers, keep, t
 
 
 def pair_counts(index_TK: np.ndarray, next_index_TK: np.ndarray, num_experts: int) -> np.ndarray:
-    """``(E, E)`` int64: tokens that hold expert e in one list and expert n in the other."""
+    """``(E, E)`` int64: tokens with expert e in one list and expert n in the other."""
     counts = np.zeros(num_experts * num_experts, np.int64)
     pairs = index_TK.shape[1] * next_index_TK.shape[1]
     for part in chunks(len(index_TK), pairs, limit=1_000_000):

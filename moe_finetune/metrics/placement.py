@@ -12,7 +12,7 @@ from moe_finetune.metrics.arrays import Array, chunks, integers
 def rank_counts(
     index_TLK: np.ndarray, ranks_LE: np.ndarray, num_ranks: int
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield slices of tokens with ``counts_TLR``: how many of a token's K experts each rank holds.
+    """Yield slices of tokens with ``counts_TLR``: how many of a token's K experts are on each rank.
 
     Slices bound the memory to a few dozen MB whatever the number of tokens.
     """
@@ -31,7 +31,7 @@ def rank_counts(
 def placement_metrics(index_TLK: Array, ranks_LE: Array) -> dict[str, float]:
     """Communication and balance of a placement on a trace.
 
-    ``index_TLK`` ``(T, L, K)`` selected experts; ``ranks_LE`` ``(L, E)`` the rank that holds each
+    ``index_TLK`` ``(T, L, K)`` selected experts; ``ranks_LE`` ``(L, E)`` the rank of each
     expert. Returns
 
     - ``cross_rank_share``: mean over tokens, adjacent layers and all K x K pairs of

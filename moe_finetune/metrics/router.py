@@ -66,7 +66,7 @@ def erc_table(
 
 
 def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)) -> dict:
-    """:func:`erc_table` of ``M (E, E)``, where the gates are too large to hold all at once."""
+    """:func:`erc_table` of ``M (E, E)``, where all gates together do not fit into memory."""
     norms = norms_EE
     own_norm = np.diag(norms)[:, None]
     off = ~np.eye(len(norms), dtype=bool)

@@ -16,7 +16,7 @@ from scipy import stats
 ALPHA = 0.05
 RESAMPLES = 10_000
 Z = float(stats.norm.ppf(1 - ALPHA / 2))
-# Numbers that a bootstrap holds at a time.
+# Numbers that a bootstrap keeps in memory.
 _BLOCK = 4_000_000
 
 
@@ -229,7 +229,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Return Wilson's score interval of a share of ``n`` items.
 
-    Scipy's takes whole counts alone, which a mean over several replies an item is not.
+    Scipy's takes only whole counts, which a mean over several replies an item is not.
     """
     center = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
@@ -245,7 +245,7 @@ def newcombe(share_a: float, n_a: int, share_b: float, n_b: int) -> tuple[float,
     """Return the hybrid score interval of ``share_b - share_a``, of two independent samples.
 
     Newcombe 1998, "Interval estimation for the difference between independent proportions",
-    method 10; it holds at shares of 0 and 1 too.
+    method 10; it is valid at shares of 0 and 1 too.
     """
     low_a, high_a = wilson(share_a, n_a)
     low_b, high_b = wilson(share_b, n_b)

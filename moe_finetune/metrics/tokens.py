@@ -19,7 +19,7 @@ def conditional_mean_rank(
     ``logits_TN`` ``(T, N)`` router logits (or probabilities) over N experts; ``token_ids_T``
     ``(T,)``; ``token_frequencies_VN`` ``(V, N)`` counts or shares of each token id per expert. The
     rank is 1 + the number of experts with a strictly greater frequency; tokens without counts are
-    left out; equal logits are ranked by expert index. Pool layers by stacking their rows along T.
+    dropped; equal logits are ranked by expert index. Pool layers by stacking their rows along T.
     1 when the router follows the token counts perfectly (k = 1), about ``(N + 1) / 2`` when they
     are unrelated, N at worst. Returns a float that also has ``.std`` (population, over tokens).
     Source: P3 section 4.1.
@@ -46,7 +46,7 @@ def conditional_mean_rank(
 def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:
     """Share of repeated tokens that go to the most frequent expert of their token.
 
-    ``tokens`` and ``experts`` have an entry each for every place in a text. 1 when the token alone
+    ``tokens`` and ``experts`` have one entry for each position of a text. 1 when only the token
     decides; NaN when no token is repeated.
     """
     counts: dict[Hashable, Counter[int]] = {}

@@ -106,7 +106,7 @@ WORDS: dict[str, Word] = {
     "noise_level": Word("ERC noise level", "how far the router's rows lie apart", 1),
     "below_barrier": Word(
         "Below the coherence barrier",
-        "share of tokens whose experts can certainly be told apart",
+        "share of tokens whose experts are certainly distinguishable",
         1,
     ),
     "cmr_1": Word("CMR_1", "frequency rank of the router's first expert; 1 is the best", -1),

@@ -1,4 +1,4 @@
-"""Other trainers' packages, as ``make test-integrations`` installs them below build/integrations."""
+"""Other trainers' packages, which ``make test-integrations`` installs in build/integrations."""
 
 from __future__ import annotations
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.losses.cases import CASES, SIZES, letters, make, map_axis, mask, relabel
+from moe_finetune.losses import TERMS, functional
+from moe_finetune.losses.base import LayerContext
+from tests.losses import reference
+from tests.losses.cases import CASES, SIZES, letters, make, map_axis, mask, record, relabel
 
 MASKED = [case for case in CASES if case.masked]
 POOLED = [case for case in CASES if not case.sequences]
@@ -248,3 +251,34 @@ def test_nothing_waits_for_the_accelerator(case):
     extra = {"mask_T": torch.ones(17, dtype=torch.bool, device="meta")} if case.masked else {}
     loss, grads = gradients(case, values, **extra)
     assert all(tensor.device.type == "meta" for tensor in (loss, *grads))
+
+
+SCORES = ("scores_TK",)
+# Term, its options, the vectors it is about, and what its reference takes besides them.
+ON_VECTORS = [
+    ("orthogonality", {}, "outputs", SCORES),
+    ("orthogonality", {"form": "cosine"}, "outputs", SCORES),
+    ("orthogonality", {"tau_gate": 0.3}, "outputs", SCORES),
+    ("orthogonality", {"one_sided": True}, "outputs", SCORES),
+    ("specialization", {}, "activations", ()),
+    ("dpp", {"eps": 1e-2}, "outputs", ()),
+    ("ncl", {"normalize": True}, "outputs", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "kind", "more"), ON_VECTORS)
+def test_terms_on_vectors_read_their_inner_products(name, options, kind, more):
+    """All but one-sided pairs, whose two sides differ: values and gradients of the vectors."""
+    values, keep = make(), mask(17)
+    field = "outputs_TKH" if kind == "outputs" else "activations_TKD"
+    vectors = values[field] = values[field].requires_grad_()
+    term = TERMS[name](TERMS[name].Options(weight=1.0, **options))
+    assert term.needs == {kind if options.get("one_sided") else f"{kind}_gram"}
+    loss = term.loss(record(values, mask_T=keep), LayerContext())
+    besides = [values[key] for key in more]
+    slow = getattr(reference, name)(vectors, *besides, keep, **options)
+    torch.testing.assert_close(loss, slow)
+    direct = getattr(functional, f"{name}_loss")(vectors, *besides, keep, **options)
+    gradients_ = [torch.autograd.grad(value, vectors)[0] for value in (loss, direct)]
+    torch.testing.assert_close(*gradients_)
+    assert gradients_[0].norm() > 0

@@ -7,10 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from moe_finetune.losses import TERMS
-from moe_finetune.losses.base import LayerContext
-from moe_finetune.losses.functional import dpp_from_gram, dpp_loss
-from tests.losses import reference
-from tests.losses.cases import make, mask, record
+from moe_finetune.losses.functional import dpp_loss
+from tests.losses.cases import make
 
 TERM = TERMS["dpp"]
 
@@ -55,25 +53,6 @@ def test_eight_outputs_equal_torchs_determinant():
     unit = torch.nn.functional.normalize(outputs, dim=-1)
     kernel = unit @ unit.mT + 1e-4 * torch.eye(8, dtype=torch.float64)
     torch.testing.assert_close(dpp_loss(outputs), -kernel.logdet().mean())
-
-
-def test_gram_path_equals_the_vectors_in_value_and_gradient():
-    values, keep = make(), mask(17)
-    outputs = values["outputs_TKH"].requires_grad_()
-    direct = dpp_loss(outputs, keep, 1e-3)
-    through = dpp_from_gram(outputs @ outputs.mT, keep, 1e-3)
-    torch.testing.assert_close(through, direct)
-    torch.testing.assert_close(
-        torch.autograd.grad(through, outputs), torch.autograd.grad(direct, outputs)
-    )
-
-
-def test_term_reads_the_gram_of_outputs():
-    values, keep = make(), mask(17)
-    term = TERM(TERM.Options(weight=1.0, eps=1e-2))
-    assert term.needs == {"outputs_gram"}
-    got = term.loss(record(values, mask_T=keep), LayerContext())
-    torch.testing.assert_close(got, reference.dpp(values["outputs_TKH"], keep, 1e-2))
 
 
 def test_bad_eps():

@@ -5,9 +5,9 @@ import torch
 
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.base import LayerContext
-from moe_finetune.losses.functional import ncl_from_gram, ncl_loss
+from moe_finetune.losses.functional import ncl_loss
 from tests.losses import reference
-from tests.losses.cases import make, mask, record
+from tests.losses.cases import make, record
 
 TERM = TERMS["ncl"]
 
@@ -43,26 +43,6 @@ def test_zero_outputs():
     torch.testing.assert_close(loss, ncl_loss(outputs[:1]) / 2)
     grad = torch.autograd.grad(loss, outputs)[0]
     assert grad.isfinite().all() and (grad[1] == 0).all() and grad[0, 1].norm() > 0
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_gram_path_equals_the_vectors_in_value_and_gradient(normalize):
-    values, keep = make(), mask(17)
-    outputs = values["outputs_TKH"].requires_grad_()
-    direct = ncl_loss(outputs, keep, normalize)
-    through = ncl_from_gram(outputs @ outputs.mT, keep, normalize)
-    torch.testing.assert_close(through, direct)
-    torch.testing.assert_close(
-        torch.autograd.grad(through, outputs), torch.autograd.grad(direct, outputs)
-    )
-
-
-def test_term_reads_the_gram_of_outputs():
-    values, keep = make(), mask(17)
-    term = TERM(TERM.Options(weight=1.0))
-    assert term.needs == {"outputs_gram"}
-    got = term.loss(record(values, mask_T=keep), LayerContext())
-    torch.testing.assert_close(got, reference.ncl(values["outputs_TKH"], keep, True))
 
 
 def test_the_raw_form_warns():

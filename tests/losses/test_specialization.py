@@ -3,12 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.losses import TERMS
-from moe_finetune.losses.base import LayerContext
-from moe_finetune.losses.functional import specialization_from_gram, specialization_loss
+from moe_finetune.losses.functional import specialization_loss
 from moe_finetune.losses.gram import cosines, gram
-from tests.losses import reference
-from tests.losses.cases import make, mask, record
+from tests.losses.cases import make
 
 
 def test_worked_by_hand():
@@ -42,28 +39,8 @@ def test_float32_holds_over_many_scales(scale):
     assert torch.autograd.grad(loss, small)[0].isfinite().all()
 
 
-def test_gram_path_equals_the_vectors_in_value_and_gradient():
-    values, keep = make(), mask(17)
-    activations = values["activations_TKD"].requires_grad_()
-    direct = specialization_loss(activations, keep)
-    through = specialization_from_gram(activations @ activations.mT, keep)
-    torch.testing.assert_close(through, direct)
-    torch.testing.assert_close(
-        torch.autograd.grad(through, activations), torch.autograd.grad(direct, activations)
-    )
-
-
 def test_cosines_are_torchs():
     activations = make()["activations_TKD"]
     expected = torch.cosine_similarity(activations.unsqueeze(1), activations.unsqueeze(2), dim=-1)
     expected.diagonal(dim1=1, dim2=2).zero_()
     torch.testing.assert_close(cosines(gram(activations)), expected)
-
-
-def test_term_reads_the_gram_of_activations():
-    values, keep = make(), mask(17)
-    kind = TERMS["specialization"]
-    term = kind(kind.Options(weight=1.0))
-    assert term.needs == {"activations_gram"}
-    got = term.loss(record(values, mask_T=keep), LayerContext())
-    torch.testing.assert_close(got, reference.specialization(values["activations_TKD"], keep))
