@@ -11,7 +11,6 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.training.callback import SpecializationCallback
 
 SECTION = "specialization"
@@ -41,13 +40,7 @@ class SpecializationPlugin(BasePlugin):
         return f"{__name__}.{SpecializationArgs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        section = cfg.get(SECTION)
-        if section is None:
-            raise RecipeError(
-                f"{SECTION}: the section is missing, and plugins: names {type(self).__name__}; "
-                f"write, for example, {SECTION}: {{preset: orthogonal_variance, share: 0.1}}"
-            )
-        SpecializationCallback.from_section(_plain(section)).attach(trainer)
+        SpecializationCallback.from_section(_plain(cfg.get(SECTION))).attach(trainer)
 
 
 def _plain(value: Any) -> Any:

@@ -31,12 +31,9 @@ def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
         RecipeError: the section is missing or invalid.
     """
     arguments = read_yaml(Path(config), RecipeError)
-    if not isinstance(arguments, dict) or arguments.get(SECTION) is None:
-        raise RecipeError(
-            f"{config}: has no section {SECTION}; write, for example, "
-            f"{SECTION}: {{preset: orthogonal_variance, share: 0.1}}"
-        )
-    callback = SpecializationCallback.from_section(arguments.pop(SECTION))
+    if not isinstance(arguments, dict):
+        raise RecipeError(f"{config}: is not a mapping of LLaMA-Factory's options")
+    callback = SpecializationCallback.from_section(arguments.pop(SECTION, None))
     from llamafactory.train.tuner import run_exp
 
     run_exp({**arguments, **_parsed(overrides)}, callbacks=[callback])

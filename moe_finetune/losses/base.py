@@ -141,6 +141,12 @@ class TermOptions(BaseModel):
         return self.layers == "all" or layer in expand_layers(self.layers)
 
 
+class OneValueOptions(TermOptions):
+    """Options of a term whose value is not a sum over tokens: one for a layer, or for a batch."""
+
+    reduction: Literal["mean"] = Field(default="mean", description="there is no sum over tokens")
+
+
 def expand_layers(entries: list[int | str]) -> set[int]:
     """``[4, "8-10"]`` -> ``{4, 8, 9, 10}``; raise ValueError for anything else."""
     layers: set[int] = set()

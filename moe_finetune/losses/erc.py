@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, ModelFacts, OneValueOptions, Term
 from moe_finetune.losses.gram import off_diagonal
 from moe_finetune.losses.record import Projection, ProjectionFactors, RoutingRecord
 from moe_finetune.losses.tensors import (
@@ -203,13 +203,9 @@ def _batch(inputs: Tensor, chunk: slice, experts: int) -> Tensor:
     return inputs.expand(experts, *inputs.shape[-2:])[chunk]
 
 
-class ErcOptions(TermOptions):
-    """Options of :func:`erc_loss`; ``activation`` is what M measures (P2 §4.5).
+class ErcOptions(OneValueOptions):
+    """Options of :func:`erc_loss`; ``activation`` is what M measures (P2 §4.5)."""
 
-    A layer has one value, so nothing is summed over tokens.
-    """
-
-    reduction: Literal["mean"] = Field(default="mean", description="a layer has one value")
     alpha: float = Field(
         default=1.0,
         ge=0,

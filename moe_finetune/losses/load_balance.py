@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, distributed
 
 from moe_finetune.errors import ObjectiveError
-from moe_finetune.losses.base import LayerContext, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, OneValueOptions, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
     blank,
@@ -161,10 +161,9 @@ def _num_ranks() -> int:
     return distributed.get_world_size() if distributed_run() else 1
 
 
-class LoadBalanceOptions(TermOptions):
-    """Options of :func:`load_balancing_loss`; a batch has one value, so nothing is summed."""
+class LoadBalanceOptions(OneValueOptions):
+    """Options of :func:`load_balancing_loss`."""
 
-    reduction: Literal["mean"] = Field(default="mean", description="a batch has one value")
     variant: Variant = Field(default="switch", description="whose formula and scale")
     scope: Literal["sequence", "micro_batch", "global_batch"] = Field(
         default="micro_batch",

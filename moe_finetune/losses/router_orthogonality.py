@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
 from torch import Tensor
 
-from moe_finetune.losses.base import LayerContext, Term, TermOptions
+from moe_finetune.losses.base import LayerContext, OneValueOptions, Term
 from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import check_shapes, full_precision
@@ -30,12 +27,6 @@ def router_orthogonality_loss(router_weight_EH: Tensor) -> Tensor:
     return cosines_EE.square().sum() / max(experts * (experts - 1), 1)
 
 
-class RouterOrthogonalityOptions(TermOptions):
-    """A layer has one value, so nothing is summed over tokens."""
-
-    reduction: Literal["mean"] = Field(default="mean", description="a layer has one value")
-
-
 class RouterOrthogonality(Term):
     """``router_orthogonality``: similarity of the router's rows."""
 
@@ -43,7 +34,7 @@ class RouterOrthogonality(Term):
     source = "P2 §4.5"
     reads = "router weight"
     trains = frozenset({"router"})
-    Options = RouterOrthogonalityOptions
+    Options = OneValueOptions
     router_rows = True
 
     def loss(self, record: RoutingRecord, context: LayerContext) -> Tensor:

@@ -124,8 +124,9 @@ class SpecializationCallback(TrainerCallback, ExportableState):
             return section, {}
         if not isinstance(section, Mapping):
             raise RecipeError(
-                f"specialization: {section!r} is neither a preset's name nor a mapping such as "
-                "{preset: orthogonal_variance, share: 0.1}"
+                "specialization: wanted a preset's name or a mapping such as {preset: "
+                "orthogonal_variance, share: 0.1} (ms-swift: in the variable SPECIALIZATION), got "
+                + ("no section" if section is None else repr(section))
             )
         options = {key: section[key] for key in OPTIONS if section.get(key) is not None}
         if options.get("kernel", "auto") not in get_args(Kernel):

@@ -21,19 +21,13 @@ VARIABLE = "SPECIALIZATION"
 
 
 def section_from_environment() -> Any:
-    """The method that the environment variable names.
+    """The method in the environment variable; None without it.
 
     Raises:
-        RecipeError: it is missing or not YAML.
+        RecipeError: it is not YAML.
     """
-    text = os.environ.get(VARIABLE)
-    if not text:
-        raise RecipeError(
-            f"{VARIABLE}: the environment variable is missing; set it to a preset or a mapping, "
-            f"such as {VARIABLE}='{{preset: orthogonal_variance, share: 0.1}}'"
-        )
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(os.environ.get(VARIABLE, ""))
     except yaml.YAMLError as error:
         raise RecipeError(f"{VARIABLE}: not YAML: {error}") from None
 
