@@ -51,8 +51,11 @@ def watch(folder: Path) -> None:
             save_file(
                 {n: g.float().clone() for n, g in grads.items()}, folder / "gradients.safetensors"
             )
+            model = fresh.pop()
+            for module in model.modules():
+                module.gradient_checkpointing = False
             terms = reference_loop.gradients(
-                fresh.pop(), batches, TERMS, SCALING, scale=1 / ACCUMULATION, language=False
+                model, batches, TERMS, SCALING, scale=1 / ACCUMULATION, language=False
             )
             save_file(
                 {n: g.contiguous() for n, g in terms.items()}, folder / "reference.safetensors"
