@@ -17,6 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from moe_finetune.errors import CaptureError
 
 _INNER = "_checkpoint_wrapped_module"
+REENTRANT = (
+    "reentrant gradient checkpointing gives wrong gradients of losses between layers; set "
+    "gradient_checkpointing_kwargs={'use_reentrant': False} (LLaMA-Factory: use_reentrant_gc: "
+    "false), or CheckpointImpl.NO_REENTRANT in torch's checkpoint wrapper"
+)
 
 
 def inside(decoder_layer: Any) -> Any:
@@ -60,11 +65,7 @@ def check_layers(layers: Iterable[Any], use_cache: bool) -> None:
         if (wrapped and layer.checkpoint_impl is CheckpointImpl.REENTRANT) or (
             active and function.keywords.get("use_reentrant") is not False
         ):
-            raise CaptureError(
-                "reentrant gradient checkpointing gives wrong gradients of losses between layers; "
-                "set gradient_checkpointing_kwargs={'use_reentrant': False}, or CheckpointImpl."
-                "NO_REENTRANT in torch's checkpoint wrapper"
-            )
+            raise CaptureError(REENTRANT)
         if wrapped and use_cache:
             raise CaptureError(
                 "a decoder layer in torch's checkpoint wrapper runs again in the backward and "

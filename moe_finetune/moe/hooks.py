@@ -28,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.losses.objective import Objective
-from moe_finetune.moe.checkpointing import check_block, check_layers, inside
+from moe_finetune.moe.checkpointing import REENTRANT, check_block, check_layers, inside
 from moe_finetune.moe.context import CONTEXT_KEY, ForwardContext, ForwardPlan, Observer
 from moe_finetune.moe.foreign_kernels import check_kernels
 from moe_finetune.moe.grouped import Kernel, grouped_products
@@ -290,6 +290,9 @@ class Recorder:
                 f"layer {layer.index} was run without its model's own forward, so its losses and "
                 "records would be lost; call the model, or the decoder below its head"
             )
+        if context is not None and context.train and not torch.is_grad_enabled():
+            # Hosts wrap checkpoint functions, so that only the layer itself shows which kind runs.
+            raise CaptureError(REENTRANT)
         if context is not None and context.copied:
             raise CaptureError(
                 f"layer {layer.index} got a copy of what the forward hands from layer to layer, "

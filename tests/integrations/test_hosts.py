@@ -226,6 +226,24 @@ def test_a_host_trains_with_the_method(host, base, data, tmp_path, capsys):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["llamafactory", "swift"])
+def test_a_hosts_reentrant_checkpointing_is_refused(host, base, data, tmp_path):
+    """Their default on one process, which their checkpoint functions' arguments do not show."""
+    section = {"preset": "specialization_coupling"}
+    command, variables, _ = HOSTS[host](base, data, tmp_path, section)
+    if host == "swift":
+        at = command.index("--gradient_checkpointing_kwargs")
+        del command[at : at + 2]
+    else:
+        config = yaml.safe_load(Path(command[1]).read_text())
+        del config["use_reentrant_gc"]
+        Path(command[1]).write_text(yaml.safe_dump(config))
+    done = python(environment_of(host), ["-m", *command], tmp_path, variables)
+    assert done.returncode != 0
+    assert "reentrant gradient checkpointing gives wrong gradients" in done.stderr
+
+
 KERNELS = {
     "liger_kernel.transformers.swiglu.LigerExperts": """
 from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe

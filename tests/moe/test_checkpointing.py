@@ -7,6 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.utils.checkpoint import checkpoint
 
 from moe_finetune.errors import CaptureError
 from moe_finetune.training.specialization import Specialization
@@ -42,6 +43,22 @@ def test_a_layer_of_its_own_mind_is_refused():
     keep = later._gradient_checkpointing_func
     later._gradient_checkpointing_func = type(keep)(keep.func, use_reentrant=True)
     with pytest.raises(CaptureError, match="use_reentrant"):
+        coupled(model)
+
+
+def test_a_reentrant_function_behind_a_wrapper_is_refused():
+    """As LLaMA-Factory and ms-swift set it: nothing in its arguments says what it does."""
+    model = tiny.model("olmoe")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    for reentrant in (False, True):
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = lambda function, *args, reentrant=reentrant: (
+                checkpoint(function, *args, use_reentrant=reentrant)
+            )
+        if not reentrant:
+            assert coupled(model) < -0.05
+    with pytest.raises(CaptureError, match="use_reentrant_gc: false"):
         coupled(model)
 
 
