@@ -19,11 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_finetune.errors import ObjectiveError
+from moe_finetune.errors import ObjectiveError, did_you_mean
 from moe_finetune.losses.base import LayerContext, ModelFacts, PreviousLayer
+from moe_finetune.losses.gram import gram
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.losses.record import RoutingRecord
+
+
+_VECTORS = {"activations_gram": "activations_TKD", "outputs_gram": "outputs_TKH"}
+"""The vectors that a Gram matrix can be computed from."""
+_FIELDS = {
+    "activations": "activations_TKD",
+    "outputs": "outputs_TKH",
+    "activations_gram": "activations_gram_TKK",
+    "outputs_gram": "outputs_gram_TKK",
+    "expert_factors": "expert_factors",
+}
 
 
 def layer_loss(
@@ -81,8 +93,6 @@ def layer_loss(
 
 
 def _terms(preset: str) -> Mapping[str, Mapping[str, Any]]:
-    from moe_finetune.errors import did_you_mean
-
     if preset not in PRESETS:
         raise ObjectiveError(f"unknown preset '{preset}'{did_you_mean(preset, PRESETS)}")
     chosen = PRESETS[preset]
@@ -99,22 +109,15 @@ def _complete(record: RoutingRecord, objective: Objective) -> RoutingRecord:
     Raises:
         ObjectiveError: a term reads a part that is missing; names both.
     """
-    grams: dict[str, Any] = {}
+    for need, field in _VECTORS.items():
+        gram_field, vectors = f"{need}_TKK", getattr(record, field)
+        if need in objective.needs and getattr(record, gram_field) is None and vectors is not None:
+            record = dataclasses.replace(record, **{gram_field: gram(vectors)})
     for term in objective.terms:
         for need in term.needs - {"previous"}:
-            kind, _, gram = need.partition("_gram")
-            field = {"activations": "activations_TKD", "outputs": "outputs_TKH"}.get(kind, kind)
-            if gram == "" and need.endswith("_gram"):
-                if getattr(record, f"{need}_TKK") is not None:
-                    continue
-                vectors = getattr(record, field)
-                if vectors is not None:
-                    wide = vectors.float()
-                    grams[f"{need}_TKK"] = wide @ wide.transpose(-1, -2)
-                    continue
-            elif getattr(record, field) is not None:
-                continue
-            raise ObjectiveError(
-                f"method.terms.{term.name}: the record has no {field}; fill it, or remove the term"
-            )
-    return dataclasses.replace(record, **grams) if grams else record
+            if getattr(record, _FIELDS[need]) is None:
+                raise ObjectiveError(
+                    f"method.terms.{term.name}: the record has no "
+                    f"{_VECTORS.get(need, _FIELDS[need])}; fill it, or remove the term"
+                )
+    return record
