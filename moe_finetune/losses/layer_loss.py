@@ -26,7 +26,6 @@ from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.losses.record import RoutingRecord
 
-
 _VECTORS = {"activations_gram": "activations_TKD", "outputs_gram": "outputs_TKH"}
 """The vectors that a Gram matrix can be computed from."""
 _FIELDS = {
@@ -112,7 +111,8 @@ def _complete(record: RoutingRecord, objective: Objective) -> RoutingRecord:
     for need, field in _VECTORS.items():
         gram_field, vectors = f"{need}_TKK", getattr(record, field)
         if need in objective.needs and getattr(record, gram_field) is None and vectors is not None:
-            record = dataclasses.replace(record, **{gram_field: gram(vectors)})
+            computed: dict[str, Any] = {gram_field: gram(vectors)}
+            record = dataclasses.replace(record, **computed)
     for term in objective.terms:
         for need in term.needs - {"previous"}:
             if getattr(record, _FIELDS[need]) is None:
