@@ -16,7 +16,7 @@ Output = TypeVar("Output", Tensor, tuple)
 def inject(output: Output, loss: Tensor, scale: float) -> Output:
     """Return ``output`` unchanged; backward through it adds ``scale * d(loss)`` to all gradients.
 
-    Equal to adding ``scale * loss`` to the model's loss, but the loss need not be returned from
+    Equal to adding ``scale * loss`` to the model's loss, but nothing has to carry the loss out of
     the layer, so it works under any trainer and with checkpointed or sharded layers.
 
     Args:
@@ -39,8 +39,8 @@ class Joins(Protocol):
 class PerTermLosses:
     """Injects each term separately, so that a backward can choose which of them act.
 
-    With ``retain_graph`` one forward serves them all, and the trainer's own loss too: a backward
-    through the model's output has only the losses of the term ``on`` in it.
+    With ``retain_graph`` the graph of one forward gives the gradient of every term alone and of the
+    trainer's own loss.
 
     Attributes:
         only: the names of the terms that act in the next backward, each at weight 1; None for all

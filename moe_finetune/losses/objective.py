@@ -125,14 +125,6 @@ class Objective:
         self.full_weights[name] = weight
         self.set_progress(*self._progress)
 
-    def only(self, *names: str) -> Objective:
-        """Only the terms of these names (not copies), at weight 1 whatever their schedules."""
-        chosen = copy.copy(self)
-        chosen.terms = tuple(term for term in self.terms if term.name in names)
-        chosen.weights = dict.fromkeys(names, 1.0)
-        chosen.full_weights = {**chosen.weights}
-        return chosen
-
     def __call__(self, record: RoutingRecord, context: LayerContext) -> LayerLoss:
         result = LayerLoss()
         for term in self.terms:
