@@ -8,11 +8,12 @@ from pathlib import Path
 
 import moe_finetune
 
-FILLERS = frozenset(
+WORDS = (
     "own held found given said kept came theirs asked told each some here there left rest whole "
     "below above apart alone made took taken wanted before after shown known place number work "
-    "every again".split()
+    "every again"
 )
+FILLERS = frozenset(WORDS.split())
 """Words that fit any value; a name in the field's terms says more."""
 MOST = 0.005
 
