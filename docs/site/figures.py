@@ -1,4 +1,4 @@
-"""Figures of ``recipes/README.md`` and of the examples in ``recipes/papers``, from saved results.
+"""Figures of the pages in ``recipes``, from saved results.
 
 ``<!-- demo: ARM -->`` begins a table of what an arm changed at the demo's length, over seeds,
 ``<!-- arms: NAME -->`` one of what every arm of a study ended with,
@@ -17,7 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "bench" / "results"
-PAGES = [ROOT / "recipes" / "README.md", *sorted((ROOT / "recipes" / "papers").glob("*.md"))]
+PAGES = [
+    *(ROOT / "recipes" / name for name in ("README.md", "studies/README.md")),
+    *sorted((ROOT / "recipes" / "papers").glob("*.md")),
+]
 TABLE = re.compile(
     r"(<!-- (demo|arms|effects|cost): (.+?) -->\n).*?(<!-- end of figures -->)", re.S
 )
@@ -72,23 +75,29 @@ def arm_rows(name: str) -> Iterator[str]:
 
 
 def effect_rows(asked: str) -> Iterator[str]:
-    """Effects of a study: the first row of each, or that of an arm."""
+    """Effects of a study: the first row of each, or that of an arm, or ``all``."""
     name, _, effects = asked.partition(": ")
     rows = [row for study in result(name)["studies"].values() for row in study["effects"]]
     yield "| effect | measured | compared | baseline -> ours | difference [95 %] | reproduced |"
     yield "| --- | --- | --- | --- | --- | --- |"
+    if effects == "all":
+        yield from (_effect(row) for row in rows if row["difference"] is not None)
+        return
     for effect in effects.split():
         number_of, _, arm = effect.partition("/")
-        row = next(
-            row for row in rows if row["effect"] == int(number_of) and arm in ("", row["arm"])
+        yield _effect(
+            next(row for row in rows if row["effect"] == int(number_of) and arm in ("", row["arm"]))
         )
-        means = f"{number(row['baseline_mean'])} -> {number(row['arm_mean'])}"
-        spread = f"{row['difference']:+.3g} [{row['low']:+.3g}, {row['high']:+.3g}]"
-        against = f" against {row['baseline']}" if row["baseline"] else ""
-        yield (
-            f"| {number_of}: {row['name']} | {row['what']} | {row['arm']}{against} | {means} "
-            f"| {spread} | {row['verdict']} |"
-        )
+
+
+def _effect(row: dict[str, Any]) -> str:
+    means = f"{number(row['baseline_mean'])} -> {number(row['arm_mean'])}"
+    spread = f"{row['difference']:+.3g}"
+    if row["seeds"] > 1:
+        spread += f" [{row['low']:+.3g}, {row['high']:+.3g}]"
+    against = f" against {row['baseline']}" if row["baseline"] else ""
+    head = f"| {row['effect'] or '-'}: {row['name']} | {row['what']} | {row['arm']}{against}"
+    return f"{head} | {means} | {spread} | {row['verdict']} |"
 
 
 def cost_rows(name: str) -> Iterator[str]:

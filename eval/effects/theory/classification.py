@@ -27,9 +27,7 @@ class Setting:
 
     Attributes:
         redundant: features that are random mixtures of the informative ones (appendix L: 90).
-        noise: features of noise; the paper has none.
         clusters: of each class; 1 is ours, the paper is silent.
-        bias: whether router and experts have biases; appendix L writes both without.
         alpha: weight of the balance loss, in all arms.
         weight: of the arm's own loss (the paper's lambda).
         determinantal_eps: of theorem 6.3's choice at evaluation; ours, see
@@ -39,7 +37,6 @@ class Setting:
     samples: int = 4000
     informative: int = 10
     redundant: int = 90
-    noise: int = 0
     classes: int = 10
     clusters: int = 1
     separation: float = 0.6
@@ -47,7 +44,6 @@ class Setting:
     experts: int = 16
     hidden: int = 32
     top_k: int = 2
-    bias: bool = False
     batch: int = 128
     learning_rate: float = 1e-3
     epochs: int = 30
@@ -69,7 +65,7 @@ def make_data(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
 
     inputs_NF, labels_N = make_classification(
         n_samples=setting.samples,
-        n_features=setting.informative + setting.redundant + setting.noise,
+        n_features=setting.informative + setting.redundant,
         n_informative=setting.informative,
         n_redundant=setting.redundant,
         n_classes=setting.classes,
@@ -126,7 +122,6 @@ def run_arm(
         setting.hidden,
         setting.top_k,
         generator,
-        bias=bool(setting.bias),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
 

@@ -1,8 +1,8 @@
-"""Many small mixtures of experts side by side, each as if it trained alone (P4 Fig. 3).
+"""Many small mixtures of experts side by side, each as if it trained by itself (P4 Fig. 3).
 
 All models of a stack have the same sizes and see batches of the same length, so that one batched
 product serves them all. A loss is the sum of the models' losses, and AdamW works element by
-element: every model's parameters move as they would alone.
+element: every model's parameters move as they would by themselves.
 
 Shape legend: M models, T samples of a batch, F features, E experts, K selected, D hidden,
 C classes.
@@ -45,10 +45,9 @@ class Routed(NamedTuple):
 class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
 
-    Appendix L writes router and experts without biases; ``bias`` adds them. Weights of the
-    selected experts are renormalised to sum 1. Every expert is computed on every
-    sample: at this size that is faster than sorting samples by expert. An expert that no sample of
-    a batch selects has a zero gradient.
+    Router and experts have no biases (appendix L). Weights of the selected experts are
+    renormalised to sum 1. Every expert is computed on every sample: at this size that is faster
+    than sorting samples by expert. An expert that no sample of a batch selects has a zero gradient.
 
     Args:
         models: M.
@@ -58,7 +57,6 @@ class StackedMixtures(nn.Module):
         hidden: D.
         top_k: K.
         generator: source of the initial weights, uniform in ``±1/sqrt(inputs)`` as in nn.Linear.
-        bias: whether the three linear maps have one.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class StackedMixtures(nn.Module):
         hidden: int = 32,
         top_k: int = 2,
         generator: torch.Generator | None = None,
-        bias: bool = False,
     ):
         super().__init__()
         self.top_k = top_k
@@ -80,11 +77,8 @@ class StackedMixtures(nn.Module):
             return nn.Parameter((2 * torch.rand(shape, generator=generator) - 1) * bound)
 
         self.router_MFE = uniform(models, features, experts, inputs=features)
-        self.router_bias_ME = uniform(models, experts, inputs=features) if bias else None
         self.up_MFED = uniform(models, features, experts, hidden, inputs=features)
-        self.up_bias_MED = uniform(models, experts, hidden, inputs=features) if bias else None
         self.down_MEDC = uniform(models, experts, hidden, classes, inputs=hidden)
-        self.down_bias_MEC = uniform(models, experts, classes, inputs=hidden) if bias else None
 
     def forward(self, inputs_MTF: Tensor, determinantal_eps: float | None = None) -> Routed:
         """Class logits of every sample, with what the losses need.
@@ -93,17 +87,9 @@ class StackedMixtures(nn.Module):
         by top-k.
         """
         experts, hidden = self.up_MFED.shape[2:]
-        logits_MTE = inputs_MTF @ self.router_MFE
-        if self.router_bias_ME is not None:
-            logits_MTE = logits_MTE + self.router_bias_ME.unsqueeze(1)
-        probs_MTE = logits_MTE.softmax(-1)
-        up_MTS = inputs_MTF @ self.up_MFED.flatten(2)
-        if self.up_bias_MED is not None:
-            up_MTS = up_MTS + self.up_bias_MED.flatten(1).unsqueeze(1)
-        hidden_MTED = gelu(up_MTS).unflatten(2, (experts, hidden))
+        probs_MTE = (inputs_MTF @ self.router_MFE).softmax(-1)
+        hidden_MTED = gelu(inputs_MTF @ self.up_MFED.flatten(2)).unflatten(2, (experts, hidden))
         outputs_MTEC = torch.einsum("mted,medc->mtec", hidden_MTED, self.down_MEDC)
-        if self.down_bias_MEC is not None:
-            outputs_MTEC = outputs_MTEC + self.down_bias_MEC.unsqueeze(1)
         index_MTK = probs_MTE.topk(self.top_k, dim=-1).indices
         if determinantal_eps is not None:
             flat = probs_MTE.flatten(0, 1), outputs_MTEC.flatten(0, 1)

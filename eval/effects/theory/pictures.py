@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from moe_finetune.io.tables import csv_text
 if TYPE_CHECKING:
     from eval.effects.shards import Shard
 
-log = logging.getLogger(__name__)
 TITLES = {"baseline": "Baseline", "orthogonality": "L_o", "dpp": "DPP", "ncl": "NCL"}
 
 
@@ -36,10 +34,9 @@ def draw_pictures(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> l
     if arms:
         drawn.append(draw_classification(arms, folder / "figure3.png"))
         curves = epoch_rows(arms)
-        if curves:
-            drawn.append(draw_epochs(curves, folder / "figure3_epochs.png"))
-            write_atomic(folder / "figure3_epochs.csv", csv_text(curves))
-            drawn.append(folder / "figure3_epochs.csv")
+        drawn.append(draw_epochs(curves, folder / "figure3_epochs.png"))
+        write_atomic(folder / "figure3_epochs.csv", csv_text(curves))
+        drawn.append(folder / "figure3_epochs.csv")
     return drawn
 
 
@@ -109,18 +106,12 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
     """Mean and spread of folds in every epoch: a row for each arm, metric and epoch.
 
     ``spread`` is the standard deviation over the folds of a seed, averaged over seeds as a
-    variance is. Runs of before the curves were kept have none.
+    variance is.
     """
     table = []
     for arm, runs in arms.items():
-        kept = [run["curves"] for run in runs if "curves" in run]
-        if len(kept) < len(runs):
-            log.warning(
-                "%s: %d of %d runs keep no curves; delete their files under shards/classification "
-                "to run them again", arm, len(runs) - len(kept), len(runs),
-            )  # fmt: skip
-        for metric in kept[0] if kept else ():
-            values_SAM = np.array([curves[metric] for curves in kept])
+        for metric in runs[0]["curves"]:
+            values_SAM = np.array([run["curves"][metric] for run in runs])
             spread_A = np.sqrt(values_SAM.var(axis=2, ddof=1).mean(0))
             for epoch, (mean, spread) in enumerate(
                 zip(values_SAM.mean((0, 2)), spread_A, strict=True)
@@ -133,7 +124,7 @@ def epoch_rows(arms: Mapping[str, list[Mapping[str, Any]]]) -> list[dict[str, An
                         "mean": round(float(mean), 5),
                         "spread": round(float(spread), 5),
                         "folds": values_SAM.shape[2],
-                        "seeds": len(kept),
+                        "seeds": len(runs),
                     }
                 )
     return table

@@ -94,13 +94,6 @@ def optimal_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> n
     )
 
 
-def residual(features_BNH: np.ndarray, target_BH: np.ndarray, chosen_Bk: np.ndarray) -> np.ndarray:
-    """Squared distance of the target from the chosen features' span, as a share of its own."""
-    trials = zip(features_BNH, target_BH, chosen_Bk, strict=True)
-    explained_B = np.array([_explained(f, y, chosen[None])[0] for f, y, chosen in trials])
-    return np.maximum(1 - explained_B / (target_BH**2).sum(1), 0)
-
-
 def _explained(features_NH: np.ndarray, target_H: np.ndarray, subsets_Sk: np.ndarray) -> np.ndarray:
     """Squared length of the target's projection on the span of each subset, ``(S,)``."""
     gram_NN, scores_N = features_NH @ features_NH.T, features_NH @ target_H
@@ -112,13 +105,9 @@ def _explained(features_NH: np.ndarray, target_H: np.ndarray, subsets_Sk: np.nda
 def recovery(
     features_BNH: np.ndarray, answer_Bk: np.ndarray, weights_Bk: np.ndarray | None = None
 ) -> dict[str, float]:
-    """How often both choices find ``answer_Bk`` (sorted), and what they leave unexplained.
+    """Share of trials in which the greedy and the optimal choice give ``answer_Bk`` (sorted).
 
-    ``weights_Bk`` are those of the answer's features in the target; 1 unless given.
-
-    Keys ``greedy`` and ``optimal`` (share of trials with exactly the answer),
-    ``greedy_experts`` (share of the k experts found) and ``greedy_residual``, ``optimal_residual``
-    (means of :func:`residual`).
+    ``weights_Bk`` are those of the answer's features in the target, 1 by default.
     """
     k = answer_Bk.shape[1]
     parts_BkH = np.take_along_axis(features_BNH, answer_Bk[:, :, None], axis=1)
@@ -127,13 +116,9 @@ def recovery(
     target_BH = parts_BkH.sum(1)
     greedy_Bk = greedy_choice(features_BNH, target_BH, k)
     optimal_Bk = optimal_choice(features_BNH, target_BH, k)
-    found_Bk = (greedy_Bk[:, :, None] == answer_Bk[:, None, :]).any(2)
     return {
         "greedy": float((greedy_Bk == answer_Bk).all(1).mean()),
         "optimal": float((optimal_Bk == answer_Bk).all(1).mean()),
-        "greedy_experts": float(found_Bk.mean()),
-        "greedy_residual": float(residual(features_BNH, target_BH, greedy_Bk).mean()),
-        "optimal_residual": float(residual(features_BNH, target_BH, optimal_Bk).mean()),
     }
 
 
