@@ -74,9 +74,9 @@ def arm_rows(name: str) -> Iterator[str]:
         yield f"| `{arm.removeprefix('finetune/')}` | {' | '.join(cells)} | {values['seeds']} |"
 
 
-def effect_rows(asked: str) -> Iterator[str]:
+def effect_rows(spec: str) -> Iterator[str]:
     """Effects of a study: the first row of each, or that of an arm, or ``all``."""
-    name, _, effects = asked.partition(": ")
+    name, _, effects = spec.partition(": ")
     rows = [row for study in result(name)["studies"].values() for row in study["effects"]]
     yield "| effect | measured | compared | baseline -> ours | difference [95 %] | reproduced |"
     yield "| --- | --- | --- | --- | --- | --- |"

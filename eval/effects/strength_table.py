@@ -162,11 +162,14 @@ def draw(study: StrengthStudy, points: list[Point], path: Path) -> None:
     figure.suptitle(study.title)
     grid = figure.subplots(rows, COLUMNS, squeeze=False).flat
     for axes, name in zip(grid, names, strict=False):
-        shown = [p for p in points if p.method == name]
+        method_points = [p for p in points if p.method == name]
         best, limit = strongest(study, points, name), 100 * FAR * study.cost
-        costs, moved = [min(100 * p.cost, limit) for p in shown], [100 * p.moved for p in shown]
+        costs, moved = (
+            [min(100 * p.cost, limit) for p in method_points],
+            [100 * p.moved for p in method_points],
+        )
         axes.plot(costs, moved, "o-", color="C0", markerfacecolor="white", linewidth=1)
-        for point, x, y in zip(shown, costs, moved, strict=True):
+        for point, x, y in zip(method_points, costs, moved, strict=True):
             beyond = " →" if 100 * point.cost > limit else ""
             axes.annotate(f"{point.share:g}{beyond}", (x, y), xytext=(5, 4), fontsize=8,
                           textcoords="offset points")  # fmt: skip

@@ -39,24 +39,24 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(folder, tmp_path):
-    again = write_demo_data(tmp_path / "again", seed=3, sizes=SIZES)
+    repeated = write_demo_data(tmp_path / "again", seed=3, sizes=SIZES)
     other = write_demo_data(tmp_path / "other", seed=4, sizes=SIZES)
     for path in sorted(folder.iterdir()):
-        assert (again / path.name).read_bytes() == path.read_bytes()
+        assert (repeated / path.name).read_bytes() == path.read_bytes()
         assert (other / path.name).read_bytes() != path.read_bytes()
 
 
 def test_rows_are_as_many_as_asked_and_domains_are_mixed(folder):
     for name, count in (("train.jsonl", 240), ("validation.jsonl", 32)):
-        found = rows(folder / name)
-        domains = [row["domain"] for row in found]
+        examples = rows(folder / name)
+        domains = [row["domain"] for row in examples]
         assert [domains.count(d) for d in ("arithmetic", "code", "prose")] == [
             6 * count // 8,
             count // 8,
             count // 8,
         ]
         assert domains != sorted(domains)
-        assert all(row["prompt"] and row["completion"].startswith(" ") for row in found)
+        assert all(row["prompt"] and row["completion"].startswith(" ") for row in examples)
     assert len(rows(folder / "arithmetic_test.jsonl")) == 50
 
 
@@ -120,25 +120,25 @@ def test_a_library_without_source_is_refused(tmp_path):
 
 
 def test_the_stages_data_prefer_right_answers(tmp_path):
-    again = [write_stage_data(tmp_path / name, rows=60) for name in ("a", "b")]
-    files = sorted(path.name for path in again[0].iterdir())
+    folders = [write_stage_data(tmp_path / name, rows=60) for name in ("a", "b")]
+    files = sorted(path.name for path in folders[0].iterdir())
     assert files == [
         "labels.jsonl", "preferences.jsonl", "prompts.jsonl", "prompts_test.jsonl", "texts.jsonl",
     ]  # fmt: skip
     for name in files:
-        assert (again[0] / name).read_bytes() == (again[1] / name).read_bytes()
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
     def right(prompt: str, answer: str) -> bool:
         first, second = map(int, re.findall(r"\d+", prompt))
         return int(answer) in (first + second, first - second)
 
-    for row in rows(again[0] / "preferences.jsonl"):
+    for row in rows(folders[0] / "preferences.jsonl"):
         assert right(row["prompt"], row["chosen"]) and row["chosen"] != row["rejected"]
         assert len(row["chosen"]) == len(row["rejected"])
-    labels = [row["label"] for row in rows(again[0] / "labels.jsonl")]
+    labels = [row["label"] for row in rows(folders[0] / "labels.jsonl")]
     assert labels == [True, False] * 30
-    prompts = {row["prompt"] for row in rows(again[0] / "prompts.jsonl")}
-    held_out = [row["prompt"] for row in rows(again[0] / "prompts_test.jsonl")]
+    prompts = {row["prompt"] for row in rows(folders[0] / "prompts.jsonl")}
+    held_out = [row["prompt"] for row in rows(folders[0] / "prompts_test.jsonl")]
     assert not prompts & set(held_out)
     for prompt in held_out:
         first, second = map(int, re.findall(r"\d+", prompt))

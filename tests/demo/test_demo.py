@@ -42,28 +42,28 @@ def test_a_second_demo_keeps_what_has_not_changed(small, tmp_path, capsys):
     folder = tmp_path / "demo"
     arguments = ["demo", "--backend", "hf", "--steps", "2", "--output", str(folder)]
     assert cli.main(arguments) == 0
-    said = capsys.readouterr()
-    assert "demo_arithmetic (exact_match)  6" in said.out and "next:" in said.out
-    assert "Traceback" not in said.err and "{'" not in said.err
+    first = capsys.readouterr()
+    assert "demo_arithmetic (exact_match)  6" in first.out and "next:" in first.out
+    assert "Traceback" not in first.err and "{'" not in first.err
     scores = {m: json.loads((folder / m / "eval" / "results.json").read_text())
               for m in module.METHODS}  # fmt: skip
     scores["base"] = json.loads((folder / "base" / "results.json").read_text())
-    hashes = {name: found["checkpoint"]["sha256"] for name, found in scores.items()}
+    hashes = {name: results["checkpoint"]["sha256"] for name, results in scores.items()}
     assert len(set(hashes.values())) == 3, "three checkpoints were evaluated"
     for method in module.METHODS:
         beside = (folder / method / "eval_base" / "results.json").read_bytes()
         assert beside == (folder / "base" / "results.json").read_bytes()
     beside = folder / module.METHODS[1]
-    alone = run_recipe(load_recipe(beside / "recipe.yaml"), tmp_path / "alone", scored=False)
+    single = run_recipe(load_recipe(beside / "recipe.yaml"), tmp_path / "alone", scored=False)
     weights = "adapter/adapter_model.safetensors"
-    assert (alone / weights).read_bytes() == (beside / weights).read_bytes()
-    assert (alone / "merged").is_dir() and not (alone / "eval").exists()
+    assert (single / weights).read_bytes() == (beside / weights).read_bytes()
+    assert (single / "merged").is_dir() and not (single / "eval").exists()
 
     def files():
         return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
-    before = files()
+    times = files()
     assert cli.main(arguments) == 0
-    again = capsys.readouterr()
-    assert files() == before and again.out == said.out
-    assert "report: kept, its inputs have not changed" in again.err
+    second = capsys.readouterr()
+    assert files() == times and second.out == first.out
+    assert "report: kept, its inputs have not changed" in second.err

@@ -16,11 +16,11 @@ def test_only_what_follows_from_the_same_is_kept(tmp_path):
     parts.begin("one", "a")
     (folder / "one").mkdir()
     (folder / "one" / "half").touch()
-    again = Parts(folder)
-    assert not again.kept("one", "a"), "it was interrupted"
-    again.begin("one", "a")
+    reopened = Parts(folder)
+    assert not reopened.kept("one", "a"), "it was interrupted"
+    reopened.begin("one", "a")
     assert (folder / "one" / "half").exists(), "an interrupted part goes on"
-    again.finish("one")
+    reopened.finish("one")
     assert Parts(folder).kept("one", "a") and not Parts(folder).kept("one", "b")
     (folder / "one").rename(folder / "gone")
     assert not Parts(folder).kept("one", "a"), "its folder was taken away"

@@ -105,10 +105,10 @@ def test_a_second_call_takes_the_cache_and_a_changed_setting_does_not(checkpoint
 
 
 def test_the_same_seed_gives_the_same_weights(checkpoint, tmp_path):
-    again = ensure_demo_checkpoint(tmp_path / "other", 5, lambda *_: None, CONFIG)
+    repeated = ensure_demo_checkpoint(tmp_path / "other", 5, lambda *_: None, CONFIG)
     other = ensure_demo_checkpoint(tmp_path / "other", 6, lambda *_: None, CONFIG)
     name = "model.safetensors"
-    assert (again / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert (repeated / name).read_bytes() == (checkpoint / name).read_bytes()
     assert (other / name).read_bytes() != (checkpoint / name).read_bytes()
 
 
@@ -149,8 +149,8 @@ def test_batches_teach_answers_alone_and_text_in_full(small_corpus):
 
 def test_positions_start_anew_after_every_end():
     ids = np.array([[7, 0, 8, 9, 0, 0, 6], [0, 5, 5, 5, 5, 5, 5]])
-    wanted = [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
-    assert positions_of(ids, end=0).tolist() == wanted
+    expected = [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert positions_of(ids, end=0).tolist() == expected
 
 
 def test_losses_are_means_over_learned_tokens_of_documents_by_themselves(small_corpus):
@@ -195,16 +195,16 @@ def test_every_parameter_has_one_optimizer(small_corpus):
 def test_muon_moves_every_expert_by_an_orthogonal_update():
     torch.manual_seed(0)
     stack = torch.nn.Parameter(torch.randn(3, 24, 10))
-    before = stack.detach().clone()
+    start = stack.detach().clone()
     gradient = torch.randn_like(stack)
     stack.grad = gradient * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
     Muon([stack], lr=0.01, weight_decay=0.5).step()
-    update = (before * (1 - 0.01 * 0.5) - stack.detach()) / (0.01 * 2.4**0.5)
+    update = (start * (1 - 0.01 * 0.5) - stack.detach()) / (0.01 * 2.4**0.5)
     values = torch.linalg.svdvals(update)
     assert values.min() > 0.5 and values.max() < 1.35
     # Singular vectors are the gradient's: U^T G V stays diagonal and positive.
-    for moved, wanted in zip(update, gradient, strict=True):
-        u, _, v = torch.linalg.svd(wanted, full_matrices=False)
+    for moved, matrix in zip(update, gradient, strict=True):
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
         inside = u.T @ moved @ v.T
         off = inside - torch.diag(inside.diagonal())
         assert off.abs().max() < 1e-3 and inside.diagonal().min() > 0.5

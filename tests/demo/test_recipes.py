@@ -31,5 +31,5 @@ def test_without_a_checkpoint_they_say_so():
 
 def test_the_suite_reads_the_files_that_are_written():
     suite = load_suite("demo")
-    wanted = {file for task in suite.tasks for file in task.files.values()}
-    assert wanted == {ARITHMETIC_FILE, *CLOZE_FILES.values()}
+    files = {file for task in suite.tasks for file in task.files.values()}
+    assert files == {ARITHMETIC_FILE, *CLOZE_FILES.values()}

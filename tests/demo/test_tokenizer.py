@@ -42,5 +42,5 @@ def test_chats_mark_the_assistant(tokenizer):
     marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m]
     assert tokenizer.decode(marked) == "13<|im_end|>"
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert whole.startswith(prompt) and prompt.endswith("<|im_start|>assistant\n")
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text.startswith(prompt) and prompt.endswith("<|im_start|>assistant\n")

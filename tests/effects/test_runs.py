@@ -53,7 +53,7 @@ def _frequencies(experts=12):
 def test_measures_are_those_of_the_rows_one_by_one():
     model = tiny.model("qwen3_moe").train()
     rows, frequencies_VE = _rows(), _frequencies()
-    found, top1_TL = measure(model, rows, frequencies_VE, embeddings=10_000)
+    metrics, top1_TL = measure(model, rows, frequencies_VE, embeddings=10_000)
     assert model.training  # left as it was
     layers: dict[int, list] = {}
 
@@ -66,9 +66,9 @@ def test_measures_are_those_of_the_rows_one_by_one():
         for row in rows:
             ids = torch.tensor([row["input_ids"]])
             logits_SV = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
-            for place, label in enumerate(row["labels"][1:]):
+            for position, label in enumerate(row["labels"][1:]):
                 if label != IGNORED:
-                    loss, learned = loss - logits_SV[place, label].item(), learned + 1
+                    loss, learned = loss - logits_SV[position, label].item(), learned + 1
 
     def joined(layer, name):
         return torch.cat([getattr(record, name) for record in layers[layer]]).numpy()
@@ -83,7 +83,7 @@ def test_measures_are_those_of_the_rows_one_by_one():
         ids = joined(layer, "token_ids_T")
         return conditional_mean_rank(joined(layer, "logits_TE"), ids, frequencies_VE)
 
-    wanted = {
+    expected = {
         "validation_loss": loss / learned,
         "score_variance": mean(lambda n: score_variance(joined(n, "scores_TE"))),
         "activation_cosine": mean(lambda n: activation_cosine(joined(n, "activations_TKD"))),
@@ -99,8 +99,8 @@ def test_measures_are_those_of_the_rows_one_by_one():
             ]
         ),
     }
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=2e-3), name
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=2e-3), name
     top = np.stack([joined(layer, "probs_TE").argmax(1) for layer in sorted(layers)], 1)
     assert (top1_TL == top).mean() > 0.99
     with Recorder(model):  # and nothing is left on it
@@ -138,22 +138,26 @@ def _write(path, items):
 def test_choices_are_judged_as_by_single_forwards(tmp_path):
     model, tokenizer = tiny.model("qwen3_moe", seed=3), tiny.tokenizer()
     _write(tmp_path / ARITHMETIC_FILE, [{"question": "1 + 1 =", "answer": "2"}])
-    for number, name in enumerate(CLOZE_FILES.values()):
+    for index, name in enumerate(CLOZE_FILES.values()):
         choices = ["one two three", "two one", "six"]
         _write(
             tmp_path / name,
             [
-                {"question": f"{number} {i * i}", "choices": choices, "answer": i % 3}
+                {"question": f"{index} {i * i}", "choices": choices, "answer": i % 3}
                 for i in range(9)
             ],
         )
-    found = HeldOutTasks(tmp_path, tokenizer, limit=8).score(model)
+    scores = HeldOutTasks(tmp_path, tokenizer, limit=8).score(model)
 
     def log_likelihood(question, choice) -> float:
-        before, after = tokenizer.encode(question), tokenizer.encode(f" {choice}")
+        prompt_ids, choice_ids = tokenizer.encode(question), tokenizer.encode(f" {choice}")
         with torch.no_grad():
-            logs = model(input_ids=torch.tensor([before + after])).logits[0].log_softmax(-1)
-        return sum(logs[len(before) - 1 + i, token].item() for i, token in enumerate(after))
+            logs = (
+                model(input_ids=torch.tensor([prompt_ids + choice_ids])).logits[0].log_softmax(-1)
+            )
+        return sum(
+            logs[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(choice_ids)
+        )
 
     for domain, name in CLOZE_FILES.items():
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()][:8]
@@ -161,8 +165,8 @@ def test_choices_are_judged_as_by_single_forwards(tmp_path):
             np.argmax([log_likelihood(row["question"], c) for c in row["choices"]]) == row["answer"]
             for row in rows
         ]
-        assert found[domain] == np.mean(right)
-    assert found["mean"] == pytest.approx((0 + found["code"] + found["prose"]) / 3)
+        assert scores[domain] == np.mean(right)
+    assert scores["mean"] == pytest.approx((0 + scores["code"] + scores["prose"]) / 3)
 
 
 def test_an_answer_counts_only_when_greedy_decoding_gives_all_of_it_and_ends(tmp_path):
@@ -201,8 +205,8 @@ def test_data_that_were_being_written_when_a_study_was_killed_are_written_anew(t
         data_in(tmp_path)
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    (left,) = tmp_path.glob(".data.partial-*")
-    assert (left / TRAIN_FILE).is_file() and not (tmp_path / "data").exists()
+    (partial,) = tmp_path.glob(".data.partial-*")
+    assert (partial / TRAIN_FILE).is_file() and not (tmp_path / "data").exists()
     data = data_in(tmp_path)
     names = {TRAIN_FILE, VALIDATION_FILE, ARITHMETIC_FILE, *CLOZE_FILES.values()}
     assert {path.name for path in data.iterdir()} == names
@@ -235,24 +239,24 @@ def bench(tiny_checkpoint, tmp_path):
 @pytest.mark.slow
 def test_an_arm_trains_is_probed_and_scored_and_probing_changes_nothing(bench, tmp_path):
     method = {"preset": "specialization_coupling"}
-    found = run_finetune(bench, method, 5, tmp_path / "a")
-    assert [row["step"] for row in found["probes"]] == [0, 2, 4]
-    assert "stability" not in found["probes"][0]
-    assert all(0 < row["stability"] < 1 for row in found["probes"][1:])
-    assert [row["step"] for row in found["log"]] == [1, 2, 3, 4]
-    assert all("losses/coupling" in row for row in found["log"])
-    assert set(found["scores"]) == {"arithmetic", "code", "prose", "mean"}
-    json.dumps(found, allow_nan=False)
+    result = run_finetune(bench, method, 5, tmp_path / "a")
+    assert [row["step"] for row in result["probes"]] == [0, 2, 4]
+    assert "stability" not in result["probes"][0]
+    assert all(0 < row["stability"] < 1 for row in result["probes"][1:])
+    assert [row["step"] for row in result["log"]] == [1, 2, 3, 4]
+    assert all("losses/coupling" in row for row in result["log"])
+    assert set(result["scores"]) == {"arithmetic", "code", "prose", "mean"}
+    json.dumps(result, allow_nan=False)
     values = ("loss", "losses/coupling", "losses/specialization")
     bench.section = bench.section.model_copy(update={"probes": 4})
-    again = run_finetune(bench, method, 5, tmp_path / "b")
-    assert len(again["probes"]) == 5
-    for a, b in zip(found["log"], again["log"], strict=True):
+    repeated = run_finetune(bench, method, 5, tmp_path / "b")
+    assert len(repeated["probes"]) == 5
+    for a, b in zip(result["log"], repeated["log"], strict=True):
         assert [a[name] for name in values] == [b[name] for name in values]
-    assert again["probes"][2]["coupling_mass"] == found["probes"][1]["coupling_mass"]
+    assert repeated["probes"][2]["coupling_mass"] == result["probes"][1]["coupling_mass"]
     other = run_finetune(bench, method, 6, tmp_path / "c")
-    assert other["log"][0]["loss"] != found["log"][0]["loss"]
-    assert other["probes"][0]["coupling_mass"] == found["probes"][0]["coupling_mass"]
+    assert other["log"][0]["loss"] != result["log"][0]["loss"]
+    assert other["probes"][0]["coupling_mass"] == result["probes"][0]["coupling_mass"]
 
 
 @pytest.mark.slow
@@ -269,8 +273,8 @@ def test_fresh_rows_are_not_the_demos_and_every_arm_of_a_seed_answers_the_same_s
     assert "sums" not in learned["probes"][0]
     assert [0 <= row["sums"] <= 100 for row in learned["probes"][1:]] == [True, True]
     # Asking sums changes nothing else.
-    again = run_finetune(bench, {"preset": "none"}, 5, tmp_path / "plain")
-    assert [row["loss"] for row in learned["log"]] == [row["loss"] for row in again["log"]]
+    plain = run_finetune(bench, {"preset": "none"}, 5, tmp_path / "plain")
+    assert [row["loss"] for row in learned["log"]] == [row["loss"] for row in plain["log"]]
 
 
 @pytest.mark.slow
@@ -311,9 +315,9 @@ def test_pretraining_from_scratch_learns_and_arms_share_their_start():
 def test_a_run_that_diverges_says_where():
     unbounded = {"terms": {"ncl": {"weight": 1e12, "normalize": False}}}
     section = SCRATCH.model_copy(update={"learning_rate": 1e6, "gradient_norm": 1e9})
-    found = run_scratch(section, unbounded, 1)
-    assert found["diverged"] is not None and found["held_out"] == math.inf
-    assert len(found["loss"]) == found["diverged"] + 1
+    result = run_scratch(section, unbounded, 1)
+    assert result["diverged"] is not None and result["held_out"] == math.inf
+    assert len(result["loss"]) == result["diverged"] + 1
 
 
 def test_the_schedule_warms_up_and_falls_to_a_tenth():

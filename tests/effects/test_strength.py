@@ -26,20 +26,24 @@ def result(loss, overlap, weight=None):
 
 @pytest.fixture
 def study():
-    wanted = ["methods.orthogonal_variance.terms=[variance]", "shares=[0.1,0.3,1]", "seeds=[1,2]"]
-    return load_strength_study(RECIPE, wanted)
+    overrides = [
+        "methods.orthogonal_variance.terms=[variance]",
+        "shares=[0.1,0.3,1]",
+        "seeds=[1,2]",
+    ]
+    return load_strength_study(RECIPE, overrides)
 
 
 @pytest.fixture
 def results():
     """Costs of 0.5 %, 1 % in the mean (0.4 and 1.6), and 4 %."""
-    found = {Shard("finetune", "baseline", s): result(2.0 * s, 0.4 * s) for s in (1, 2)}
+    shards = {Shard("finetune", "baseline", s): result(2.0 * s, 0.4 * s) for s in (1, 2)}
     for share, one, two, overlap in ((0.1, 0.5, 0.5, 0.9), (0.3, 0.4, 1.6, 0.7), (1, 4, 4, 0.5)):
         for seed, cost in ((1, one), (2, two)):
-            found[shard_of("orthogonal_variance", share, seed)] = result(
+            shards[shard_of("orthogonal_variance", share, seed)] = result(
                 2.0 * seed * (1 + cost / 100), 0.4 * seed * overlap, 5 * share + seed
             )
-    return found
+    return shards
 
 
 def test_every_method_gets_every_share_beside_the_balance():

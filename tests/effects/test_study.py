@@ -87,8 +87,8 @@ def test_a_study_shows_the_effects_of_its_parts():
     assert [effect.number for effect in effects_of(both)] == [12, 13, 24]
     assert [effect.number for effect in effects_of(load_miniature(SHIPPED))] == list(range(1, 25))
     # What is the paper's stays so when the two files are edited.
-    whole = load_miniature(SHIPPED)
-    assert (both.recovery, both.classification) == (whole.recovery, whole.classification)
+    study = load_miniature(SHIPPED)
+    assert (both.recovery, both.classification) == (study.recovery, study.classification)
 
 
 def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
@@ -103,11 +103,11 @@ def test_a_study_runs_and_goes_on_where_it_stopped(recipe, tmp_path, capsys):
     # Two arms, three metrics, two epochs and the start.
     assert len((output / "pictures" / "figure3_epochs.csv").read_text().splitlines()) == 1 + 18
     first = (output / "effects.json").read_text()
-    held = {path: path.stat().st_mtime_ns for path in files}
+    times = {path: path.stat().st_mtime_ns for path in files}
     files[0].unlink()
     assert run(recipe(), output, resume=True) == 0
-    again = {path: path.stat().st_mtime_ns for path in files}
-    assert [path for path in files if again[path] != held[path]] == files[:1]
+    times_after = {path: path.stat().st_mtime_ns for path in files}
+    assert [path for path in files if times_after[path] != times[path]] == files[:1]
     assert (output / "effects.json").read_text() == first
 
 
@@ -125,8 +125,11 @@ def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
     # Five features in four dimensions do not exist; the classification runs all the same.
     path, output = recipe(recovery={**RECOVERY, "width": 4}), tmp_path / "out"
     assert run(path, output) == 2
-    said = capsys.readouterr().out
-    assert "failed: recovery/sweep/seed_1: " in said and "width is 4, wanted at least" in said
+    output_text = capsys.readouterr().out
+    assert (
+        "failed: recovery/sweep/seed_1: " in output_text
+        and "width is 4, wanted at least" in output_text
+    )
     reason = output / "logs" / "recovery" / "sweep" / "seed_1.failed.json"
     assert "width is 4, wanted at least count=7" in reason.read_text()
     assert len(list(output.glob("shards/classification/**/*.json"))) == 4

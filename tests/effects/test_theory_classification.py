@@ -83,23 +83,23 @@ def test_a_stack_trains_as_its_models_would_alone(arm):
     inputs_SMTF = torch.randn(3, M, T, F, generator=generator, dtype=torch.float64)
     labels_SMT = torch.randint(C, (3, M, T), generator=generator)
     stack = _stack()
-    alone = [_Single(stack, m) for m in range(M)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (stack, *alone)]
+    models = [_Single(stack, m) for m in range(M)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (stack, *models)]
     for inputs_MTF, labels_MT in zip(inputs_SMTF, labels_SMT, strict=True):
         loss = training_loss(stack(inputs_MTF), labels_MT, arm, 0.3, 0.2)
-        wanted = [
-            model.loss(inputs_MTF[m], labels_MT[m], arm, 0.3, 0.2) for m, model in enumerate(alone)
+        losses = [
+            model.loss(inputs_MTF[m], labels_MT[m], arm, 0.3, 0.2) for m, model in enumerate(models)
         ]
         # The package's losses of outputs compute in float64 when they are given it.
-        torch.testing.assert_close(loss, sum(wanted), rtol=1e-9, atol=0)
-        for optimizer, value in zip(optimizers, (loss, *wanted), strict=True):
+        torch.testing.assert_close(loss, sum(losses), rtol=1e-9, atol=0)
+        for optimizer, value in zip(optimizers, (loss, *losses), strict=True):
             # An expert that no sample chose has a zero gradient in the stack, not none.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
             value.backward()
             optimizer.step()
-    for m, model in enumerate(alone):
+    for m, model in enumerate(models):
         up_FED = torch.stack([up.weight.T for up in model.up], 1)
         torch.testing.assert_close(stack.up_MFED[m], up_FED, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(stack.router_MFE[m], model.router.weight.T, rtol=1e-6, atol=1e-9)
@@ -137,27 +137,31 @@ def test_heat_maps_and_means_against_loops():
     generator = torch.Generator().manual_seed(2)
     routed: Routed = _stack()(torch.randn(M, T, F, generator=generator, dtype=torch.float64))
     labels_MT = torch.randint(C, (M, T), generator=generator)
-    found = measure(routed, labels_MT)
+    measured = measure(routed, labels_MT)
     hits = [
         np.mean([int(routed.logits_MTC[m, t].argmax() == labels_MT[m, t]) for t in range(T)])
         for m in range(M)
     ]
-    np.testing.assert_allclose(found["accuracy"], hits, rtol=1e-6)
+    np.testing.assert_allclose(measured["accuracy"], hits, rtol=1e-6)
     outputs_TEC = routed.outputs_MTEC[0].detach().numpy()
     for a in range(E):
         for b in range(E):
             pairs = zip(outputs_TEC[:, a], outputs_TEC[:, b], strict=True)
-            wanted = np.mean([abs(x @ y) / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs])
-            assert found["cosines"][a][b] == pytest.approx(0 if a == b else wanted, abs=1e-5)
+            mean_cosine = np.mean(
+                [abs(x @ y) / np.linalg.norm(x) / np.linalg.norm(y) for x, y in pairs]
+            )
+            assert measured["cosines"][a][b] == pytest.approx(
+                0 if a == b else mean_cosine, abs=1e-5
+            )
     flat_EX = outputs_TEC.transpose(1, 0, 2).reshape(E, -1)
     shares = np.linalg.svd(flat_EX, compute_uv=False)
     shares /= shares.sum()
-    assert found["effective_rank"][0] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    assert measured["effective_rank"][0] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
     for e in range(E):
         for c in range(C):
             of_class = routed.index_MTK[0][labels_MT[0] == c]
             share = (of_class == e).sum() / max(of_class.numel(), 1)
-            assert found["class_shares"][e][c] == pytest.approx(share.item(), abs=1e-5)
+            assert measured["class_shares"][e][c] == pytest.approx(share.item(), abs=1e-5)
     for m in range(M):
         pairs = [(e, c) for row, c in zip(routed.index_MTK[m].tolist(), labels_MT[m].tolist(),
                                           strict=True) for e in row]  # fmt: skip
@@ -165,11 +169,11 @@ def test_heat_maps_and_means_against_loops():
         for e in range(E):
             for c in range(C):
                 both = pairs.count((e, c)) / len(pairs)
-                alone = [
+                marginals = [
                     sum(pair[i] == v for pair in pairs) / len(pairs) for i, v in ((0, e), (1, c))
                 ]
-                information += both * math.log(both / alone[0] / alone[1]) if both else 0.0
-        assert found["class_information"][m] == pytest.approx(information)
+                information += both * math.log(both / marginals[0] / marginals[1]) if both else 0.0
+        assert measured["class_information"][m] == pytest.approx(information)
 
 
 def test_the_determinantal_choice_replaces_top_k_alone():
@@ -179,22 +183,22 @@ def test_the_determinantal_choice_replaces_top_k_alone():
     with torch.no_grad():
         stack.down_MEDC[:, 1::2] = stack.down_MEDC[:, ::2] * 1.1  # experts that repeat each other
         stack.up_MFED[:, :, 1::2] = stack.up_MFED[:, :, ::2]
-        plain, found = stack(inputs_MTF), stack(inputs_MTF, eps)
-    torch.testing.assert_close(found.outputs_MTEC, plain.outputs_MTEC)
+        plain, diverse = stack(inputs_MTF), stack(inputs_MTF, eps)
+    torch.testing.assert_close(diverse.outputs_MTEC, plain.outputs_MTEC)
     for m in range(M):
         for t in range(T):
             outputs_EC, probs_E = plain.outputs_MTEC[m, t], plain.probs_MTE[m, t]
             unit_EC = outputs_EC / outputs_EC.norm(dim=1, keepdim=True)
             kernel_EE = unit_EC @ unit_EC.T * probs_E.outer(probs_E) + eps * torch.eye(E)
-            taken: list[int] = []
+            chosen: list[int] = []
             for _ in range(K):
-                left = [e for e in range(E) if e not in taken]
-                subsets = [[*taken, e] for e in left]
-                taken = max(subsets, key=lambda own: kernel_EE[own][:, own].det().item())
-            assert found.index_MTK[m, t].tolist() == taken
-            moved += set(taken) != set(plain.index_MTK[m, t].tolist())
-            wanted_C = (probs_E[taken, None] * outputs_EC[taken]).sum(0) / probs_E[taken].sum()
-            torch.testing.assert_close(found.logits_MTC[m, t], wanted_C)
+                remaining = [e for e in range(E) if e not in chosen]
+                subsets = [[*chosen, e] for e in remaining]
+                chosen = max(subsets, key=lambda own: kernel_EE[own][:, own].det().item())
+            assert diverse.index_MTK[m, t].tolist() == chosen
+            moved += set(chosen) != set(plain.index_MTK[m, t].tolist())
+            wanted_C = (probs_E[chosen, None] * outputs_EC[chosen]).sum(0) / probs_E[chosen].sum()
+            torch.testing.assert_close(diverse.logits_MTC[m, t], wanted_C)
     assert moved > 5
 
 
@@ -228,19 +232,19 @@ def test_arms_share_what_the_seed_decides_and_repeat():
         Setting(), samples=240, informative=6, redundant=5, classes=4, experts=5, hidden=7,
         folds=3, batch=50, epochs=6, learning_rate=1e-2,
     )  # fmt: skip
-    found = {arm: run_arm(arm, 1, setting) for arm in ("baseline", "orthogonality")}
-    assert np.mean(found["baseline"]["accuracy"]) > 0.4  # chance is 0.25
-    for arm, result in found.items():
+    results = {arm: run_arm(arm, 1, setting) for arm in ("baseline", "orthogonality")}
+    assert np.mean(results["baseline"]["accuracy"]) > 0.4  # chance is 0.25
+    for arm, result in results.items():
         for name, curve in result["curves"].items():
             assert np.shape(curve) == (7, 3), arm
             assert curve[-1] == result[name]
-            assert curve[0] == found["baseline"]["curves"][name][0]  # before training arms agree
+            assert curve[0] == results["baseline"]["curves"][name][0]  # before training arms agree
             assert curve[1] != curve[0]
         assert np.shape(result["determinantal_accuracy"]) == (3,)
-    assert np.mean(found["orthogonality"]["pair_cosine"]) < np.mean(
-        found["baseline"]["pair_cosine"]
+    assert np.mean(results["orthogonality"]["pair_cosine"]) < np.mean(
+        results["baseline"]["pair_cosine"]
     )
     # With weight 0 an arm's own loss drops out, and what is left is the baseline of that seed.
     without = dataclasses.replace(setting, weight=0.0)
-    assert run_arm("ncl", 1, without) == found["baseline"]
-    assert run_arm("ncl", 2, without) != found["baseline"]
+    assert run_arm("ncl", 1, without) == results["baseline"]
+    assert run_arm("ncl", 2, without) != results["baseline"]

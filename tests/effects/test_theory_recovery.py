@@ -46,8 +46,8 @@ def test_random_features_have_the_coherence_asked_for(coherence):
     features_BNH = random_features(5, 11, 13, coherence, np.random.default_rng(1))
     assert features_BNH.shape == (5, 11, 13)
     np.testing.assert_allclose(np.linalg.norm(features_BNH, axis=-1), 1)
-    found = [mutual_coherence(features_NH) for features_NH in features_BNH]
-    np.testing.assert_allclose(found, coherence, atol=1e-9)
+    coherences = [mutual_coherence(features_NH) for features_NH in features_BNH]
+    np.testing.assert_allclose(coherences, coherence, atol=1e-9)
 
 
 @pytest.mark.parametrize("k", [2, 4, 6])
@@ -57,9 +57,9 @@ def test_on_worst_features_greedy_fails_exactly_above_the_barrier(k):
     for coherence, right in ((barrier * 0.999, 1.0), (barrier * 1.001, 0.0)):
         features_NH = worst_features(k + 5, k, coherence)
         assert mutual_coherence(features_NH) == pytest.approx(coherence)
-        found = recovery(features_NH[None], answer)
-        assert found["greedy"] == right
-        assert found["optimal"] == 1.0
+        shares = recovery(features_NH[None], answer)
+        assert shares["greedy"] == right
+        assert shares["optimal"] == 1.0
 
 
 def test_recovery_is_a_mean_over_trials():
@@ -71,12 +71,12 @@ def test_recovery_is_a_mean_over_trials():
 
 def test_the_sweep_recovers_below_the_barrier_and_repeats():
     options = {"count": 9, "k": 4, "width": 10, "trials": 6, "coherences": (0.05, 1 / 7.1, 0.9)}
-    found = coherence_sweep(7, **options)
-    assert found["barrier"] == pytest.approx(1 / 7)
-    assert [row["greedy"] for row in found["random"][:2]] == [1.0, 1.0]
-    assert [row["optimal"] for row in found["random"]] == [1.0, 1.0, 1.0]
-    assert found == coherence_sweep(7, **options)
-    assert found != coherence_sweep(8, **options)
+    sweep = coherence_sweep(7, **options)
+    assert sweep["barrier"] == pytest.approx(1 / 7)
+    assert [row["greedy"] for row in sweep["random"][:2]] == [1.0, 1.0]
+    assert [row["optimal"] for row in sweep["random"]] == [1.0, 1.0, 1.0]
+    assert sweep == coherence_sweep(7, **options)
+    assert sweep != coherence_sweep(8, **options)
 
 
 def test_impossible_features_are_refused():
@@ -99,7 +99,7 @@ def test_weights_of_a_target_that_hide_a_feature_and_turn_one_round():
 
 
 def test_gaussian_weights_are_harder_than_equal_ones_at_the_barrier():
-    found = coherence_sweep(3, coherences=(1 / 11,), trials=60)
-    assert found["random"][0]["greedy"] == 1.0
-    assert 0.2 < found["gaussian"][0]["greedy"] < 0.8
-    assert found["gaussian"][0]["optimal"] == 1.0
+    sweep = coherence_sweep(3, coherences=(1 / 11,), trials=60)
+    assert sweep["random"][0]["greedy"] == 1.0
+    assert 0.2 < sweep["gaussian"][0]["greedy"] < 0.8
+    assert sweep["gaussian"][0]["optimal"] == 1.0
