@@ -61,7 +61,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         3,
-        "MaxVio is unchanged against the balance loss alone",
+        "MaxVio is unchanged by L_o + L_v",
         "RMSE of the curves <= 0.03 in the text, < 8.63 in the abstract",
         [tuned("MaxVio", after("max_violation"), arm, 0) for arm in (OV, OV_MEAN)]
         + [
@@ -78,7 +78,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         4,
-        "The balance loss alone raises overlap",
+        "The balance loss raises overlap",
         "its numbers and its words disagree",
         [
             tuned("expert overlap", after("expert_overlap"), "aux_loss", +1, baseline="none"),
@@ -226,7 +226,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         14,
-        "Held-out task score rises against the balance loss alone",
+        "Held-out task score rises with the method's losses",
         "each paper's main table",
         [tuned("score, %", score(), arm, +1) for arm in METHODS],
     ),
@@ -251,7 +251,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         17,
-        "Specialization + coupling leave the balance loss alone",
+        "Specialization + coupling leave the balance loss as it is",
         "P1 Takeaway 3, Table 7: + 0.04 %",
         [
             tuned("load-balance loss", log_end("losses/load_balance"), arm, 0, margin=0.01)
@@ -294,7 +294,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         22,
-        "ERC leaves the balance loss alone",
+        "ERC leaves the balance loss as it is",
         "P2 Fig. 3b: 1e-5 of 1e-2",
         [
             tuned("load-balance loss", log_end("losses/load_balance"), "erc", 0, margin=0.01),
