@@ -2,8 +2,10 @@
 
 A target is a weighted sum of k of N unit features. The greedy choice takes the k features with the
 largest absolute inner product with the target (section 6.1, appendices F to H); the optimal choice
-tries all subsets and takes the one whose span is nearest to it. Theorem 5.3 promises that greedy
-is right below coherence ``1 / (2k - 1)`` where the weights are equal, and says nothing above.
+tries all subsets and takes the one whose span is nearest to it. Theorem 5.3 states, for any
+weights, that greedy is always right below coherence ``1 / (2k - 1)`` and that some target fails it
+above. Its proof (appendix F) is about the first choice and takes equal weights as the worst case,
+which they are not: a small weight fails sooner.
 
 The paper gives k = 6 and nothing else of its simulation. Ours: 16 features of width 32, how they
 come by their coherence, 40 targets a level, and weights that are equal or drawn from a Gaussian.
