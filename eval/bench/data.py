@@ -51,7 +51,7 @@ def anonymous_mb() -> float:
 
 def measured(file: str, processes: int) -> dict[str, Any]:
     """What this process takes to prepare ``file`` and to read it through once."""
-    from moe_finetune.data.examples import load_dataset_for
+    from moe_finetune.data.examples import load_examples
     from moe_finetune.demo.tokenizer import train_tokenizer
     from moe_finetune.recipe.sections import DataSection
 
@@ -65,7 +65,7 @@ def measured(file: str, processes: int) -> dict[str, Any]:
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    train, _ = load_dataset_for(section, tokenizer, 0)
+    train = load_examples(section, tokenizer, 0).train
     prepared = time.perf_counter() - start
     tokens = sum(len(ids) for batch in train.iter(1000) for ids in batch["input_ids"])
     done.set()

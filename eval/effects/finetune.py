@@ -61,13 +61,14 @@ class Workbench:
         self.tokenizer = load_tokenizer(self.checkpoint)
         self.tasks = HeldOutTasks(self.data, self.tokenizer, section.tasks)
         data = self.recipe({"preset": "none"}, seed=0).data
-        self.train = prepare(data.train, data, self.tokenizer, "train")
+        self.train, _ = prepare(data.train, data, self.tokenizer, "train")
         held_out = (
             fresh_rows(folder, section.fresh_rows, self.data)
             if section.fresh_rows
             else (self.data / VALIDATION_FILE)
         )
-        self.validation = prepare(str(held_out), data, self.tokenizer, "validation").to_list()
+        validation, _ = prepare(str(held_out), data, self.tokenizer, "validation")
+        self.validation = validation.to_list()
         facts = config_facts(load_config(self.checkpoint))
         documents = [row["input_ids"] for row in self.train.to_list()]
         self.frequencies_VE = topic_frequencies(documents, facts.vocab_size, facts.num_experts)

@@ -109,6 +109,8 @@ def _stacks(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     used: set[str] = set()
+    # An expert may have several pairs, its own matrices' and those of stacks. They lie side by side
+    # in the stack's one pair, each over the rows of B that belong to its part.
     for layer, experts in base.experts.items():
         path = f"{family.backbone}.layers.{layer}.{family.experts_path}"
         packed: dict[str, tuple[Tensor, Tensor]] = {}

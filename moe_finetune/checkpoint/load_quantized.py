@@ -147,6 +147,7 @@ def load_streaming(
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     tied = set(model.all_tied_weights_keys or ())
+    # The model's tensors are filled one by one, so that only one is in memory twice.
     for name, places in places_on_disk(shapes, family, config):
         if name in tied:
             continue

@@ -59,6 +59,8 @@ class _Resolver:
         embeddings: dict[str, dict[str, str]] = {}
         plain: list[str] = []
         magnitudes: list[str] = []
+        # Keys by what they are: pairs of factors by module and nesting, embeddings' pairs, DoRA's
+        # norms, and tensors that trained in full.
         for key in self.adapter.tensors:
             if match := _LORA.fullmatch(key):
                 depth = match["depth"].count("base_layer")
@@ -177,6 +179,7 @@ class _Resolver:
         rank = self._rank(rule, a, len(chosen))
         scale = self.adapter.scaling(rule)
         parts = disk.parts(parameter)
+        # (O, I) of one part of an expert; the model's own matrix has its parts one below the other.
         if disk.fused:
             name = disk.name(parts[0], layer)
             sizes = self.base.tensors[name].shape[1:]
@@ -187,11 +190,14 @@ class _Resolver:
         ends = len(parts) * out_size, in_size
         grouped, swapped = self._packing(parameter, a, b, ends)
         ends = ends[::-1] if swapped else ends
+        # A (n·r, I) has the n experts one below the other, B (O, r·n) has them in turn.
         self._shape(a, (len(chosen) * rank, ends[1]), name)
         self._shape(b, (ends[0], rank * len(chosen)), name)
         stack_update = LowRank(
             self.number, a, b, rank, scale, 0, len(chosen), grouped=grouped, outputs_first=swapped
         )
+        # In the files: a slice of the stack for each expert, or a tensor for each expert and part,
+        # whose rows of B are its share of the model's matrix.
         for slot, expert in enumerate(chosen):
             update = replace(stack_update, slot=slot)
             if disk.fused:

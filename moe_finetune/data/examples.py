@@ -56,14 +56,6 @@ class Examples:
     tokenizer: Any = None
 
 
-def load_dataset_for(
-    data: DataSection, tokenizer: Any, seed: int
-) -> tuple[Dataset, Dataset | None]:
-    """Training and validation examples of :func:`load_examples`."""
-    examples = load_examples(data, tokenizer, seed)
-    return examples.train, examples.validation
-
-
 def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     """Training and validation examples with ``input_ids`` and ``labels`` (-100: not learned).
 
@@ -77,13 +69,13 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     """
     set_chat_template(tokenizer, data.chat_template)
     order = data.seed if data.seed is not None else seed
-    rows, counts = _prepare(data.train, data, tokenizer, "train", order)
+    rows, counts = prepare(data.train, data, tokenizer, "train", order)
     # An order of the rows in memory is 8 bytes a row; on disk it would be a file a seed.
     train, validation, measured = rows.shuffle(order, keep_in_memory=True), None, data.train
     date = counts.date
     if data.validation is not None:
         same_day = data.model_copy(update={"date": date or data.date})
-        rows, counts = _prepare(data.validation, same_day, tokenizer, "validation", 0)
+        rows, counts = prepare(data.validation, same_day, tokenizer, "validation", 0)
         validation, measured = rows, data.validation
     ends = list(itertools.accumulate(counts.sources))
     parts = [rows.select(range(end - n, end)) for n, end in zip(counts.sources, ends, strict=True)]
@@ -91,8 +83,10 @@ def load_examples(data: DataSection, tokenizer: Any, seed: int) -> Examples:
     return Examples(train, validation, list(zip(paths, parts, strict=True)), date)
 
 
-def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0) -> Dataset:
-    """Rows of ``sources`` in their order, tokenized and truncated; logs what was dropped.
+def prepare(
+    sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int = 0
+) -> tuple[Dataset, Counts]:
+    """Rows of ``sources`` in their order, tokenized and truncated, and their counts; logs these.
 
     Args:
         sources: what to read: ``data.train`` or ``data.validation``.
@@ -101,12 +95,6 @@ def prepare(sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: 
             ``data.limit``.
         seed: decides which rows a ``limit`` keeps.
     """
-    return _prepare(sources, data, tokenizer, name, seed)[0]
-
-
-def _prepare(
-    sources: Paths, data: DataSection, tokenizer: Any, name: str, seed: int
-) -> tuple[Dataset, Counts]:
     chosen = listed(sources, name)
     drawn = data.limit is not None or any(source.limit is not None for source in chosen)
     identities = [_identity(source, data) for source in chosen]

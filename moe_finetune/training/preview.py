@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_finetune.data.examples import load_dataset_for
+from moe_finetune.data.examples import load_examples
 from moe_finetune.data.stage_rows import TURNS, load_for_stage, prompt_and_answer
 from moe_finetune.data.tokenize import IGNORED, rendered
 from moe_finetune.recipe.schema import Recipe
@@ -39,7 +39,7 @@ def preview(recipe: Recipe, rows: int = 3, color: bool = False) -> str:
     tokenizer = load_tokenizer(recipe.model.tokenizer or base)
     if STAGES[recipe.stage].form != "tokens":
         return preview_rows(recipe, tokenizer, rows, COLOURED if color else PLAIN)
-    train = load_dataset_for(recipe.data, tokenizer, recipe.seed)[0]
+    train = load_examples(recipe.data, tokenizer, recipe.seed).train
     lengths_N = np.array([len(ids) for ids in train["input_ids"]])
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(recipe, Path(folder))

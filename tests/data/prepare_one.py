@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 
-from moe_finetune.data.examples import prepare
 from moe_finetune.recipe.sections import DataSection
 from tests import tiny
+from tests.data.loading import prepare
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, force=True)

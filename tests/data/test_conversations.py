@@ -10,7 +10,7 @@ import logging
 
 import pytest
 
-from moe_finetune.data.examples import load_dataset_for, load_examples
+from moe_finetune.data.examples import load_examples
 from moe_finetune.data.rows import Former
 from moe_finetune.data.tokenize import IGNORED, set_chat_template, tokenize_row
 from moe_finetune.data.turns import each_answer
@@ -28,6 +28,7 @@ from tests.conversations import (
     YES,
     tokenizer_of,
 )
+from tests.data.loading import load_dataset_for
 
 SPLIT = {"prompt": TRL["messages"][:3], "completion": [YES], "tools": TOOLS}
 LAYOUTS = {"openai": OPENAI, "trl": TRL, "sharegpt": SHAREGPT, "legacy": LEGACY}

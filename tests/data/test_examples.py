@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from moe_finetune.data.examples import load_dataset_for, prepare
 from moe_finetune.data.readers import draw
 from moe_finetune.data.rows import Former
 from moe_finetune.data.sources import read_rows
@@ -14,6 +13,7 @@ from moe_finetune.data.tokenize import CHAT_TEMPLATES, IGNORED, tokenize_row
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests import tiny
+from tests.data.loading import load_dataset_for, prepare
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -7,12 +7,13 @@ import json
 import pytest
 
 from moe_finetune.data import tokenized as data_module
-from moe_finetune.data.examples import load_dataset_for, load_examples
+from moe_finetune.data.examples import load_examples
 from moe_finetune.data.readers import SourceReader, listed
 from moe_finetune.errors import DataError, RecipeError
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.snapshot import sample_examples
 from tests import tiny
+from tests.data.loading import load_dataset_for
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from moe_finetune.data import template_process
-from moe_finetune.data.examples import load_dataset_for
 from moe_finetune.data.template_process import TemplateLimitError
 from moe_finetune.data.tokenize import rendered
 from moe_finetune.errors import DataError
 from moe_finetune.recipe.sections import DataSection
 from tests import tiny
+from tests.data.loading import load_dataset_for
 
 SLOW = [
     "{% set n = messages|length * 40000 %}{% for a in range(n) %}{% for b in range(n) %}"
