@@ -45,6 +45,18 @@ def shard(base):
     return sorted(base.glob("*.safetensors"))[1]
 
 
+def configure(file, **changes):
+    """Change keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit(file, change):
+    """Change the tensors of a safetensors file."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
 def refuse(base, adapter, tmp_path, error, *parts):
     """The merge raises ``error`` whose message has all ``parts``; no file appears or changes."""
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -59,147 +71,134 @@ def refuse(base, adapter, tmp_path, error, *parts):
 # Checkpoints
 
 
-def test_missing_folder(adapter, tmp_path):
-    refuse(tmp_path / "no", adapter, tmp_path, CheckpointError, tmp_path / "no", "no such")
+def cut(bytes_kept):
+    def change(base):
+        shard(base).write_bytes(shard(base).read_bytes()[:bytes_kept])
+
+    return change
 
 
-def test_adapter_given_as_base(adapter, tmp_path):
-    refuse(adapter, adapter, tmp_path, CheckpointError, "this is an adapter")
+def header(change):
+    """Rewrite the entries of a shard's header, in a folder without an index."""
 
-
-@pytest.mark.parametrize("keep", [0, 5, 40, -1000])
-def test_truncated_shard(base, adapter, tmp_path, keep):
-    file = shard(base)
-    file.write_bytes(file.read_bytes()[:keep])
-    refuse(base, adapter, tmp_path, CheckpointError, file, "truncated")
-
-
-def _header(file, change):
-    raw = file.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    entries = json.loads(raw[8 : 8 + length])
-    change(entries)
-    text = json.dumps(entries).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-
-def _first(entries):
-    return next(name for name in entries if name != "__metadata__")
-
-
-def _shift(entries):
-    entries[_first(entries)]["data_offsets"][1] += 4
-
-
-def _shape(entries):
-    entries[_first(entries)]["shape"].append(2)
-
-
-def _dtype(entries):
-    entries[_first(entries)]["dtype"] = "F7"
-
-
-def _hole(entries):
-    del entries[max(entries, key=lambda n: n != "__metadata__" and entries[n]["data_offsets"][0])]
-
-
-@pytest.mark.parametrize("change", [_shift, _shape, _dtype, _hole])
-def test_corrupt_header(base, adapter, tmp_path, change):
-    _header(shard(base), change)
-    (base / INDEX).unlink()
-    refuse(base, adapter, tmp_path, CheckpointError, shard(base), "corrupt")
-
-
-def test_bytes_that_are_no_safetensors(base, adapter, tmp_path):
-    shard(base).write_bytes(b"<html>not found</html>" * 50)
-    refuse(base, adapter, tmp_path, CheckpointError, shard(base), "not a safetensors file")
-
-
-def test_trailing_bytes(base, adapter, tmp_path):
-    with shard(base).open("ab") as stream:
-        stream.write(b"x")
-    refuse(base, adapter, tmp_path, CheckpointError, shard(base), "1 bytes follow")
-
-
-@pytest.mark.parametrize("with_index", [True, False])
-def test_missing_shard(base, adapter, tmp_path, with_index):
-    gone = shard(base)
-    gone.unlink()
-    if not with_index:
+    def changed(base):
+        raw = shard(base).read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        entries = json.loads(raw[8 : 8 + length])
+        change(entries, next(name for name in entries if name != "__metadata__"))
+        text = json.dumps(entries).encode()
+        shard(base).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
         (base / INDEX).unlink()
-    refuse(base, adapter, tmp_path, CheckpointError, base, gone.name, "is missing")
+
+    return changed
 
 
-def test_unfinished_download(base, adapter, tmp_path):
-    (base / "model-00002.safetensors.incomplete").write_bytes(b"")
-    refuse(base, adapter, tmp_path, CheckpointError, "model-00002.safetensors.incomplete")
+def shifted(entries, first):
+    entries[first]["data_offsets"][1] += 4
 
 
-def test_index_names_missing_tensor(base, adapter, tmp_path):
+def unknown_dtype(entries, first):
+    entries[first]["dtype"] = "F7"
+
+
+def hole(entries, first):
+    del entries[max(entries.keys() - {"__metadata__"}, key=lambda n: entries[n]["data_offsets"])]
+
+
+def without(name):
+    """Take a tensor out of its shard and of the index."""
+
+    def change(base):
+        index = json.loads((base / INDEX).read_text())
+        edit(base / index["weight_map"].pop(name), lambda tensors: tensors.pop(name))
+        (base / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+def unlisted_tensor(base):
     index = json.loads((base / INDEX).read_text())
     index["weight_map"]["model.layers.1.mlp.extra.weight"] = shard(base).name
     (base / INDEX).write_text(json.dumps(index))
-    wanted = (base / INDEX, "model.layers.1.mlp.extra.weight", shard(base).name)
-    refuse(base, adapter, tmp_path, CheckpointError, *wanted)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {"a": "../../x.safetensors"}}'])
-def test_unreadable_index(base, adapter, tmp_path, content):
-    (base / INDEX).write_text(content)
-    refuse(base, adapter, tmp_path, CheckpointError, base / INDEX)
+def twice(base):
+    (base / INDEX).unlink()
+    shutil.copy(shard(base), base / "extra.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.2.mlp.experts.4.up_proj.weight", "model.layers.2.mlp.gate.weight"]
-)
-def test_missing_tensor(base, adapter, tmp_path, name):
-    index = json.loads((base / INDEX).read_text())
-    file = base / index["weight_map"].pop(name)
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    (base / INDEX).write_text(json.dumps(index))
-    refuse(base, adapter, tmp_path, CheckpointError, name, "is missing")
-
-
-def test_missing_layer(base, adapter, tmp_path):
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    refuse(base, adapter, tmp_path, CheckpointError, "no tensor of layer 3")
-
-
-@pytest.mark.parametrize("content", ["{", "3"])
-def test_unreadable_config(base, adapter, tmp_path, content):
-    (base / "config.json").write_text(content)
-    refuse(base, adapter, tmp_path, CheckpointError, base / "config.json")
-
-
-def test_unknown_model_type(base, adapter, tmp_path):
-    (base / "config.json").write_text('{"model_type": "qwen3_mo"}')
-    refuse(base, adapter, tmp_path, UnsupportedModelError, "qwen3_mo", "qwen3_moe")
-
-
-def test_only_pickles(base, adapter, tmp_path):
+def pickled(base):
     for file in base.glob("*.safetensors*"):
         file.unlink()
     (base / "pytorch_model.bin").write_bytes(b"x")
-    refuse(base, adapter, tmp_path, CheckpointError, "pytorch_model.bin", "convert it")
 
 
-def test_tensor_in_two_files(base, adapter, tmp_path):
-    (base / INDEX).unlink()
-    twice = shard(base)
-    shutil.copy(twice, base / "extra.safetensors")
-    refuse(base, adapter, tmp_path, CheckpointError, "extra.safetensors", twice.name)
+def experts(count):
+    return lambda base: configure(base / "config.json", num_local_experts=count)
 
 
-def test_quantized_base(base, adapter, tmp_path):
+def float8(base):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     file = base / json.loads((base / INDEX).read_text())["weight_map"][name]
-    tensors = load_file(file)
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, file)
-    refuse(base, adapter, tmp_path, CheckpointError, name, "F8_E4M3", "names no quantization")
+    edit(file, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+
+
+EXPERT, ROUTER = "model.layers.2.mlp.experts.4.up_proj.weight", "model.layers.2.mlp.gate.weight"
+SHARD = "model-00002-of-"
+CHECKPOINTS = {
+    "empty shard": (cut(0), SHARD, "truncated"),
+    "cut in the header": (cut(40), SHARD, "truncated"),
+    "cut in the data": (cut(-1000), SHARD, "truncated"),
+    "offsets": (header(shifted), SHARD, "corrupt"),
+    "dtype": (header(unknown_dtype), SHARD, "corrupt"),
+    "hole": (header(hole), SHARD, "corrupt"),
+    "html": (lambda base: shard(base).write_bytes(b"<html>" * 200), "not a safetensors file"),
+    "trailing byte": (
+        lambda base: shard(base).write_bytes(shard(base).read_bytes() + b"x"), "1 bytes follow",
+    ),
+    "shard gone": (lambda base: shard(base).unlink(), SHARD, "is missing"),
+    "shard and index gone": (
+        lambda base: (shard(base).unlink(), (base / INDEX).unlink()), SHARD, "is missing",
+    ),
+    "unfinished download": (
+        lambda base: (base / "model-00002.safetensors.incomplete").write_bytes(b""),
+        "model-00002.safetensors.incomplete",
+    ),
+    "index of another": (unlisted_tensor, INDEX, "model.layers.1.mlp.extra.weight", SHARD),
+    "index": (lambda base: (base / INDEX).write_text("{"), INDEX),
+    "index of other folders": (
+        lambda base: (base / INDEX).write_text('{"weight_map": {"a": "../../x.safetensors"}}'),
+        INDEX,
+    ),
+    "expert gone": (without(EXPERT), EXPERT, "is missing"),
+    "router gone": (without(ROUTER), ROUTER, "is missing"),
+    "layer gone": (
+        lambda base: configure(base / "config.json", num_hidden_layers=4), "no tensor of layer 3",
+    ),
+    "more experts": (experts(13), "experts.12.", "is missing"),
+    "fewer experts": (experts(11), "experts.11.", "not belong"),
+    "config": (lambda base: (base / "config.json").write_text("{"), "config.json"),
+    "only pickles": (pickled, "pytorch_model.bin", "convert it"),
+    "twice": (twice, "extra.safetensors", SHARD),
+    "float8": (float8, "layers.1.mlp.experts.3.up_proj", "F8_E4M3", "names no quantization"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", CHECKPOINTS)
+def test_a_damaged_checkpoint(base, adapter, tmp_path, defect):
+    damage, *parts = CHECKPOINTS[defect]
+    damage(base)
+    refuse(base, adapter, tmp_path, CheckpointError, base, *parts)
+
+
+def test_folders_that_are_no_checkpoint(adapter, tmp_path):
+    refuse(tmp_path / "no", adapter, tmp_path, CheckpointError, tmp_path / "no", "no such")
+    refuse(adapter, adapter, tmp_path, CheckpointError, "this is an adapter")
+
+
+def test_unknown_model_type(base, adapter, tmp_path):
+    configure(base / "config.json", model_type="qwen3_mo")
+    refuse(base, adapter, tmp_path, UnsupportedModelError, "qwen3_mo", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -213,16 +212,14 @@ def test_quantized_base(base, adapter, tmp_path):
     ],
 )
 def test_a_format_that_cannot_be_read_is_named(base, adapter, tmp_path, key, section, method):
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {key: section}))
+    configure(base / "config.json", **{key: section})
     parts = (f"quantized with {method}", "unquantized", "--base FOLDER")
     refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
 
 
 def test_a_format_that_can_be_read_is_named(base, adapter, tmp_path):
-    config = json.loads((base / "config.json").read_text())
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    configure(base / "config.json", quantization_config=section)
     parts = ("stored as fp8", "merge --format base")
     refuse(base, adapter, tmp_path, UnsupportedModelError, *parts)
 
@@ -253,18 +250,54 @@ def test_a_format_that_only_tensors_show_is_named(base, adapter, tmp_path, leave
 
 # Adapters
 
-
-def edit(adapter, change):
-    tensors = load_file(adapter / WEIGHTS)
-    change(tensors)
-    save_file(tensors, adapter / WEIGHTS)
+ADAPTER = "adapter_config.json"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_not_finite(base, adapter, tmp_path, value):
-    edit(adapter, lambda tensors: tensors[QUERY].view(-1)[17].fill_(value))
-    name = QUERY.removeprefix("base_model.model.")
-    refuse(base, adapter, tmp_path, AdapterError, adapter / WEIGHTS, name, "NaN")
+def tensors(change):
+    return lambda adapter: edit(adapter / WEIGHTS, change)
+
+
+def config(**changes):
+    return lambda adapter: configure(adapter / ADAPTER, **changes)
+
+
+ADAPTERS = {
+    "nan": (
+        tensors(lambda found: found[QUERY].view(-1)[17].fill_(torch.nan)),
+        WEIGHTS, QUERY.removeprefix("base_model.model."), "NaN",
+    ),
+    "no partner": (
+        tensors(lambda found: found.pop(QUERY)), "lora_A", "layers.1.self_attn.q_proj",
+    ),
+    "rank": (config(r=6), "rank 6"),
+    "parameters": (
+        config(target_parameters=["mlp.experts.down_proj", "gate.weight"]),
+        "mlp.experts", "target_parameters",
+    ),
+    "kind": (config(peft_type="LOHA"), ADAPTER, "LOHA"),
+    "dora": (config(use_dora=True), ADAPTER, "use_dora"),
+    "rank 0": (config(r=0), ADAPTER, "'r'"),
+    "alpha": (config(lora_alpha=None), ADAPTER, "'lora_alpha'"),
+    "cut": (
+        lambda adapter: (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-8]),
+        WEIGHTS, "truncated",
+    ),
+    "pickle": (
+        lambda adapter: (adapter / WEIGHTS).rename(adapter / "adapter_model.bin"),
+        WEIGHTS, "as safetensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", ADAPTERS)
+def test_a_damaged_adapter(base, adapter, tmp_path, defect):
+    damage, *parts = ADAPTERS[defect]
+    damage(adapter)
+    refuse(base, adapter, tmp_path, AdapterError, adapter, *parts)
+
+
+def test_base_given_as_adapter(base, tmp_path):
+    refuse(base, base, tmp_path, AdapterError, "adapter_config.json is missing")
 
 
 def test_adapter_of_another_shape(adapter, tmp_path):
@@ -285,54 +318,6 @@ def test_adapter_with_more_layers(adapter, tmp_path):
     refuse(other, adapter, tmp_path, AdapterError, "layers.2", other)
 
 
-def test_factor_without_partner(base, adapter, tmp_path):
-    edit(adapter, lambda tensors: tensors.pop(QUERY))
-    refuse(base, adapter, tmp_path, AdapterError, "lora_A", "layers.1.self_attn.q_proj")
-
-
-def test_rank_that_does_not_fit(base, adapter, tmp_path):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 6}))
-    refuse(base, adapter, tmp_path, AdapterError, adapter, "rank 6")
-
-
-def test_target_parameters_that_do_not_fit(base, adapter, tmp_path):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["target_parameters"] = ["mlp.experts.down_proj", "gate.weight"]
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    refuse(base, adapter, tmp_path, AdapterError, "mlp.experts", "target_parameters")
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"peft_type": "LOHA"}, "LOHA"),
-        ({"use_dora": True}, "use_dora"),
-        ({"r": 0}, "'r'"),
-        ({"lora_alpha": None}, "'lora_alpha'"),
-    ],
-)
-def test_adapter_config(base, adapter, tmp_path, change, part):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | change))
-    refuse(base, adapter, tmp_path, AdapterError, adapter / "adapter_config.json", part)
-
-
-def test_truncated_adapter(base, adapter, tmp_path):
-    raw = (adapter / WEIGHTS).read_bytes()
-    (adapter / WEIGHTS).write_bytes(raw[:-8])
-    refuse(base, adapter, tmp_path, AdapterError, adapter / WEIGHTS, "truncated")
-
-
-def test_pickled_adapter(base, adapter, tmp_path):
-    (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
-    refuse(base, adapter, tmp_path, AdapterError, WEIGHTS, "as safetensors")
-
-
-def test_base_given_as_adapter(base, tmp_path):
-    refuse(base, base, tmp_path, AdapterError, "adapter_config.json is missing")
-
-
 @pytest.mark.parametrize(
     ("experts", "part"),
     [
@@ -343,12 +328,12 @@ def test_base_given_as_adapter(base, tmp_path):
 )
 def test_selection_that_does_not_fit(base, adapter, tmp_path, experts, part):
     edit(
-        adapter,
+        adapter / WEIGHTS,
         lambda tensors: [tensors.pop(key) for key in list(tensors) if ".2.mlp.experts." in key],
     )
     if part != "layers.0":
         edit(
-            adapter,
+            adapter / WEIGHTS,
             lambda tensors: [tensors.pop(key) for key in list(tensors) if ".0.mlp.experts." in key],
         )
     write_metadata(adapter, experts=experts)
@@ -358,14 +343,13 @@ def test_selection_that_does_not_fit(base, adapter, tmp_path, experts, part):
 def test_tied_head(adapter, tmp_path):
     base = tmp_path / "base" / "qwen3_moe"
     tiny.model("qwen3_moe", tie_word_embeddings=True).save_pretrained(base)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    configure(base / "config.json", tie_word_embeddings=True)
 
     def add(tensors):
         for factor, shape in (("A", (4, 192)), ("B", (400, 4))):
             tensors[f"base_model.model.lm_head.lora_{factor}.weight"] = torch.zeros(shape)
 
-    edit(adapter, add)
+    edit(adapter / WEIGHTS, add)
     refuse(base, adapter, tmp_path, AdapterError, "lm_head", "ties")
 
 
@@ -373,7 +357,10 @@ def test_tied_head(adapter, tmp_path):
 
 
 def test_float16_overflow(base, adapter, tmp_path):
-    edit(adapter, lambda tensors: [t.fill_(300.0) for k, t in tensors.items() if "q_proj" in k])
+    edit(
+        adapter / WEIGHTS,
+        lambda tensors: [t.fill_(300.0) for k, t in tensors.items() if "q_proj" in k],
+    )
     with pytest.raises(NumericsError, match=r"q_proj.*float16"):
         merge_adapter(base, adapter, tmp_path / "out", dtype="float16")
     assert {p.name for p in tmp_path.iterdir()} == {"base", "adapter"}
