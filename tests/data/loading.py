@@ -5,12 +5,12 @@ from __future__ import annotations
 from moe_finetune.data import examples
 
 
-def load_dataset_for(*arguments):
+def load_dataset_for(*arguments, **options):
     """Training and validation rows."""
-    loaded = examples.load_examples(*arguments)
+    loaded = examples.load_examples(*arguments, **options)
     return loaded.train, loaded.validation
 
 
-def prepare(*arguments):
+def prepare(*arguments, **options):
     """The rows without their counts."""
-    return examples.prepare(*arguments)[0]
+    return examples.prepare(*arguments, **options)[0]
