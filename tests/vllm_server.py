@@ -82,7 +82,7 @@ def _serve(request: Path, answer: Path) -> None:
     import vllm.model_executor.models.registry as registry
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    registry._run_in_subprocess = lambda look: look()  # there is no GPU that it might initialise
+    registry._run_in_subprocess = lambda look: look()  # there is no GPU that it might initialize
     wanted = json.loads(request.read_text())
     found: list[Any] = []
     for checkpoint in wanted["checkpoints"]:

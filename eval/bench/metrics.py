@@ -2,7 +2,7 @@
 
     python eval/bench/metrics.py [--tokens 1000000] [--sample 2000] [--save]
 
-Writes a synthetic trace in chunks, summarises it in a fresh process, and prints JSON. Wanted: at
+Writes a synthetic trace in chunks, summarizes it in a fresh process, and prints JSON. Wanted: at
 most 30 s and 2 GB for the summary on 2 cores. The routing is a topic model, not a real router; the
 cost depends on the sizes only.
 """
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--sample", type=int, default=2000)
-    parser.add_argument("--measure", type=Path, help="summarise this trace, in this process")
+    parser.add_argument("--measure", type=Path, help="summarize this trace, in this process")
     add_save(parser, "metrics")
     options = parser.parse_args()
     if options.measure:

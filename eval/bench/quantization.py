@@ -2,7 +2,7 @@
 
 Resident bytes and loading are of a checkpoint with Qwen3-30B-A3B's widths and a small vocabulary,
 written on the spot (5 GB a four layers); loading is measured in a child process each. Steps of the
-quantised and the unquantised model are interleaved in one process and counted in processor time,
+quantized and the unquantized model are interleaved in one process and counted in processor time,
 which other programs change least. With ``--demo`` the demo's
 checkpoint is fine-tuned once a format, from the same seed, and scored on its held-out rows.
 

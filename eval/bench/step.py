@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument(
         "--peak-tflops",
         type=float,
-        help="of the device, for the utilisation; default: the best of some large products",
+        help="of the device, for the utilization; default: the best of some large products",
     )
     add_save(parser, "step")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

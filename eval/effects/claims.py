@@ -232,7 +232,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         15,
-        "L_o + L_v destabilises training from scratch, specialization + coupling does not",
+        "L_o + L_v destabilizes training from scratch, specialization + coupling does not",
         "P1 Table 19",
         [
             scratch("held-out loss", held_out, OV, +1),

@@ -1,4 +1,4 @@
-"""Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be mended here.
+"""Is this machine ready: versions, vLLM, sandbox, GPU, disk; and what can be repaired here.
 
 Runs where torch or transformers cannot be imported, because that is what it is for: each import is
 tried in a separate process.
@@ -40,9 +40,9 @@ def examine(fix: bool = False) -> list[Check]:
     from moe_finetune.vllm.install import repair_vllm_cpu
 
     done = [*repair_vllm_cpu(), *repair_sandbox()] if fix else []
-    mended = [Check("mended", "ok", what) for what in done]
+    repaired = [Check("repaired", "ok", what) for what in done]
     return [
-        *mended,
+        *repaired,
         _python(),
         *_versions(),
         *_imports(),

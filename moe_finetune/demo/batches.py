@@ -2,7 +2,7 @@
 
 Text rows are random windows of the domain's documents. Arithmetic rows are whole problems laid end
 to end, of which only the answers are learned: operands are random, and predicting them would drown
-the few tokens that depend on the rest. Positions start anew at each document, which keeps documents
+the few tokens that depend on the rest. Positions restart at each document, which keeps documents
 from attending to each other; without that, arithmetic is learned many times more slowly.
 """
 

@@ -113,7 +113,7 @@ def _text(match: re.Match[str]) -> str:
 
 
 def math_equal(answer: str | None, reference: str) -> bool:
-    """Whether two MATH-style answers are the same after normalisation, or as numbers."""
+    """Whether two MATH-style answers are the same after normalization, or as numbers."""
     if answer is None:
         return False
     normalized, target = normalize_math(answer), normalize_math(reference)

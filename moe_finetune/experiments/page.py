@@ -113,7 +113,7 @@ def _runs(results: StudyResults) -> Markup:
 
 
 def figures(results: StudyResults, study_table: Table) -> Markup | None:
-    """The pictures of every group of arms, in the arms' colours; None without a finished run."""
+    """The pictures of every group of arms, in the arms' colors; None without a finished run."""
     colors = _colors(study_table)
     parts = []
     for arms in study_table.groups:

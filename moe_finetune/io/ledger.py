@@ -4,7 +4,7 @@ A step is known by the hash of what it follows from: its inputs, which are plain
 them by their content, never by their path or time), and the steps that it builds on. Its product
 is ``FOLDER/NAME``, which appears whole; ``steps/NAME.json`` then notes the hash. ``work/NAME`` is
 what must survive an interruption. While it is made, ``locks/NAME`` is locked; a process that the
-step starts may hold that lock as well, and whoever comes later waits for one that has outlived its
+step starts may hold that lock as well, and any later one waits for one that has outlived its
 parent. A step that failed leaves ``logs/NAME.failed.json`` with the reason, and its log.
 """
 

@@ -1,8 +1,8 @@
 """One writer for an output: a lock that the kernel releases when its process dies.
 
 The lock is on ``.NAME.lock`` next to the output NAME, so that a folder may be new, stay empty
-and be renamed. The file names its holder for the message of whoever is refused, and goes when the
-lock is released; one that a killed process left is taken over by the next.
+and be renamed. The file names its holder, for the message to a process that is refused. It is
+removed when the lock is released; one that a killed process left is taken over by the next.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expert selection for expert-selective fine-tuning (ESFT, Wang et al. 2024, arXiv 2407.01906).
 
 Experts of a layer are taken in descending order of their relevance to a task until the running
-sum of the relevance, normalised to 1 per layer, reaches ``top_p``.
+sum of the relevance, normalized to 1 per layer, reaches ``top_p``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def expert_relevance(
     """Relevance of each expert, ``(L, E)`` float64, rows sum to 1.
 
     ``token``: share of the dispatches that go to the expert (ESFT eq. 5). ``gate``: mean routing
-    weight (ESFT eq. 4), normalised per layer; needs ``weights_TLK`` of the shape of ``index_TLK``
+    weight (ESFT eq. 4), normalized per layer; needs ``weights_TLK`` of the shape of ``index_TLK``
     ``(T, L, K)``.
     """
     if score not in ("token", "gate"):

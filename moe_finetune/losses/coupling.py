@@ -41,8 +41,8 @@ def coupling_loss(
     same for all e. With it, T(e) is the ``top_k`` largest entries of row e.
 
     Args:
-        probs_TE: probabilities of the first layer over all experts, not renormalised after top-k;
-            normalise sigmoid scores first.
+        probs_TE: probabilities of the first layer over all experts, not renormalized after top-k;
+            normalize sigmoid scores first.
         index_TK: selected experts of the first layer.
         next_probs_TE: probabilities of the next MoE layer.
         top_k: number of experts in T.

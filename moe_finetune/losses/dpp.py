@@ -28,7 +28,7 @@ def dpp_loss(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalised outputs.
+    """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalized outputs.
 
     Smallest, ``-K log(1 + eps)``, when the K outputs are orthogonal. A zero output has length 0 in
     Ĝ and no gradient.
@@ -37,7 +37,7 @@ def dpp_loss(
         outputs_TKH: expert outputs before the routing weight.
         mask_T: True where a token counts; None counts all.
         eps: added to the diagonal; at least ``SMALLEST_EPS`` unless the outputs are float64:
-            float32 can no longer factorise Ĝ of parallel outputs below that.
+            float32 can no longer factorize Ĝ of parallel outputs below that.
         reduction: "mean" or "sum" over the tokens that count.
 
     Raises:

@@ -99,7 +99,7 @@ def perturbed(proxies_PH: Tensor, uniform_PH: Tensor) -> Tensor:
         ).fill_diagonal_(torch.inf)
         twice_P1 = 2.0 * torch.linalg.vector_norm(proxies_PH, dim=-1, keepdim=True)
         epsilon_P1 = apart_PP.amin(-1, keepdim=True) / twice_P1
-        # A zero row stays zero, and a single expert has no neighbour to stay clear of.
+        # A zero row stays zero, and a single expert has no neighbor to stay clear of.
         epsilon_P1 = epsilon_P1.masked_fill(~epsilon_P1.isfinite(), 0.0)
         delta_PH = 1.0 + epsilon_P1 * (2.0 * uniform_PH - 1.0)
     return proxies_PH * delta_PH

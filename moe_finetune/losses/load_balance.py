@@ -43,7 +43,7 @@ def load_balancing_loss(
     their product with constant coefficients.
 
     Args:
-        probs_TE: probabilities before top-k, used as they are: normalise sigmoid scores first.
+        probs_TE: probabilities before top-k, used as they are: normalize sigmoid scores first.
         index_TK: selected experts; their order means nothing.
         mask_T: True where a token counts; None counts all.
         variant: "switch" as written; "deepseek" divided by K; "gshard" with ``f_e`` from the first
@@ -51,7 +51,7 @@ def load_balancing_loss(
         sequence_lengths: tokens of each sequence, summing to T: the loss is then the mean of the
             sequences' values (DeepSeek's ``seq_aux``); sequences without a token that counts are
             dropped. None pools all tokens.
-        probabilities: "all", or "topk" for the selected ones renormalised to sum 1 (P0 eq. 2).
+        probabilities: "all", or "topk" for the selected ones renormalized to sum 1 (P0 eq. 2).
         rank_totals: what :func:`load_totals` returned, summed over data-parallel ranks. ``f`` and
             ``P`` are then those of all ranks (Qiu et al. 2025), the value is the same on every
             rank, and the mean over ranks of the gradients is the gradient of one process that

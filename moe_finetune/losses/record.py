@@ -53,7 +53,7 @@ class RoutingRecord:
         inputs_TH: the block's input.
         logits_TE: float32, before the score function.
         index_TK: selected experts, in the order the family's router gave them.
-        weights_TK: the weights the block uses (renormalised and scaled as the family does).
+        weights_TK: the weights the block uses (renormalized and scaled as the family does).
         mask_T: bool, True where a token counts.
         token_ids_T: input ids, or None when the model was called with embeddings.
         sequence_lengths: tokens of each sequence, in the order of T; sums to T.
@@ -88,14 +88,14 @@ class RoutingRecord:
 
     @cached_property
     def distribution_TE(self) -> Tensor:
-        """``probs_TE`` normalised over experts: rows sum to 1 whatever the score."""
+        """``probs_TE`` normalized over experts: rows sum to 1 whatever the score."""
         if self.score == "softmax":
             return self.probs_TE
         return log_scores(self.logits_TE, self.score).softmax(-1)
 
     @cached_property
     def scores_TK(self) -> Tensor:
-        """Probabilities of the selected experts, renormalised to sum 1, unscaled."""
+        """Probabilities of the selected experts, renormalized to sum 1, unscaled."""
         return log_scores(self.logits_TE, self.score).gather(-1, self.index_TK).softmax(-1)
 
     @cached_property

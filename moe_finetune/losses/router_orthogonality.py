@@ -14,7 +14,7 @@ from moe_finetune.losses.tensors import check_shapes, full_precision
 def router_orthogonality_loss(router_weight_EH: Tensor) -> Tensor:
     """``1/(E(E-1)) Σ_{i≠j} cos²(R_i, R_j)``: mean squared cosine of the router's rows, in [0, 1].
 
-    The normalisation is ours. A zero row has cosine 0 with anything; a single expert gives 0.
+    The normalization is ours. A zero row has cosine 0 with anything; a single expert gives 0.
 
     Raises:
         ValueError: for a wrong shape.

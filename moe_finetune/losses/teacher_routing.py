@@ -31,7 +31,7 @@ def teacher_routing_loss(
         logits_TE: the student's router logits, before the score function.
         teacher_logits_TE: the teacher's, of the same experts; no gradient reaches them.
         mask_T: True where a token counts; None counts all.
-        score: of both routers; scores are normalised over the experts, as those of a sigmoid.
+        score: of both routers; scores are normalized over the experts, as those of a sigmoid.
         reduction: "mean" or "sum" over the tokens that count.
 
     Raises:

@@ -55,7 +55,7 @@ def coherence_barrier(k: int) -> float:
 
 
 def effective_rank(features_NH: Array) -> float:
-    """``exp`` of the entropy of the normalised singular values of the matrix as given.
+    """``exp`` of the entropy of the normalized singular values of the matrix as given.
 
     ``features_NH`` ``(N, H)``: rows are experts, columns their outputs on a token sample,
     flattened. Between 1 (all experts alike up to scale) and ``min(N, H)`` (orthogonal, equally

@@ -1,4 +1,4 @@
-"""How different the experts are, seen from tokens: neighbours, clusters, cosines."""
+"""How different the experts are, seen from tokens: neighbors, clusters, cosines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expert_overlap(
     sample: int | None = None,
     seed: int = 0,
 ) -> float:
-    """Mean share of an embedding's k nearest neighbours that carry another expert label.
+    """Mean share of an embedding's k nearest neighbors that carry another expert label.
 
     Euclidean distance, without the embedding itself, ``k' = min(k, N - 1)``, ties to the lower
     index. ``embeddings_NH`` ``(N, H)`` (a token's input to the MoE block, or its top-1 expert's
@@ -39,17 +39,17 @@ def expert_overlap(
         raise ValueError(f"k: got {k}, wanted at least 1")
     if count < 2:
         raise ValueError(f"embeddings_NH: got {count} embedding, wanted at least 2 to compare")
-    neighbours = min(k, count - 1)
+    neighbors = min(k, count - 1)
     other = 0
     for part in chunks(count, count):
-        other += _foreign(_squared_distances(embeddings, part), labels, part.start, neighbours)
-    return other / (count * neighbours)
+        other += _foreign(_squared_distances(embeddings, part), labels, part.start, neighbors)
+    return other / (count * neighbors)
 
 
 def silhouette(
     embeddings_NH: Array, labels_N: Array, *, sample: int | None = None, seed: int = 0
 ) -> float:
-    """Mean silhouette coefficient of embeddings labelled by their top-1 expert (scikit-learn's).
+    """Mean silhouette coefficient of embeddings labeled by their top-1 expert (scikit-learn's).
 
     Range -1 (every point nearer to another cluster) over 0 (overlapping) to 1 (perfectly separate
     experts). Arguments as in :func:`expert_overlap`. Needs 2 to N - 1 different labels. Source:
@@ -76,8 +76,8 @@ def separation(
     if count < 2:
         return None, None
     distances = _squared_distances(embeddings, slice(0, count))
-    neighbours = min(k, count - 1)
-    overlap = _foreign(distances.copy(), labels, 0, neighbours) / (count * neighbours)
+    neighbors = min(k, count - 1)
+    overlap = _foreign(distances.copy(), labels, 0, neighbors) / (count * neighbors)
     return overlap, _silhouette(distances, labels) if 2 <= kinds <= count - 1 else None
 
 
@@ -86,7 +86,7 @@ def activation_cosine(activations_TKD: Array, mask_T: Array | None = None) -> fl
 
     ``activations_TKD`` ``(T, K, D)``: z after the gate, before the down projection. Range 0
     (orthogonal: perfect specialization) to 1 (parallel); a zero vector has cosine 0 with anything;
-    K = 1 has no pairs and gives 0. Source: P1 Table 1, normalised by K(K - 1).
+    K = 1 has no pairs and gives 0. Source: P1 Table 1, normalized by K(K - 1).
     """
     return _mean_squared_cosine("activations_TKD", activations_TKD, ("T", "K", "D"), mask_T)
 
@@ -133,11 +133,11 @@ def _mean_off_diagonal(total_KK: np.ndarray, tokens: int) -> float:
     return float((total_KK.sum() - np.trace(total_KK)) / (tokens * width * (width - 1)))
 
 
-def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbours: int) -> int:
-    """Nearest neighbours with another label, summed over the embeddings from ``start`` on."""
+def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbors: int) -> int:
+    """Nearest neighbors with another label, summed over the embeddings from ``start`` on."""
     rows = np.arange(len(distances_RN))
     distances_RN[rows, rows + start] = np.inf
-    nearest = _smallest(distances_RN, neighbours)
+    nearest = _smallest(distances_RN, neighbors)
     return int((nearest & (labels_N != labels_N[rows + start, None])).sum())
 
 

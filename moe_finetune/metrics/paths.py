@@ -46,7 +46,7 @@ def coupling_mass(
 ) -> float:
     """Mean over tokens of ``(sum_{e in A^l} p^l_e) (sum_{top-K} p^{l+1}_n)``: minus P1's coupling.
 
-    ``probs_TE`` and ``next_probs_TE`` ``(T, E)``, normalised over experts; ``index_TK`` the experts
+    ``probs_TE`` and ``next_probs_TE`` ``(T, E)``, normalized over experts; ``index_TK`` the experts
     selected in layer l; ``top_k`` of layer l+1. Range ``K^2 / E^2`` (uniform probabilities) to 1
     (all mass on the selected experts of both layers). Source: P1 eq. 6, Table 9.
     """

@@ -8,7 +8,7 @@ from moe_finetune.metrics.arrays import Array, chunks, entropy, floats, integers
 
 
 def scatter_scores(index_TK: Array, weights_TK: Array, num_experts: int) -> np.ndarray:
-    """``scores_TE``: the selected weights renormalised to sum 1, 0 where not selected.
+    """``scores_TE``: the selected weights renormalized to sum 1, 0 where not selected.
 
     A scaling factor in the weights drops out. A token whose weights are all 0 stays all 0.
     """

@@ -49,7 +49,7 @@ WORDS: dict[str, Word] = {
     "routing_entropy": Word("Routing entropy", "in nats; low when the router is sure", 0),
     "score_entropy": Word(
         "Score entropy",
-        "how undecided the router is about a single token: the mean entropy of its top-k scores in "
+        "how uncertain the router is about a single token: the mean entropy of its top-k scores in "
         "nats, 0 when one expert has it all",
         -1,
     ),
@@ -72,7 +72,7 @@ WORDS: dict[str, Word] = {
         "Routing variance", "variance of the mean probabilities; 0 is even", -1
     ),
     "expert_overlap": Word(
-        "Expert overlap", "share of near neighbours that go to another expert", -1
+        "Expert overlap", "share of near neighbors that go to another expert", -1
     ),
     "silhouette": Word("Silhouette", "how well the experts separate the tokens, −1 to 1", 1),
     "activation_cosine": Word(

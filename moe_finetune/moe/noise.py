@@ -2,7 +2,7 @@
 
 - ST-MoE: the router's input times U(1 - jitter, 1 + jitter), dropout inside the experts.
 - GShard: of a token's experts only the second best can be dropped: it is kept with probability
-  min(1, 2 g2), g from the two best renormalised. The kept weights are not renormalised again,
+  min(1, 2 g2), g from the two best renormalized. The kept weights are not renormalized again,
   a dropped expert's weight is 0 and its output counts for nothing.
 
 Random numbers come from PyTorch's default generator, which gradient checkpointing restores: a

@@ -38,7 +38,7 @@ class Transfers(Protocol):
         """The copy that waits on the host."""
 
     def begin(self, stacks: Stacks) -> Callable[[], Stacks]:
-        """Start copying to the device; the result waits for it, as whoever calls it computes."""
+        """Start copying to the device; the result waits for the copy while the caller computes."""
 
 
 class CudaTransfers:

@@ -79,7 +79,7 @@ class ModelSection(Section):
                     "pretrain first"
                 )
         elif self.config:
-            yield "model.config: changes a model that is made anew; set model.init: random"
+            yield "model.config: changes a new model; set model.init: random"
         if self.quantization != "none":
             yield from self._quantization_conflicts(recipe)
         if self.offload != "none":

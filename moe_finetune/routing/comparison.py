@@ -26,7 +26,7 @@ def compare_traces(
     """Metric differences ``b - a`` and path stability, with bootstrap intervals over sequences.
 
     Tokens of a sequence depend on each other, so whole sequences are resampled (percentile
-    intervals). Above 2,048 sequences, neighbours are joined to 2,048 units. When both traces hold
+    intervals). Above 2,048 sequences, neighbors are joined to 2,048 units. When both traces hold
     the same sequences (``paired``) each replicate draws the same ones for both, which cancels what
     the data contribute, and path stability exists.
 
@@ -92,7 +92,7 @@ def compare_traces(
 
 
 class _Units:
-    """The sequences of a trace, or runs of neighbouring ones, as resampling units."""
+    """The sequences of a trace, or runs of neighboring ones, as resampling units."""
 
     def __init__(self, trace: RoutingTrace):
         self.trace = trace

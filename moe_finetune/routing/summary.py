@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def summarize_trace(
-    trace: RoutingTrace, sample: int = 2000, seed: int = 0, neighbours: int = 10
+    trace: RoutingTrace, sample: int = 2000, seed: int = 0, neighbors: int = 10
 ) -> dict[str, Any]:
     """Metrics of a trace per layer and averaged over layers.
 
     Args:
         sample: embeddings per layer that ``expert_overlap`` and ``silhouette`` use; their
             cost grows with its square.
-        neighbours: k of ``expert_overlap``.
+        neighbors: k of ``expert_overlap``.
 
     Returns a dictionary with
 
     - ``trace``: what was measured (model type, checkpoint, layers, sizes, domains);
-    - ``sample``: ``embeddings`` used per layer (0 without any), ``neighbours`` and ``seed``;
+    - ``sample``: ``embeddings`` used per layer (0 without any), ``neighbors`` and ``seed``;
     - ``per_layer``: metric -> list over layers; None where a metric does not exist in a layer;
     - ``mean``: metric -> mean over the layers that have it;
     - ``arrays``: numpy ``load_LE``, ``conditional_activation_LEE`` (between adjacent layers, so one
@@ -51,7 +51,7 @@ def summarize_trace(
     if len(info.domains) > 1:
         per_layer["domain_information"] = [metrics["mutual_information"] for metrics in domains]
     if trace.num_embeddings:
-        per_layer |= _embedding_metrics(trace, sample, seed, neighbours)
+        per_layer |= _embedding_metrics(trace, sample, seed, neighbors)
     arrays = {
         "load_LE": total.load_LE,
         "conditional_activation_LEE": transitions.conditional(total.load_LE),
@@ -75,7 +75,7 @@ def summarize_trace(
         },
         "sample": {
             "embeddings": min(sample, trace.num_embeddings),
-            "neighbours": neighbours,
+            "neighbors": neighbors,
             "seed": seed,
         },
         "per_layer": per_layer,
@@ -110,11 +110,11 @@ class _Transitions:
 
 
 def _embedding_metrics(
-    trace: RoutingTrace, sample: int, seed: int, neighbours: int
+    trace: RoutingTrace, sample: int, seed: int, neighbors: int
 ) -> dict[str, list[float | None]]:
     embeddings_NLH, labels_NL = _sampled_embeddings(trace, sample, seed)
     metrics = [
-        separation(embeddings_NLH[:, layer], labels_NL[:, layer], neighbours)
+        separation(embeddings_NLH[:, layer], labels_NL[:, layer], neighbors)
         for layer in range(len(trace.info.layers))
     ]
     overlaps, silhouettes = zip(*metrics, strict=True)

@@ -27,7 +27,7 @@ class RoutingSums:
     Attributes:
         tokens: ``(...)`` tokens.
         load_LE: ``(..., L, E)`` dispatches.
-        score_LE: ``(..., L, E)`` sum of top-k scores (renormalised to 1 per token).
+        score_LE: ``(..., L, E)`` sum of top-k scores (renormalized to 1 per token).
         square_L: ``(..., L)`` sum of squared top-k scores.
         entropy_L: ``(..., L)`` sum of the entropies of top-k scores, nats.
         prob_LE: ``(..., L, E)`` sum of full probabilities.

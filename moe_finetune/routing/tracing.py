@@ -37,7 +37,7 @@ def trace_model(
 ) -> Measures:
     """Write the routing of ``sequences`` (token ids by domain) to ``folder``.
 
-    Neighbours of equal length share a forward; nothing is padded. Embeddings of about 4,000 tokens
+    Neighbors of equal length share a forward; nothing is padded. Embeddings of about 4,000 tokens
     are sampled. The model is left in the mode it was in.
 
     Args:

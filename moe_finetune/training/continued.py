@@ -1,4 +1,4 @@
-"""Training that continues an existing adapter, whoever made it.
+"""Training that continues an existing adapter, from any program.
 
 Shape legend: E experts (1 for a matrix), R the recipe's rank, r the adapter's, I inputs, O outputs.
 """

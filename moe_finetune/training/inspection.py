@@ -72,7 +72,7 @@ class Inspection:
             f"experts        {self.experts} routed, {self.shared_experts} shared, "
             f"{self.top_k} selected per token",
             f"router         {self.score}, "
-            f"{'renormalised' if self.renormalized else 'not renormalised'}, "
+            f"{'renormalized' if self.renormalized else 'not renormalized'}, "
             f"scaled by {self.scaling:g}",
             f"sizes          hidden {self.hidden}, expert {self.expert_width}, "
             f"vocabulary {self.vocabulary:,}",

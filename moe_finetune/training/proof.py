@@ -6,7 +6,7 @@ ends the proof, since what comes after needs it. What is compared:
 
 1. where MoE layers, blocks, routers, experts and their sizes are;
 2. what the router answers, and that the block uses its weights;
-3. the rule from logits to weights (score, renormalisation, scaling) and to the selection (bias,
+3. the rule from logits to weights (score, renormalization, scaling) and to the selection (bias,
    groups);
 4. LoRA's targets, and names on disk;
 5. logits and gradients of the recorded model, the record itself, and a merged adapter;

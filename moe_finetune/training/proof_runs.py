@@ -23,7 +23,7 @@ LOGITS, GRADIENTS, MERGED = 2e-5, 2e-4, 1e-4
 def run_checks(
     make: Callable[[], nn.Module], family: Family, folder: Path
 ) -> Iterator[list[Check]]:
-    """Groups of checks; each makes its model anew with the same weights."""
+    """Groups of checks; each builds its own model with the same weights."""
     yield _recorded(make(), family)
     yield _gradients(make(), family)
     yield [_merged(make, folder)]

@@ -49,7 +49,7 @@ def open_expert(path: str | Path) -> Expert:
         if info.dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"{folder}: '{info.name}' is stored as {info.dtype}; only "
-                f"{', '.join(FLOATS)} can be averaged, so give the unquantised checkpoint"
+                f"{', '.join(FLOATS)} can be averaged, so give the unquantized checkpoint"
             )
     return Expert(folder, facts, tensors)
 

@@ -152,7 +152,7 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
     free = sorted(set(names) - set(clusters.pinned))
     if checkpoints is not None and clusters.table is None and free:
         yield (
-            f"experts.checkpoints: '{free[0]}' is not pinned, and clusters that are computed anew "
+            f"experts.checkpoints: '{free[0]}' is not pinned, and clusters that are computed again "
             "need not be the ones that the experts were trained on; give their clusters.table, or "
             "pin every category"
         )

@@ -34,7 +34,7 @@ NOTES = (
     "cmr_1: rank by token frequency of the expert that the router ranks first, over tokens and "
     "layers; 1 is best. cmr_2: the rank of its second expert; 2 is best.",
     "s_rl: entropy of the router's probabilities over all experts; score_entropy: of the top-k "
-    "scores. Both in nats; a lower one is a surer router.",
+    "scores. Both in nats; a lower one is a more confident router.",
     "judgement: accuracy on yes-or-no questions, whose answers are compared by their mean "
     "log-probability per token; judgement_by_sums: by the sum.",
 )

@@ -27,7 +27,7 @@ def test_worked_by_hand():
     assert load_balancing_loss(probs, index, variant="deepseek").item() == pytest.approx(1.1625)
     # Both first choices are expert 0: f = (1, 0, 0).
     assert load_balancing_loss(probs, index, variant="gshard").item() == pytest.approx(1.65)
-    # Renormalised: (2/3, 1/3, 0) and (5/8, 0, 3/8).
+    # Renormalized: (2/3, 1/3, 0) and (5/8, 0, 3/8).
     topk = load_balancing_loss(probs, index, probabilities="topk").item()
     assert topk == pytest.approx(3 * (31 / 48 + (1 / 2) * (1 / 6) + (1 / 2) * (3 / 16)))
 

@@ -132,7 +132,7 @@ def recipe(path: Path | str, **sections) -> Recipe:
         ({"router": {"train": "frozen"}}, "router.train: 'frozen' would keep random routers"),
         ({"router": {"train": "lora"}}, "router.train: 'lora' needs a `lora:` section"),
         ({"model": {"init": "checkpoint", "config": {"num_experts": 3}}},
-         "model.config: changes a model that is made anew; set model.init: random"),
+         "model.config: changes a new model; set model.init: random"),
         ({"model": {"init": "rand"}}, "model.init: must be 'checkpoint' or 'random', not 'rand'"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tiny checkpoints stored quantised, in the layouts of published ones."""
+"""Tiny checkpoints stored quantized, in the layouts of published ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def as_int4(tensors):
 
 
 def rewrite(folder: Path, make) -> dict[str, torch.Tensor]:
-    """Store the checkpoint quantised; the floats that it then stands for, by name."""
+    """Store the checkpoint quantized; the floats that it then stands for, by name."""
     file, config = folder / "model.safetensors", folder / "config.json"
     stored, floats, said = make(load_file(file))
     save_file({n: t.contiguous() for n, t in stored.items()}, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A checkpoint's model twice: quantised, and with the same values in ordinary tensors."""
+"""A checkpoint's model twice: quantized, and with the same values in ordinary tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def dequantized(folder: Path, kind: str, dtype: str = "float32") -> Any:
-    """The ordinary model with the values of the quantised one."""
+    """The ordinary model with the values of the quantized one."""
     held = dict(load_model(folder, dtype=dtype, quantization=kind).named_parameters())
     model = load_model(folder, dtype=dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What each rank of ``test_ranks.py`` runs: a training step on quantised weights that ranks share.
+"""What each rank of ``test_ranks.py`` runs: a training step on quantized weights that ranks share.
 
 ``python -m tests.quantization.ranks_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
 The whole model sees both ranks' batches one after the other, in every process; of the others each

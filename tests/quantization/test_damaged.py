@@ -1,4 +1,4 @@
-"""Quantised checkpoints whose parts do not belong together are refused by the tensor's name."""
+"""Quantized checkpoints whose parts do not belong together are refused by the tensor's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint quantised: every family, tensor by tensor, exactly what it holds."""
+"""Loading a checkpoint quantized: every family, tensor by tensor, exactly what it holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_AUTOCAST = {"deepseek_v4"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_its_checkpoint_quantised(family, tmp_path):
-    """Each weight is the stored one, quantised or as it is; the stock forward runs on it."""
+    """Each weight is the stored one, quantized or as it is; the stock forward runs on it."""
     save(family, tmp_path, torch.bfloat16)
     stock = load_model(tmp_path, dtype="bfloat16")
     model = load_model(tmp_path, dtype="bfloat16", quantization="nf4")

@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """Folders: ``stored`` (quantised), ``floats`` (what it stands for), ``adapter``, ``merged``
+    """Folders: ``stored`` (quantized), ``floats`` (what it stands for), ``adapter``, ``merged``
     (in the stored format) and ``float_merged``; and the report.
     """
     family, make = CASES[request.param]

@@ -1,4 +1,4 @@
-"""Quantised weights shared by two ranks, by FSDP2 or with experts spread over them, train as in one
+"""Quantized weights shared by two ranks, by FSDP2 or with experts spread over them, train as in one
 process.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoints that come quantised are read as the floats that the libraries read them as."""
+"""Checkpoints that come quantized are read as the floats that the libraries read them as."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.quantization.models import batch, save
 
 
 def compare(folder, other, floats, caplog):
-    """Loaded as it is and as nf4, ``folder`` is the unquantised checkpoint of ``floats``."""
+    """Loaded as it is and as nf4, ``folder`` is the unquantized checkpoint of ``floats``."""
     save_file(floats, other / "model.safetensors", metadata={"format": "pt"})
     wanted = load_model(other, dtype="float32")
     with caplog.at_level(logging.WARNING):

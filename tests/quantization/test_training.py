@@ -1,4 +1,4 @@
-"""Training on quantised weights: the gradients of their values, runs, resumption, refusals."""
+"""Training on quantized weights: the gradients of their values, runs, resumption, refusals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_grouped_kernel_and_checkpointing(family, setting, tmp_path):
 
 @pytest.fixture
 def dequantized_sizes(monkeypatch):
-    """How many values each dequantisation made."""
+    """How many values each dequantization made."""
     sizes, original = [], weight.dequantize
 
     def measured(*args):
@@ -134,12 +134,12 @@ def test_experts_are_dequantised_a_few_at_a_time(
     stacks = {tuple(p.shape) for p in model.parameters() if quantized(p) and p.dim() == 3}
     largest = max(rows * columns for _, rows, columns in stacks)
     monkeypatch.setattr(grouped, "DEQUANTIZED_BYTES", per_chunk * largest * 4)
-    # ERC reads gate rows: half of each matrix that is dequantised.
+    # ERC reads gate rows: half of each matrix that is dequantized.
     monkeypatch.setattr(erc, "WIDENED_BYTES", per_chunk * largest * 4 // 2)
     dequantized_sizes.clear()
     chunked = gradients(model, method, "grouped")
     assert_equal(whole, chunked)
-    # Attention's matrices are dequantised whole.
+    # Attention's matrices are dequantized whole.
     matrices = max(p.numel() for p in model.parameters() if quantized(p) and p.dim() == 2)
     assert max(dequantized_sizes) <= max(matrices, per_chunk * largest)
     assert len(dequantized_sizes) > 20

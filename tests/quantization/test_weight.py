@@ -1,4 +1,4 @@
-"""A quantised weight is bitsandbytes' values in the shape of the weight that it stands for."""
+"""A quantized weight is bitsandbytes' values in the shape of the weight that it stands for."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_compare_traces_prints_and_writes(tmp_path, capsys):
     assert "experts a layer" in capsys.readouterr().err
 
 
-def test_neighbours_of_equal_length_share_a_forward(tmp_path, tiny_checkpoint):
+def test_neighbors_of_equal_length_share_a_forward(tmp_path, tiny_checkpoint):
     from moe_finetune.routing.tracing import equal_lengths, trace_model
 
     rng = np.random.default_rng(4)

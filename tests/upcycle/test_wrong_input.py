@@ -36,7 +36,7 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
         (["experts.checkpoints=[a]"], "experts.checkpoints: got 1, expected one for each of 3"),
         (
             ["experts.checkpoints=[a,b,c]", "clusters.pinned.kind0=1"],
-            "'kind1' is not pinned, and clusters that are computed anew need not be the ones",
+            "'kind1' is not pinned, and clusters that are computed again need not be the ones",
         ),
         (
             ["experts.lora={rank: 2, targets: [attention]}"],

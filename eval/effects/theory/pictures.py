@@ -82,7 +82,7 @@ def draw_classification(arms: Mapping[str, list[Mapping[str, Any]]], path: Path)
         axes.boxplot(folds, tick_labels=names)
         axes.set_title(f"{metric.replace('_', ' ')}, every fold", fontsize=9)
         axes.tick_params(labelsize=7)
-    # One scale for all arms, or the colours could not be compared.
+    # One scale for all arms, or the colors could not be compared.
     largest = {
         key: max(np.max(runs[0][key]) for runs in arms.values())
         for key in ("cosines", "class_shares")

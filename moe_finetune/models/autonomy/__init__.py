@@ -1,4 +1,4 @@
-"""Autonomy-of-Experts: experts rank themselves by the norm of a factorised gate; from scratch.
+"""Autonomy-of-Experts: experts rank themselves by the norm of a factorized gate; from scratch.
 
 Lv et al., "Autonomy-of-Experts Models", arXiv 2501.13074: the baseline of P2's Figure 3.
 """

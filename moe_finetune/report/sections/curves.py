@@ -15,10 +15,10 @@ from moe_finetune.report.numbers import ends
 from moe_finetune.report.runs import Curve, Run
 
 GROUPS = (
-    *("Loss", "Loss terms", "Routing during training", "Optimisation", "Other logged values"),
+    *("Loss", "Loss terms", "Routing during training", "Optimization", "Other logged values"),
     "Scores",
 )
-OPTIMISATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
+OPTIMIZATION = ("learning_rate", "grad_norm", "tokens_per_second", "mean_token_accuracy")
 POINTS = 3  # fewer are not a curve; the table has them
 DIFFERENT = 0.05
 """Runs differ where their curves lie this share of the chart's range apart on average; one run's
@@ -41,7 +41,7 @@ def _group(name: str) -> str:
         return GROUPS[2]
     if name.startswith("scores/"):
         return GROUPS[5]
-    return GROUPS[3 if name in OPTIMISATION else 4]
+    return GROUPS[3 if name in OPTIMIZATION else 4]
 
 
 def _render(report: Report) -> Markup | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 EXTRA_LAYERS = 3
-"""Layers after the last kind is met: one whose neighbours are of its kind, and the last, which
+"""Layers after the last kind is met: one whose neighbors are of its kind, and the last, which
 hands nothing on."""
 
 
