@@ -58,8 +58,9 @@ def test_torchtitan_blocks_under_fsdp2_have_our_losses_and_gradients(monkeypatch
 
 def sketch(heading: str) -> str:
     """The Python block below a heading of the page."""
-    (code,) = re.findall(rf"\n### {heading}\n.*?```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[:1]
-    return code
+    found = re.search(rf"\n### {heading}\n.*?```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 @pytest.mark.slow

@@ -95,10 +95,10 @@ def as_ours(name: str, grads: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def main(page: str) -> None:
-    text = Path(page).read_text()
-    (code,) = re.findall(r"test_engines\.py -->\n```py\n(.*?)```", text, re.DOTALL)
+    found = re.search(r"\n### torchtitan\n.*?```py\n(.*?)```", Path(page).read_text(), re.DOTALL)
+    assert found is not None
     example: dict = {}
-    exec(code, example)
+    exec(found[1], example)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
