@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = ("moe_finetune.", "tests.", "accelerate.commands.launch.", "submitit.", "vllm.", "pytest.")
+WARM = ("moe_finetune.", "tests.", "accelerate.commands.launch.", "vllm.", "pytest.")
 """Beginnings of the names of modules that are run warm."""
 CODE = (
     "from moe_finetune.io.worker import serve; ",
@@ -54,9 +54,9 @@ SCRIPTS = ("moe_finetune/vllm/supervisor.py", "eval/bench/gpu_check.py", "eval/b
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_",
              "CUDA_", "HOME", "XDG_", "TORCHDYNAMO_")  # fmt: skip
 LATER = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Of these, what may differ. submitit sets the first for its jobs, and it is read when a device is
-looked for; OpenCV sets the second, for nothing that is loaded here; vLLM sets the third for its
-engines, which are slower without."""
+"""Of these, what may differ. A launcher sets the first for its processes, and it is read when a
+device is looked for; OpenCV sets the second, for nothing that is loaded here; vLLM sets the third
+for its engines, which are slower without."""
 VLLM = ("vllm", "vllm.benchmarks.serve", "vllm.entrypoints.cli.main",
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.qwen3_moe",
         "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")  # fmt: skip
