@@ -97,28 +97,28 @@ def gather(
 def routing_metrics(sums: RoutingSums) -> dict[str, np.ndarray]:
     """Metrics per layer, ``(..., L)`` each; see the functions of the same names for definitions.
 
-    ``score_entropy`` is :func:`routing_entropy` of top-k scores. With probabilities in the trace
-    ``routing_variance`` and ``routing_entropy`` join.
+    ``score_entropy`` is :func:`routing_entropy` of top-k scores. A metric is absent where its sums
+    are.
     """
     load = sums.load_LE.astype(np.float64)
     mean = load.mean(-1)
-    metrics = {"max_violation": load.max(-1) / mean - 1}
-    tokens = sums.tokens[..., None]
-    if sums.score_LE is not None and sums.square_L is not None and sums.entropy_L is not None:
+    metrics = {"max_violation": (load.max(-1) - mean) / np.maximum(mean, 1e-12)}
+    tokens = np.maximum(sums.tokens, 1)[..., None]
+    if sums.score_LE is not None and sums.square_L is not None:
         mean_LE = sums.score_LE / tokens[..., None]
         squares = (mean_LE**2).sum(-1)
-        marginal = entropy(mean_LE)
-        decided = sums.entropy_L / tokens
-        experts = mean_LE.shape[-1]
         # mean_t (s - mean s)^2 = mean_t s^2 - (mean s)^2, summed over experts.
-        metrics["score_variance"] = (sums.square_L / tokens - squares) / experts
-        metrics["score_entropy"] = decided
-        metrics["expert_entropy"] = marginal
-        metrics["mutual_information"] = marginal - decided
-        metrics["collision_entropy"] = -np.log(squares)
-    if sums.prob_LE is not None and sums.prob_entropy_L is not None:
+        metrics["score_variance"] = (sums.square_L / tokens - squares) / mean_LE.shape[-1]
+        if sums.entropy_L is not None:
+            marginal = entropy(mean_LE)
+            metrics["score_entropy"] = sums.entropy_L / tokens
+            metrics["expert_entropy"] = marginal
+            metrics["mutual_information"] = marginal - metrics["score_entropy"]
+            metrics["collision_entropy"] = -np.log(squares)
+    if sums.prob_LE is not None:
         mean_LE = sums.prob_LE / tokens[..., None]
         metrics["routing_variance"] = ((mean_LE - 1 / mean_LE.shape[-1]) ** 2).mean(-1)
+    if sums.prob_entropy_L is not None:
         metrics["routing_entropy"] = sums.prob_entropy_L / tokens
     return metrics
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_finetune.losses.objective import LayerLoss
 from moe_finetune.losses.record import RoutingRecord
+from moe_finetune.routing.sums import RoutingSums, routing_metrics
 from moe_finetune.training import ranks
 
 
@@ -147,21 +148,27 @@ class TrainingStatistics:
         self._sums, self._losses, self._forwards, self._routers = None, {}, 0, {}
         strength, self._strength = self._strength, {}
         self.last_load_LE = load.to(torch.int64)
-        tokens = moments[:, 0].clamp_min(1.0)
-        mean_load = load.mean(1).clamp_min(1e-12)
-        mean_score = score / tokens.unsqueeze(1)
-        variance = (moments[:, 1] / tokens - mean_score.square().sum(1)) / self.num_experts
-        violation = (load.max(1).values - load.mean(1)) / mean_load
+        by_layer = [part.unsqueeze(1).numpy() for part in (load, score, moments)]
+        load_L1E, score_L1E, moments_L1M = by_layer
+        metrics = routing_metrics(
+            RoutingSums(
+                moments_L1M[:, 0, 0],
+                load_L1E,
+                score_L1E,
+                moments_L1M[..., 1],
+                prob_entropy_L=moments_L1M[..., 2],
+            )
+        )
+        entropy = float(metrics["routing_entropy"].mean())
         router_means = torch.stack(routers).double().mean(0).tolist() if routers else []
         return {
             **{f"losses/{name}": mean for name, mean in zip(names, numbers, strict=True)},
             **strength,
-            "routing/max_violation": violation.mean().item(),
-            "routing/max_violation_worst_layer": violation.max().item(),
-            "routing/entropy": (moments[:, 2] / tokens).mean().item(),
-            "routing/entropy_share": (moments[:, 2] / tokens).mean().item()
-            / math.log(max(self.num_experts, 2)),
-            "routing/score_variance": variance.mean().item(),
+            "routing/max_violation": float(metrics["max_violation"].mean()),
+            "routing/max_violation_worst_layer": float(metrics["max_violation"].max()),
+            "routing/entropy": entropy,
+            "routing/entropy_share": entropy / math.log(max(self.num_experts, 2)),
+            "routing/score_variance": float(metrics["score_variance"].mean()),
             "routing/dead_experts": float((load == 0).sum(1).double().mean()),
             **dict(
                 zip(("routing/router_cosine", "routing/noise_level"), router_means, strict=False)
