@@ -26,7 +26,7 @@ from moe_finetune.training.start import base_folder
 if TYPE_CHECKING:
     from moe_finetune.checkpoint.contents import Checkpoint
     from moe_finetune.io.worker import Worker
-    from moe_finetune.training.rehearsal import Plan
+    from moe_finetune.training.run_plan import Plan
 
 log = logging.getLogger(__name__)
 

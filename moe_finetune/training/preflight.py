@@ -13,7 +13,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.start import Start, expert_ranks, open_start
 
 if TYPE_CHECKING:
-    from moe_finetune.training.rehearsal import Plan
+    from moe_finetune.training.run_plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,9 @@ that it is about.
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,79 +20,20 @@ from moe_finetune.models.structure import class_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
-from moe_finetune.training.memory.plan import GIB, MemoryPlan, fixed_bytes, plan_memory
+from moe_finetune.training.memory.plan import GIB, fixed_bytes, plan_memory
 from moe_finetune.training.memory.short_model import Device
-from moe_finetune.training.memory.verdict import memory_lines
+from moe_finetune.training.run_plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
-    from moe_finetune.lora.coverage import Coverage
     from moe_finetune.training.start import Start
 
 ROWS = 8
 """Rows of the data that the rehearsed trainer gets."""
 
 Built = TypeVar("Built")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run would do.
-
-    Attributes:
-        stage: of the training.
-        method: the preset's name, or "no preset"; terms: its losses.
-        coverage: what LoRA reaches and what trains.
-        fixed: bytes that no batch size changes: weights, adapter, gradients and moments.
-        memory: of one device without sharding, where it was asked for.
-        machine: bytes that this run's devices have together.
-        rows, tokens: of the training data, tokens where they are known; validation: its rows, or
-            None.
-        batch: sequences of an optimizer step over all processes.
-        steps: optimizer steps; about as many, where rows are packed.
-        packed: whether they are.
-        remarks: settings that do nothing in a run of this length.
-    """
-
-    stage: str
-    method: str
-    terms: list[str]
-    coverage: Coverage
-    fixed: int
-    memory: MemoryPlan | None
-    machine: int
-    rows: int
-    tokens: int | None
-    validation: int | None
-    batch: int
-    steps: int
-    packed: bool
-    remarks: list[str]
-    opening: str
-
-    def text(self) -> str:
-        losses = f" ({', '.join(self.terms)})" if self.terms else ""
-        validation = "none" if self.validation is None else f"{self.validation:,} rows"
-        about = "about " if self.packed else ""
-        return "\n".join(
-            [
-                self.coverage.table(),
-                "",
-                *(memory_lines(self.memory) if self.memory is not None else []),
-                f"  {'machine':<12} {self.machine / GIB:8.2f} GiB",
-                "",
-                f"stage          {self.stage}",
-                f"method         {self.method}{losses}",
-                f"training data  {self.rows:,} rows"
-                + ("" if self.tokens is None else f", {self.tokens:,} tokens")
-                + (", packed" if self.packed else ""),
-                f"validation     {validation}",
-                f"steps          {about}{self.steps:,}, of {self.batch} sequences",
-                *(f"note: {remark}" for remark in self.remarks),
-            ]
-        )
 
 
 def rehearse(
@@ -142,7 +81,7 @@ def rehearse(
     coverage = lora_coverage(model)
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = plan_memory(model, recipe, device) if activations else None
-    plan = _plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
+    plan = make_plan(recipe, coverage, fixed_bytes(model, recipe), memory, train, validation)
     if not ignore_memory:
         _check_memory(plan)
     _check_second(start, train)
@@ -249,114 +188,3 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
         if not hidden:
             enable_progress_bars()
-
-
-def _plan(
-    recipe: Recipe,
-    coverage: Coverage,
-    fixed: int,
-    memory: MemoryPlan | None,
-    train: Dataset,
-    validation: Dataset | None,
-) -> Plan:
-    import pyarrow.compute as pc
-
-    from moe_finetune.training.trainer import training_arguments
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(recipe, Path(folder))
-    # From the offsets of the mapped file, whose rows may be many; shuffled or not, all count.
-    tokens = None
-    if "input_ids" in train.column_names:
-        tokens = pc.sum(pc.list_value_length(train.data.column("input_ids"))).as_py()
-    batch, steps = count_steps(recipe, arguments, len(train), tokens or 0)
-    return Plan(
-        stage=recipe.stage,
-        method=recipe.method.preset or "no preset",
-        terms=list(recipe.method.terms),
-        coverage=coverage,
-        fixed=fixed,
-        memory=memory,
-        machine=_machine(),
-        rows=len(train),
-        tokens=tokens,
-        validation=None if validation is None else len(validation),
-        batch=batch,
-        steps=steps,
-        packed=recipe.data.packing,
-        remarks=list(_remarks(recipe, arguments, steps, validation is not None)),
-        opening=describe_steps(recipe, arguments, len(train), tokens),
-    )
-
-
-def count_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int) -> tuple[int, int]:
-    """Sequences that a step takes, and steps; with packing, rows are counted as if full."""
-    sequences = math.ceil(tokens / recipe.data.max_length) if recipe.data.packing else rows
-    sequences *= getattr(arguments, "num_generations", 1)
-    device_batch = arguments.per_device_train_batch_size * ranks.world_size()
-    accumulation = arguments.gradient_accumulation_steps
-    steps = arguments.max_steps
-    if steps <= 0:
-        an_epoch = math.ceil(math.ceil(sequences / device_batch) / accumulation)
-        steps = math.ceil(arguments.num_train_epochs * an_epoch)
-    return device_batch * accumulation, steps
-
-
-def describe_steps(recipe: Recipe, arguments: Any, rows: int, tokens: int | None) -> str:
-    """Steps and what one takes, as a line: with the rows' own the first that a run says.
-
-    Args:
-        tokens: of them; None where the stage's trainer tokenizes.
-    """
-    batch, steps = count_steps(recipe, arguments, rows, tokens or 0)
-    count = f"{steps:,} step{'' if steps == 1 else 's'} of"
-    if tokens is None:
-        group = getattr(arguments, "num_generations", 0)
-        unit = f"completions, {group} of a prompt" if group else "rows"
-        return f"{count} {batch} {unit}"
-    if recipe.data.packing:
-        size = batch * recipe.data.max_length
-        return f"about {count} {batch} packed sequences, about {size:,} tokens a step"
-    batch = min(batch, rows)  # a step ends with the epoch
-    unit = "sequence" if batch == 1 else "sequences"
-    return f"{count} {batch} {unit}, about {batch * tokens / rows:,.0f} tokens a step"
-
-
-def _machine() -> int:
-    """Bytes of all devices of this run together, or of this machine where it has no GPU."""
-    import psutil
-    import torch
-
-    if not torch.cuda.is_available():
-        return int(psutil.virtual_memory().total)
-    return int(torch.cuda.get_device_properties(0).total_memory) * ranks.world_size()
-
-
-def _remarks(recipe: Recipe, arguments: Any, steps: int, validated: bool) -> Iterator[str]:
-    """Intervals that are longer than the run; below 1 they are shares of it."""
-    from moe_finetune.training.run_log import logged_every
-
-    interval = logged_every(steps)
-    if arguments.logging_strategy == "steps" and arguments.logging_steps > steps:
-        yield (
-            f"trainer.logging_steps {arguments.logging_steps:g} is more than the run's {steps} "
-            f"steps; it logs {'each' if interval == 1 else f'every {interval} steps'} instead"
-        )
-    if validated and arguments.eval_strategy == "steps" and arguments.eval_steps > steps:
-        yield (
-            f"trainer.eval_steps {arguments.eval_steps:g} is more than the run's {steps} steps; "
-            "data.validation is evaluated only "
-            + ("before the first step and " if arguments.eval_on_start else "")
-            + "after the last"
-        )
-    if recipe.data.packing and recipe.data.packing_strategy == "wrapped":
-        yield (
-            "data.packing_strategy 'wrapped' cuts one stream of texts into rows, whose texts see "
-            "each other; 'bfd_split' keeps them apart"
-        )
-    section = recipe.evaluation
-    if section is not None and section.every is not None and section.every >= steps:
-        yield (
-            f"evaluation.every {section.every} is not less than the run's {steps} steps; it is "
-            "scored only at its end"
-        )

@@ -141,11 +141,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(capsys, recipe, tmp_path):
 def test_memory_is_refused_with_the_plan_unless_told_otherwise(recipe, tmp_path, monkeypatch):
     plan = plan_run(load_recipe(recipe), tmp_path / "run")
     assert plan.fixed == plan.memory.fixed < plan.memory.total
-    monkeypatch.setattr("moe_finetune.training.rehearsal._machine", lambda: plan.fixed - 1)
+    monkeypatch.setattr("moe_finetune.training.run_plan.machine_bytes", lambda: plan.fixed - 1)
     with pytest.raises(RecipeError, match=r"(?s)weights, adapter .* GiB.*lower lora.rank"):
         check_inputs(load_recipe(recipe))
     check_inputs(load_recipe(recipe), ignore_memory=True)
-    monkeypatch.setattr("moe_finetune.training.rehearsal._machine", lambda: plan.fixed)
+    monkeypatch.setattr("moe_finetune.training.run_plan.machine_bytes", lambda: plan.fixed)
     check_inputs(load_recipe(recipe))
 
 
