@@ -34,6 +34,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of
 from moe_finetune.recipe.method import Method, resolve_method
 from moe_finetune.training import ranks
+from moe_finetune.training.accumulation_window import AccumulationWindow
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.host_run import HostRun
 from moe_finetune.training.preconditions import OWN_BALANCE_LOSS, check_arguments
@@ -42,7 +43,6 @@ from moe_finetune.training.save import describe_adapter
 from moe_finetune.training.specialization import Specialization, on_model
 from moe_finetune.training.state import TRAINER_FILE, from_text, to_text
 from moe_finetune.training.statistics import TrainingStatistics
-from moe_finetune.training.window import AccumulationWindow
 
 if TYPE_CHECKING:
     from transformers import Trainer

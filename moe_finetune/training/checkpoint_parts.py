@@ -19,13 +19,13 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io import write_small
 from moe_finetune.training import ranks
 from moe_finetune.training.checkpoint import Entry, Writer
+from moe_finetune.training.full_weights import live_weights, trained_weights, whole_model
+from moe_finetune.training.model_files import write_model
 from moe_finetune.training.optimizer_state import optimizer_state, sharded_state, unshared
-from moe_finetune.training.ordinary import write_model
 from moe_finetune.training.rank_state import pack_rank, random_state, rank_file, written_by
 from moe_finetune.training.save import write_adapter
 from moe_finetune.training.shards import adopt_shards, is_sharded, write_shards
 from moe_finetune.training.state import TRAINER_FILE, pack
-from moe_finetune.training.whole import live_weights, trained_weights, whole_model
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training import ranks
-from moe_finetune.training.whole import like, plain_name
+from moe_finetune.training.full_weights import like, plain_name
 
 
 def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:

@@ -37,13 +37,13 @@ from moe_finetune.training.checkpoint_parts import (
     check_rows,
     checkpoint_parts,
 )
+from moe_finetune.training.full_weights import live_weights, set_weights
+from moe_finetune.training.model_files import StoredWeights
 from moe_finetune.training.optimizer_state import empty_moments, load_optimizer_state
-from moe_finetune.training.ordinary import StoredWeights
 from moe_finetune.training.rank_state import read_rank, read_tensors, set_random_state
 from moe_finetune.training.save import ADAPTER_FILE
 from moe_finetune.training.shards import read_shards, stored
 from moe_finetune.training.state import load_state, unpack
-from moe_finetune.training.whole import live_weights, set_weights
 
 # The other base, at run time any transformers Trainer; its attributes are used throughout.
 _Trainer: Any = object

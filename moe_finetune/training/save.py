@@ -21,7 +21,7 @@ from moe_finetune.quantization.weight import quantization_of
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training import ranks
 from moe_finetune.training.bias_keep import add_bias, change_config, name_bias, save_beside
-from moe_finetune.training.whole import trained_weights, whole_model
+from moe_finetune.training.full_weights import trained_weights, whole_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER = "A LoRA adapter for {}, trained with moe-finetune; PEFT loads it."

@@ -17,7 +17,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training import ranks
 from moe_finetune.training.callback_order import add_callbacks
-from moe_finetune.training.continued import continue_adapter
+from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.drift import watch_drift
 from moe_finetune.training.keep_steps import KeepSteps
 from moe_finetune.training.numerics import make_deterministic

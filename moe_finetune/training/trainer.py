@@ -20,7 +20,7 @@ from moe_finetune.training.callback import SpecializationCallback
 from moe_finetune.training.callback_order import add_callbacks
 from moe_finetune.training.checkpoint_parts import accumulation
 from moe_finetune.training.generation_batch import ResumesRollouts
-from moe_finetune.training.live import LiveTable
+from moe_finetune.training.live_table import LiveTable
 from moe_finetune.training.numerics import CollapseWatch, NumericsGuard
 from moe_finetune.training.rank_state import random_state, set_random_state
 from moe_finetune.training.resumable import ResumableTrainer

@@ -22,9 +22,9 @@ from moe_finetune.losses.presets import PRESETS
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
+from moe_finetune.training.full_weights import trained_weights, whole_model
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.trainer import build_trainer
-from moe_finetune.training.whole import trained_weights, whole_model
 from tests import tiny
 
 STEPS, GLOBAL_BATCH, LENGTH = 5, 4, 13
@@ -165,8 +165,8 @@ def shard(built, how):
 
 def sharded(how, stop=None, resume=None):
     """The model and optimizer after the steps; ``stop`` earlier, ``resume`` from saved state."""
+    from moe_finetune.training.full_weights import set_weights
     from moe_finetune.training.optimizer_state import load_optimizer_state, optimizer_state
-    from moe_finetune.training.whole import set_weights
 
     built = shard(model(), how)
     built.train()

@@ -21,9 +21,9 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
+from moe_finetune.training.full_weights import trained_weights
 from moe_finetune.training.resumable import ResumableTrainer
 from moe_finetune.training.shards import is_sharded
-from moe_finetune.training.whole import trained_weights
 from tests import fsdp, tiny
 
 WORLDS = (4, 2, 1)

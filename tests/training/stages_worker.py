@@ -31,9 +31,9 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
+from moe_finetune.training.full_weights import plain_name
 from moe_finetune.training.shards import is_sharded
 from moe_finetune.training.trainer import build_trainer
-from moe_finetune.training.whole import plain_name
 from tests import fsdp, tiny
 
 PLAIN, RAGGED = "sft without a method", "grpo whose completions end early"

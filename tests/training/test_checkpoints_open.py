@@ -18,9 +18,9 @@ from moe_finetune.models.loading import load_config, load_tokenizer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.bias_keep import add_bias
-from moe_finetune.training.ordinary import StoredWeights
+from moe_finetune.training.full_weights import live_weights
+from moe_finetune.training.model_files import StoredWeights
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.whole import live_weights
 from moe_finetune.vllm.serve import merged_folder
 from tests import tiny
 from tests.training.cases import collate, rows

@@ -16,7 +16,7 @@ from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
-from moe_finetune.training.continued import continue_adapter
+from moe_finetune.training.continued_adapter import continue_adapter
 from moe_finetune.training.preconditions import check_accelerator
 from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.trainer import build_trainer

@@ -17,9 +17,9 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import resumable
 from moe_finetune.training.checkpoint import checkpoints, entry_of
+from moe_finetune.training.full_weights import live_weights
 from moe_finetune.training.rank_state import read_tensors
 from moe_finetune.training.resumable import ResumableTrainer
-from moe_finetune.training.whole import live_weights
 from tests import tiny
 from tests.training.cases import collate, rows
 

@@ -22,7 +22,7 @@ from moe_finetune.errors import CheckpointError
 from moe_finetune.io.checkpoint_files import INDEX, SINGLE, index_text, read_headers, tensors_of
 from moe_finetune.io.safetensors_header import read_header
 from moe_finetune.models import find_family
-from moe_finetune.training.whole import plain_name
+from moe_finetune.training.full_weights import plain_name
 
 
 def write_model(model: Any, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:

@@ -37,7 +37,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.tensors import read_tensor
-    from moe_finetune.training.whole import live_weights
+    from moe_finetune.training.full_weights import live_weights
 
     with tempfile.TemporaryDirectory() as scratch:
         written = peft_folder(check_adapter(path, checkpoint), checkpoint, Path(scratch), True)
