@@ -43,7 +43,7 @@ from moe_finetune.training.statistics import TrainingStatistics
 from moe_finetune.training.strength import StrengthMeter
 
 log = logging.getLogger(__name__)
-STEPS_BEFORE_STILL_IS_SUSPICIOUS = 10
+UNMOVED_CHECK_STEP = 10
 
 _ON_MODEL: WeakKeyDictionary[nn.Module, ref[Specialization]] = WeakKeyDictionary()
 
@@ -255,7 +255,7 @@ class Specialization:
             if isinstance(term, Coupling):
                 term.reduce_over_ranks()
         self.begin_step(self.steps + 1, self.total_steps)
-        if self._start and self.steps >= STEPS_BEFORE_STILL_IS_SUSPICIOUS:
+        if self._start and self.steps >= UNMOVED_CHECK_STEP:
             self._look_for_unmoved()
 
     def read(self) -> dict[str, float]:
@@ -337,7 +337,7 @@ class Specialization:
             log.warning(
                 "%d tensors that should train did not move in the first %d steps: %s",
                 len(self.unmoved),
-                STEPS_BEFORE_STILL_IS_SUSPICIOUS,
+                UNMOVED_CHECK_STEP,
                 listed,
             )
 
