@@ -86,12 +86,3 @@ def test_training_asks_as_the_test_asks(data, source, task):
     given = load_recipe([RECIPES / file for file in layers])
     template = [*given.data.train, *given.data.validation][source].template
     assert Former("prompt_completion", template=template)("a:1", row)["prompt"] == asked.render(row)
-
-
-@pytest.mark.parametrize("path", files("hardware"), ids=name)
-def test_accelerate_reads_the_hardware_files(path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    assert config.mixed_precision == "bf16"
-    assert config.num_processes % config.num_machines == 0

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from moe_finetune import SpecializationCallback
-from moe_finetune.errors import ObjectiveError, RecipeError
+from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
@@ -226,14 +226,6 @@ def test_the_trainers_own_balance_loss_is_refused(tmp_path):
     )
     with pytest.raises(ObjectiveError, match="router_aux_loss_coef=0"):
         SpecializationCallback("none").attach(trainer)
-    trainer.add_callback(SpecializationCallback("none"))
-    with pytest.raises(ObjectiveError, match="router_aux_loss_coef=0"):
-        trainer.train()
-
-
-def test_unknown_presets_are_refused_before_anything_runs():
-    with pytest.raises(RecipeError, match="orthogonal_variance"):
-        SpecializationCallback("orthogonal_varianse")
 
 
 def test_the_log_holds_the_devices_peak_memory(tmp_path, monkeypatch):

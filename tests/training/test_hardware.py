@@ -1,29 +1,12 @@
-"""The launch configurations are ones that accelerate reads, and say what they are named for."""
+"""The launch configurations are ones that accelerate launches, and do what their names say."""
 
 from __future__ import annotations
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.conftest import ROOT
 
 FILES = sorted((ROOT / "recipes" / "hardware").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_accelerate_reads_it(file):
-    config = load_config_from_file(str(file))
-    kind = str(config.distributed_type)
-    assert config.mixed_precision == "bf16"
-    if file.stem.startswith("fsdp2"):
-        assert kind.endswith("FSDP") and config.fsdp_config["fsdp_version"] == 2
-        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    else:
-        assert config.num_processes == 1
-    machines = 2 if "2x8" in file.stem else 1
-    assert config.num_machines == machines
-    if "8gpu" in file.stem:
-        assert config.num_processes == 8 * machines
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -44,6 +27,7 @@ def test_accelerate_would_launch_it(file):
     assert not arguments.use_deepspeed
     processes = {"one_gpu": 1, "fsdp2_2x8gpu": 16}.get(file.stem, 8)
     assert arguments.num_processes == processes
+    assert arguments.num_machines == (2 if "2x8" in file.stem else 1)
     if arguments.use_fsdp:
         assert int(arguments.fsdp_version) == 2
         assert arguments.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
