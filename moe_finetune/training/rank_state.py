@@ -1,9 +1,9 @@
 """What differs between the ranks of a run, in a file for each: random numbers and open sums.
 
-Another number of ranks goes on from them too: each takes the random numbers of one that was, means
-stay means, and sums are added up on rank 0. The run is then the same but for what is drawn while it
-trains (dropout, jitter, completions), rollouts in use, which are sampled again, and the order in
-which sums are rounded.
+Another number of ranks can resume from them, too: each takes the random numbers of one old rank,
+means stay means, and sums are added up on rank 0. The run is then the same but for what is drawn
+while it trains (dropout, jitter, completions), rollouts in use, which are sampled again, and the
+order in which sums are rounded.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
         first,
         *(_read_state(checkpoint / rank_file(n)) for n in range(1, first["world_size"])),
     ]
+    # Random numbers, metrics and the like are those of one old rank; what is summed or averaged
+    # over ranks is put together from all of them, so that no token counts twice or never.
     rank_values = states[rank % len(states)]
     return {
         **rank_values,

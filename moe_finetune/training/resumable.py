@@ -126,8 +126,10 @@ class ResumableTrainer(_Trainer):
             clear_leftovers(root)
         path = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if path:
-            # The order of the data comes from the generator's seed, which is in the state.
             check_rows(Path(path), self.args)
+            # The random state is set twice. Here, since the loader draws the seed of its order
+            # when it is made; and in _load_rng_state, right before the first new batch, since
+            # making the loader, the optimizer and skipping rows have drawn from it again.
             set_random_state(self._rank_state(path)["random"])
         return super().train(path, *args, **kwargs)
 
