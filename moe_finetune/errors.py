@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 
 class MoeFinetuneError(Exception):
-    """Root of all errors that a user can mend."""
+    """Root of all errors that a user can fix."""
 
 
 class RecipeError(MoeFinetuneError, ValueError):

@@ -35,7 +35,7 @@ class Check:
 
 
 def examine(fix: bool = False) -> list[Check]:
-    """Look at this machine; with ``fix`` mend vLLM's CPU build and install a sandbox first."""
+    """Look at this machine; with ``fix`` repair vLLM's CPU build and install a sandbox first."""
     from moe_finetune.evaluation.sandbox.install import repair_sandbox
     from moe_finetune.vllm.install import repair_vllm_cpu
 

@@ -136,7 +136,7 @@ def talk(
     """Answer each text with every model, on standard output.
 
     Args:
-        said: texts, or the commands of ``HELP``.
+        prompts: texts, or the commands of ``HELP``.
         experts: show the experts of each reply's last token.
     """
     console = Console(highlight=False)

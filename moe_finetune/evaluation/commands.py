@@ -27,7 +27,7 @@ class Request:
         parity: backends to compare; empty to evaluate.
         judge, judge_url, judge_prices: model as judge; dollars per million tokens, ``IN,OUT``.
         sheets: items of the blinded sheets; None for no sheets.
-        annotations, key: annotated sheets and the key that was written beside them.
+        annotations, key: annotated sheets and the key that was written with them.
         engine: arguments of :func:`moe_finetune.evaluation.backends.open_backend`.
     """
 

@@ -13,7 +13,7 @@
       method: [aux_loss, erc]           # a recipe key and its values
     seeds: [42, 43, 44]
     baseline: aux_loss                  # or {method: aux_loss}; compared within each model
-    metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, beside benchmarks;
+    metrics: {max_violation: lower}     # of metrics.jsonl or routing/after.json, with benchmarks;
                                         # perplexity, average (of the benchmarks), and METRIC_rmse
                                         # with `curves`
     curves: aux_loss                    # METRIC_rmse: from the logged curve of these runs

@@ -77,7 +77,7 @@ class Children:
                 process.send_signal(signum)
 
     def note(self, signum: int, frame: FrameType | None = None) -> None:
-        """Handle a signal of our own: pass it on."""
+        """Handle one of our signals: pass it on."""
         self.asked.append(signum)
         self.send(signum)
 

@@ -30,7 +30,7 @@ _START = "from moe_finetune.io.worker import serve; serve({})"
 
 
 class WorkerError(MoeFinetuneError, RuntimeError):
-    """A call that ended its process, or that raised what no user can mend."""
+    """A call that ended its process, or that raised what no user can fix."""
 
 
 class Pending(Generic[T]):

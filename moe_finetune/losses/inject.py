@@ -39,7 +39,7 @@ class Joins(Protocol):
 class PerTermLosses:
     """Injects each term separately, so that a backward can choose which of them act.
 
-    With ``retain_graph`` the graph of one forward gives the gradient of every term alone and of the
+    With ``retain_graph`` the graph of one forward gives the gradient of each single term and of the
     trainer's own loss.
 
     Attributes:

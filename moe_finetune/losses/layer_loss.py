@@ -1,4 +1,4 @@
-"""One MoE layer's losses for engines with blocks of their own; needs no transformers.
+"""One MoE layer's losses for engines with custom blocks; needs no transformers.
 
     record = RoutingRecord(
         layer=3, inputs_TH=x, logits_TE=logits, index_TK=index, weights_TK=weights, mask_T=mask,

@@ -191,10 +191,11 @@ def crossed_bootstrap(
     """Return low and high of the interval of the mean, and a p value.
 
     Seeds and items are resampled independently (the pigeonhole bootstrap, Owen 2007, "The
-    pigeonhole bootstrap", Annals of Applied Statistics 1:386), so neither many items nor many seeds
-    alone make a difference certain. A resample of S seeds has only (S-1)/S of their variance, which
-    matters for few seeds, so deviations are widened by sqrt(S / (S-1)). The p value is the share of
-    resampled means, shifted to mean zero, as far from zero as the observed one.
+    pigeonhole bootstrap", Annals of Applied Statistics 1:386), so many items do not make a
+    difference certain without many seeds, nor the reverse. A resample of S seeds has only (S-1)/S
+    of their variance, which matters for few seeds, so deviations are widened by sqrt(S / (S-1)).
+    The p value is the share of resampled means, shifted to mean zero, as far from zero as the
+    observed one.
     """
     seeds, items = difference_SN.shape
     # Drawing N of the items is drawing how often each distinct pattern comes, and few are distinct.

@@ -143,11 +143,11 @@ REFUSED = {
     "ernie4_5_vl_moe": "its files hold text and vision experts in one list, which a merge does not "
     "take apart; ernie4_5_moe is supported",
     "kimi_k25": "transformers 5.19 saves its layers under other names than it was published with; "
-    "its language model alone, a deepseek_v3, is supported",
+    "only its language model, a deepseek_v3, is supported",
     "llama4": NO_INTERFACE,
     "qwen3_omni_moe": "it is several language models, for text and for speech; qwen3_vl_moe and "
     "qwen3_moe are supported",
-    "qwen3_omni_moe_thinker": "it is published as a part of qwen3_omni_moe alone; qwen3_vl_moe and "
+    "qwen3_omni_moe_thinker": "it is published only as a part of qwen3_omni_moe; qwen3_vl_moe and "
     "qwen3_moe are supported",
     "step3p7": NO_INTERFACE,
 }

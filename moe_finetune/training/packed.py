@@ -18,7 +18,7 @@ _LENGTHS = (13, 17, 9)
 
 
 def packed_difference(model: nn.Module) -> float:
-    """How far a packed sequence's logits, recorded, are from those that it has alone.
+    """How far a packed sequence's logits, recorded, are from those of the sequence by itself.
 
     Relative to the largest logit; sequences of other tokens precede it in its row.
     """

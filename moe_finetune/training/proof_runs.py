@@ -75,7 +75,7 @@ def _packed(model: nn.Module) -> Check:
     if difference > BOUND:
         problem = (
             f"rows are declared so that sequences see each other: their logits differ by "
-            f"{difference:.1e} from those of each alone; see rows.per_sequence and "
+            f"{difference:.1e} from those of each sequence by itself; see rows.per_sequence and "
             "rows.masks_by_position"
         )
     return Check(name, difference, BOUND, problem)

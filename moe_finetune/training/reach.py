@@ -34,7 +34,7 @@ def check_reach(
     The random state and the terms' own state are left as they were.
 
     Raises:
-        ObjectiveError: a term reaches no trainable parameter; the message says what would mend it.
+        ObjectiveError: a term reaches no trainable parameter; the message says what would fix it.
     """
     if not objective.terms:
         return {}

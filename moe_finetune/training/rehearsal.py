@@ -124,8 +124,8 @@ def check_arguments(recipe: Recipe) -> None:
 def _check_memory(plan: Plan) -> None:
     if plan.fixed > plan.machine:
         raise RecipeError(
-            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer "
-            f"alone, and this machine has {plan.machine / GIB:.1f} GiB;\n"
+            f"the run needs {plan.fixed / GIB:.1f} GiB for weights, adapter and optimizer, "
+            f"and this machine has {plan.machine / GIB:.1f} GiB;\n"
             "lower lora.rank, choose fewer lora.targets, or take more devices; where "
             "weights are offloaded, --ignore-memory starts it anyway"
         )

@@ -1,4 +1,4 @@
-"""The gradient of each loss term alone, and of the trainer's own loss, on the trainer's own graph.
+"""The gradient of each single loss term, and of the trainer's own loss, on the trainer's own graph.
 
 When the trainer's backward reaches the last hidden state, it has differentiated nothing below yet.
 There the graph is differentiated once for the trainer's loss, with no term acting, and once for

@@ -205,7 +205,7 @@ def _without_gradients(
 ) -> Iterator[Moment]:
     """The moments of a stage's forwards that nothing is learned from."""
     layer = max(layer.forward for layer in profile.layers) + weights.opened
-    if shape.beside:
+    if shape.concurrent:
         activations = profile.before + sum(layer.kept for layer in profile.layers)
         yield gradients, activations, layer, "forward of the reference or teacher"
     if shape.generated:

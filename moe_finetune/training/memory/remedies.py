@@ -39,7 +39,7 @@ def remedies(
     Args:
         room: bytes for tensors on the device.
         need: the total of a recipe.
-        sharded: several GPUs share the weights by FSDP2, beside which nothing is offloaded.
+        sharded: several GPUs share the weights by FSDP2, which excludes offloading.
     """
     without = {"offload"} if sharded else set()
     changes = _until_it_fits(recipe, device, room, need, without)

@@ -23,7 +23,7 @@ class StepShape:
         length: tokens of a row; a prompt's and its completion's.
         prompt: tokens that generation starts from.
         generated: rows that the model itself generates at once; 0 where vLLM or nobody does.
-        beside: a forward without gradients runs while the graph of the trained one is alive.
+        concurrent: a forward without gradients runs while the graph of the trained one is alive.
         second: the other model in memory: "reference", "teacher" or None.
     """
 
@@ -31,7 +31,7 @@ class StepShape:
     length: int
     prompt: int
     generated: int = 0
-    beside: bool = False
+    concurrent: bool = False
     second: str | None = None
 
     @property
@@ -40,7 +40,7 @@ class StepShape:
         if self.generated:
             parts.append(f"{self.generated} generated at once")
         if self.second:
-            parts.append(f"a {self.second} beside the model")
+            parts.append(f"a {self.second} with the model")
         return ", ".join(parts)
 
 
@@ -54,8 +54,10 @@ def step_shape(recipe: Recipe) -> StepShape:
         batch *= 2
     if STAGES[stage].form != "prompts":
         stored = bool(trainer.get("precompute_ref_log_probs", False))
-        beside = STAGES[stage].reference and not stored
-        return StepShape(batch, prompt, prompt, beside=beside, second=None if stored else second)
+        concurrent = STAGES[stage].reference and not stored
+        return StepShape(
+            batch, prompt, prompt, concurrent=concurrent, second=None if stored else second
+        )
     defaults: Any = STAGES[stage].config_class().__dataclass_fields__
     longest = trainer.get("max_completion_length", defaults["max_completion_length"].default)
     generated = 0
@@ -68,7 +70,12 @@ def step_shape(recipe: Recipe) -> StepShape:
     elif recipe.lora is None and float(trainer.get("beta", defaults["beta"].default)) > 0:
         second = "reference"
     return StepShape(
-        batch, prompt + int(longest), prompt, generated, beside=stage == "distill", second=second
+        batch,
+        prompt + int(longest),
+        prompt,
+        generated,
+        concurrent=stage == "distill",
+        second=second,
     )
 
 

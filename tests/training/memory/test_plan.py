@@ -186,10 +186,10 @@ REWARDS = {"rewards": [{"name": "exact_match"}]}
 
 def test_the_step_of_each_stage():
     assert step_shape(staged("sft")) == StepShape(3, 96, 96)
-    assert step_shape(staged("dpo")) == StepShape(6, 96, 96, beside=True)
+    assert step_shape(staged("dpo")) == StepShape(6, 96, 96, concurrent=True)
     assert step_shape(staged("dpo", lora=False)).second == "reference"
     assert step_shape(staged("dpo", precompute_ref_log_probs=True)) == StepShape(6, 96, 96)
-    assert step_shape(staged("kto")) == StepShape(3, 96, 96, beside=True)
+    assert step_shape(staged("kto")) == StepShape(3, 96, 96, concurrent=True)
     assert step_shape(staged("orpo")) == StepShape(6, 96, 96)
     more = {"gradient_accumulation_steps": 4, "max_completion_length": 32}
     grpo = step_shape(staged("grpo", sections=REWARDS, **more))
