@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from argparse import Namespace
@@ -71,6 +72,30 @@ def test_stock_experts_run_as_named(gpu_step, monkeypatch):
 def test_presets_are_of_every_paper(gpu_step):
     sources = " ".join(PRESETS[name].source for name in gpu_step.PRESETS)
     assert all(paper in sources for paper in ("P0", "P1", "P2", "P3", "P4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "geometry", ["qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "moonlight_16b_a3b"]
+)
+def test_a_dry_run_at_true_widths(gpu_step, geometry, monkeypatch):
+    """Shapes, alignment of the grouped kernel and losses of the full mode, without values."""
+    # No autocast for the meta device; transformers switches it off around its rope.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    arguments = Namespace(
+        geometry=geometry, layers=None, tokens=4096, length=4096, rank=16, dtype="bfloat16",
+        device="meta", train_router=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    arguments.layers = gpu_step.depths(arguments, geometry)[0]
+    # Stock experts read group sizes, and bitsandbytes reads values: those run with --tiny.
+    names = ["ours", *(f"ours+{name}" for name in gpu_step.PRESETS)]
+    variants = gpu_step.models_of(arguments, names)
+    batch = gpu_step.batch_of(arguments, gpu_step.config_of(arguments).vocab_size)
+    del batch["attention_mask"]  # transformers asks whether it is all ones
+    for timed in variants.values():
+        timed.step(batch)
+    assert gpu_step.step_bytes(arguments, variants["ours"].model) > 1e9
+    assert gpu_step.step_flops(arguments, True) > 1e12
 
 
 def test_a_peers_grouped_gemm_gets_the_rows_that_it_sorts(gpu_step):

@@ -84,4 +84,6 @@ def config_of(arguments):
     make, layers = GEOMETRIES[arguments.geometry]
     config = make()
     config.num_hidden_layers = arguments.layers or layers
+    if getattr(config, "layer_types", None):  # one a layer
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
     return config

@@ -1,8 +1,12 @@
-"""Compiled decoder layers, with graph breaks at the hooks, give the gradients of plain ones."""
+"""Compiled decoder layers, with graph breaks at the hooks: the gradients of plain ones, and no
+compilation for other groups of tokens.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
@@ -10,19 +14,37 @@ from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
 
+METHOD = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3}}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe"])
-def test_compiled_layers(name):
-    terms = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3}}
-    model, batch = adapted(name), tiny.batch()
-    objective = Objective.from_options(terms, model_facts(model))
-    with Recorder(model, objective):
-        model(**batch).loss.backward()
-    wanted = gradients(model)
-    model.zero_grad()
-    with Recorder(model, objective):
+@pytest.mark.parametrize("kernel", ["loop", "grouped"])
+def test_compiled_layers(kernel):
+    model = adapted("qwen3_moe")
+    objective = Objective.from_options(METHOD, model_facts(model))
+    batches = [tiny.batch(seed=seed) for seed in (0, 3, 4, 5, 6)]
+    expected, loads = [], []
+    with Recorder(
+        model,
+        objective,
+        [lambda record, _: loads.append(record.index_TK.flatten().bincount(minlength=12).tolist())],
+        kernel=kernel,
+    ):
+        for batch in batches:
+            model.zero_grad()
+            model(**batch).loss.backward()
+            expected.append(gradients(model))
+    assert loads[0] != loads[len(loads) // 5]  # groups do differ
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with Recorder(model, objective, kernel=kernel):
         for layer in model.get_base_model().model.layers:
-            layer.compile(backend="aot_eager")
-        model(**batch).loss.backward()
-    assert_close(gradients(model), wanted, 1e-5)
+            layer.compile(backend=counter)
+        compiled = []
+        for batch, plain in zip(batches, expected, strict=True):
+            model.zero_grad()
+            model(**batch).loss.backward()
+            assert_close(gradients(model), plain, 1e-5)
+            compiled.append(counter.frame_count)
+    # A few frames are compiled again for state that the first two steps made; then none is.
+    assert compiled[0] > 0 and len(set(compiled[2:])) == 1, compiled

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import CaptureError
+from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
@@ -53,9 +54,9 @@ def every_term(table):
     return {"terms": together}
 
 
-def adapted(family, lora=True):
+def adapted(family, lora=True, **config):
     torch.manual_seed(1)
-    base = tiny.model(family, initializer_range=0.08)
+    base = tiny.model(family, initializer_range=0.08, **config)
     if not lora:
         return base.train()
     model = add_lora(base, LoraSection(rank=RANK, alpha=7.0), "full").train()
@@ -126,17 +127,49 @@ def no_reach(monkeypatch):
     monkeypatch.setattr(f"{place}._fingerprint", lambda _: torch.zeros(3))
 
 
+WAITS = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero",
+    "aten::masked_select", "aten::bincount", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::histc", "aten::argwhere",
+}  # fmt: skip
+"""Operations that read a value on the host, or whose result has a size that depends on values."""
+
+
 class NothingReadBack(TorchDispatchMode):
-    """Refuse operations that mix devices or bring a value to the host."""
+    """Refuse operations that wait for the device: values read, sizes that depend on values, and
+    with ``copies`` those between host and device, which wait where memory is not pinned.
+    """
+
+    def __init__(self, copies: bool = False):
+        super().__init__()
+        self.copies = copies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
         if any(t.device.type == "meta" for t in tensors):
-            assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"), name
-            devices = {t.device for t in tensors if t.dim() > 0}
-            assert len(devices) < 2 or name in ("aten::_to_copy", "aten::copy_"), (name, devices)
-        return func(*args, **(kwargs or {}))
+            assert name not in WAITS, name
+            sized = (kwargs or {}).get("output_size") is not None
+            assert name != "aten::repeat_interleave" or sized, name
+        output = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(output) if torch.is_tensor(t)] if self.copies else []
+        devices = {t.device.type for t in (*tensors, *made) if t.dim() > 0}
+        copied = not self.copies and name in ("aten::_to_copy", "aten::copy_")
+        assert len(devices) < 2 or copied, (name, devices)
+        return output
+
+
+@pytest.fixture
+def no_lists_to_device(monkeypatch):
+    """``torch.tensor([...], device=...)`` copies from the host, out of sight of a dispatch mode."""
+    make = torch.tensor
+
+    def checked(data, *args, device=None, **kwargs):
+        on_device = device is not None and torch.device(device).type == "meta"
+        assert not on_device or not isinstance(data, list | tuple) or not data, data
+        return make(data, *args, device=device, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", checked)
 
 
 @pytest.fixture
@@ -154,24 +187,54 @@ def on_meta(family):
     return model.to("meta")
 
 
-def meta_step(model, options, batch, steps):
-    """Training steps that a GPU would queue from end to end without an answer."""
+def meta_step(model, options, batch, steps, later=False):
+    """Training steps that a GPU would queue from end to end without an answer.
+
+    ``later``: a first step moved the method's tables to the device, and nothing is copied any more.
+    """
     # Measuring strength, once, compares numbers on the host.
     options = {**options, "strength": {"first": False}}
     work = Specialization(model, options, kernel="grouped", dropout=0.1)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     work.install()
     try:
-        with NothingReadBack():
-            for _ in range(steps):
+        for step in range(later + steps):
+            with NothingReadBack(copies=later) if step >= later else contextlib.nullcontext():
                 model(**batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 work.step()
     finally:
         work.restore()
-    assert work.statistics._forwards == steps
+    assert work.statistics._forwards == later + steps
     return set(work.statistics._losses)
+
+
+@pytest.mark.usefixtures("no_autocast", "no_reach", "no_lists_to_device")
+def test_a_step_with_lora_on_some_experts_never_waits_for_the_device(tmp_path):
+    model = tiny.model("olmoe")
+    file = tmp_path / "selection.json"
+    chosen = {layer: [1, 4, 5] for layer in range(model.config.num_hidden_layers)}
+    ExpertSelection(chosen, num_experts=model.config.num_experts).write(file)
+    lora = LoraSection(rank=RANK, alpha=7.0, experts=str(file))
+    model = add_lora(model, lora, "full").train()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    options = {"terms": {"erc": {"weight": 1.0}}}
+    assert meta_step(model.to("meta"), options, batch, 1, later=True) == {"erc"}
+
+
+@pytest.mark.usefixtures("no_autocast", "no_reach", "no_lists_to_device")
+@pytest.mark.parametrize("bias_update", [None, 1e-3])
+def test_a_later_step_copies_nothing_to_the_device(bias_update, table):
+    options = every_term(table) | ({"bias_update": bias_update} if bias_update else {})
+    ids = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    terms = meta_step(on_meta("deepseek_v3"), options, batch, 1, later=True)
+    assert terms == set(options["terms"])
 
 
 @pytest.mark.slow
@@ -201,6 +264,23 @@ def test_the_step_would_notice(no_autocast, table):
         pytest.raises(AssertionError, match="_local_scalar_dense"),
     ):
         model(input_ids=ids)
+
+
+@pytest.mark.parametrize("experts", [12, 24])
+def test_kernels_of_a_layer(experts, calls, no_reach):
+    """Gate and up are one product, LoRA's thin products are grouped, however many experts."""
+    model = adapted("olmoe", num_experts=experts)
+    batch = tiny.batch(rows=1, length=7)
+    layers = model.config.num_hidden_layers
+    with Recorder(model, kernel="grouped"):
+        loss = model(**batch).loss
+        # x W, x A, (x A) B for gate and up together; z V, z A, (z A) B for down.
+        assert len(calls) == 6 * layers
+        calls.clear()
+        loss.backward()
+    # For each of the two: what the weight sends on, the product with B, both factors' gradients,
+    # and what A sends on.
+    assert len(calls) == 10 * layers
 
 
 def test_what_the_grouped_kernel_cannot_take_is_refused():
