@@ -108,7 +108,7 @@ def test_the_merge_writes_the_names_that_it_found(family, tensors_of, tmp_path):
     stock = loaded(base).state_dict()
     assert all(torch.equal(tensor, stock[name]) for name, tensor in model.state_dict().items())
     if not disk.interleaved:
-        streamed = load_quantized(base, load_config(base), None, "float32").state_dict()
+        streamed = load_quantized(opened, None, "float32").state_dict()
         assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
 
     order = [8, 5, 9, 6, 7, 3, 0, 4, 1, 2]

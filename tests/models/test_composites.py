@@ -78,7 +78,7 @@ def test_a_published_layout(family, published, tmp_path):
     in_turn = FAMILIES[family].disk.interleaved
     refused = pytest.raises(UnsupportedModelError, match="interleave the rows of gate and up")
     with refused if in_turn else nullcontext():
-        streamed = load_quantized(base, load_config(base), None, "float32").state_dict()
+        streamed = load_quantized(open_checkpoint(base), None, "float32").state_dict()
         assert stock.keys() == streamed.keys()
         assert all(torch.equal(tensor, streamed[name]) for name, tensor in stock.items())
 

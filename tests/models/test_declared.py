@@ -179,7 +179,7 @@ def test_a_type_that_transformers_lacks_has_none():
 
 def test_a_composite_is_refused_as_one():
     composite = CONFIG_MAPPING["qwen3_vl"]().to_dict()
-    with pytest.raises(UnsupportedModelError, match="give a checkpoint of its language model"):
+    with pytest.raises(UnsupportedModelError, match="give a checkpoint of only its language model"):
         family_of(composite)
 
 
