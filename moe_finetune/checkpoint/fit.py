@@ -57,6 +57,15 @@ def check_fit(checkpoint: Checkpoint) -> dict[str, str]:
         raise CheckpointError(
             f"{config_file}: num_experts_per_tok is {family.top_k(config)}; wanted 1 to {experts}"
         )
+    loaded = f"{family.backbone}.embed_tokens.weight"
+    name = name_on_disk(checkpoint.config, loaded, family.disk.spelling)
+    embedding = checkpoint.tensors.get(name)
+    expected = (text.vocab_size, text.hidden_size)
+    if embedding is not None and embedding.shape != expected:
+        raise CheckpointError(
+            f"{config_file}: vocab_size and hidden_size are {expected}, and {name} is "
+            f"{embedding.shape}; restore the checkpoint's own config.json"
+        )
     return check_tensors(checkpoint.folder, checkpoint.tensors, config, family)
 
 
