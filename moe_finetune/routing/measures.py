@@ -121,7 +121,8 @@ def router_values(record: RoutingRecord, gates: bool = True) -> dict[str, float]
     """
     if record.router_weight_EH is None:
         return {}
-    router_EH = record.router_weight_EH.float()
+    # A copy: numpy would share a CPU weight's memory, which FSDP2 frees after the layer.
+    router_EH = record.router_weight_EH.detach().clone().float()
     rows_E = router_EH.norm(dim=-1).cpu().numpy()
     of_router = {
         "router_cosine": router_cosine(router_EH.cpu()),
