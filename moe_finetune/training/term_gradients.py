@@ -158,6 +158,11 @@ class TermGradients:
         if self._acting is not None:  # the backward below begins here, too
             return
         self.count += 1
+        # A reference's forward switches the adapter off and on; under FSDP2 that may have reached
+        # the tensors in the graph only on the way off. They stay on: FSDP2 switches them on for
+        # the trainer's backward only where it gathers them again.
+        for leaf in leaves:
+            leaf.requires_grad_(True)
         handles = [leaf.register_hook(partial(self._take, id(leaf))) for leaf in leaves]
         try:
             for name in (TRAINERS_LOSS, *self.names):
