@@ -78,21 +78,23 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds:
         raise ServerError(f"the request cannot be sent: {error}") from None
     except httpx.HTTPError as error:
         raise ServerError(str(error) or type(error).__name__, transient=True) from None
-    if response.is_redirect:
-        raise ServerError(
-            f"HTTP {response.status_code}: it redirects to {response.headers['Location']}, which "
-            "is not followed; give the final address"
-        )
     if response.status_code != 200:
-        raise ServerError(
-            f"HTTP {response.status_code}: {response.text[:500].strip()}",
-            response.status_code in _TRANSIENT,
-            retry_after(response.headers.get("Retry-After")),
-        )
+        raise failure(response.status_code, response.text, response.headers)
     try:
         return parse_json(response.content)
     except JsonError as error:
         raise ServerError(f"the reply cannot be used: {error}") from None
+
+
+def failure(status: int, text: str, headers: Mapping[str, str]) -> ServerError:
+    """Return the error for a reply of another status than 200."""
+    if 300 <= status < 400 and "Location" in headers:
+        return ServerError(
+            f"HTTP {status}: it redirects to {headers['Location']}, which is not followed; give "
+            "the final address"
+        )
+    wait = retry_after(headers.get("Retry-After"))
+    return ServerError(f"HTTP {status}: {text[:500].strip()}", status in _TRANSIENT, wait)
 
 
 def retry_after(value: str | None) -> float | None:

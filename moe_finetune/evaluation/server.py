@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from moe_finetune.errors import EvaluationError, did_you_mean
-from moe_finetune.evaluation.exchange import ServerError, ask, check_address
+from moe_finetune.evaluation.exchange import ServerError, ask, check_address, failure
 from moe_finetune.io.checkpoint_files import read_config
 from moe_finetune.io.environment import package_versions
 from moe_finetune.io.hashes import checkpoint_hash, sha256_json
@@ -33,13 +36,36 @@ class BadReply(EvaluationError):
         self.request = request
 
 
+class _CheckedSession:
+    """A client session whose errors have the server's text, and which follows no redirect."""
+
+    def __init__(self, session: Any):
+        self._session = session
+
+    @asynccontextmanager
+    async def post(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async with self._session.post(*args, allow_redirects=False, **kwargs) as response:
+            if response.status != 200:
+                text = await response.text(errors="replace")
+                raise failure(response.status, text, response.headers)
+            yield response
+
+
 class CheckedCompletions(LocalCompletionsAPI):
     """Asks a completion server; see :class:`LocalCompletionsAPI` for the arguments."""
 
-    async def amodel_call(self, *args: Any, cache_keys: Any = None, **kwargs: Any) -> Any:
+    async def get_batched_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Send all requests without lm-eval's own progress bar, which no option turns off."""
+        with redirect_stderr(io.StringIO()):
+            return await super().get_batched_requests(*args, **kwargs)
+
+    async def amodel_call(
+        self, session: Any, *args: Any, cache_keys: Any = None, **kwargs: Any
+    ) -> Any:
         """Send one request, whose key names its item in an error."""
+        checked = _CheckedSession(session)
         try:
-            return await super().amodel_call(*args, cache_keys=cache_keys, **kwargs)
+            return await super().amodel_call(checked, *args, cache_keys=cache_keys, **kwargs)
         except BadReply as error:
             error.request = cache_keys[0] if cache_keys else None
             raise

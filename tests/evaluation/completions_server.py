@@ -17,6 +17,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.refusal is not None:
+            status, text, headers = self.server.refusal
+            return self._send(status, {"message": text}, headers)
         self.server.left -= 1
         if self.server.left < 0:
             return self._send(503, {"error": "gone"})
@@ -51,11 +54,13 @@ class Handler(BaseHTTPRequestHandler):
             text = text.split(stop)[0]
         return {"index": index, "text": text}
 
-    def _send(self, status, value):
+    def _send(self, status, value, headers=()):
         data = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, text in headers:
+            self.send_header(name, text)
         self.end_headers()
         self.wfile.write(data)
 
