@@ -32,7 +32,8 @@ class Parts:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        if not (folder / PARTS_FOLDER).is_dir() and is_taken(folder):
+        # Runs and upcycles have a folder of that name, too, but no such note.
+        if not any((folder / PARTS_FOLDER).glob("*.begun.json")) and is_taken(folder):
             raise OutputExistsError(f"{folder} has other files; choose another --output")
         self._begun: dict[str, str] = {}
 

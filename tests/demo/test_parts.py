@@ -36,6 +36,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         Parts(tmp_path)
 
 
+def test_the_steps_of_a_run_or_an_upcycle_are_not_a_demo(tmp_path):
+    (tmp_path / "steps" / "500").mkdir(parents=True)
+    (tmp_path / "steps" / "texts.json").touch()
+    with pytest.raises(OutputExistsError, match="has other files; choose another --output"):
+        Parts(tmp_path)
+
+
 def test_the_code_is_known_by_its_files(tmp_path, monkeypatch):
     for name in ("package/demo", "eval/tasks", "eval/suites"):
         (tmp_path / name).mkdir(parents=True)
