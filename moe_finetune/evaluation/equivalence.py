@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import re
 import resource
 import sys
@@ -113,7 +114,9 @@ class _Comparer:
 
     def _start(self) -> Worker:
         require()
-        self._log = Path(tempfile.mkstemp(prefix="moe-finetune-", suffix=".log")[1])
+        descriptor, name = tempfile.mkstemp(prefix="moe-finetune-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
         self._worker = Worker(self._log)
         try:
             self._worker.call(compare, "1", "1", CPU_SECONDS)

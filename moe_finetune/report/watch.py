@@ -58,7 +58,7 @@ def watch(folder: Path, seconds: float = 2.0, once: bool = False) -> None:
 
     Args:
         folder: a run's, or one that contains runs: then the last that was written to.
-        every: seconds between looks.
+        seconds: time between looks.
         once: show it as it is now, and return.
 
     Raises:
