@@ -47,6 +47,19 @@ def test_tiny_on_a_cpu(gpu_step, tmp_path, capsys, monkeypatch):
     assert "tokens/s" in capsys.readouterr().out
 
 
+def test_a_peer_runs_with_the_same_settings(gpu_step):
+    settings = {
+        "tokens": 96, "length": 48, "rank": 5, "dtype": "float32", "device": "cpu", "rounds": 7,
+        "warmup": 1,
+    }  # fmt: skip
+    for checkpointing in (False, True):
+        arguments = Namespace(**settings, gradient_checkpointing=checkpointing)
+        command = gpu_step.peer_command(arguments, "a peer", Path("rows.json"), "tiny", 3)
+        assert ("--gradient-checkpointing" in command) is checkpointing
+        for name, value in (*settings.items(), ("geometry", "tiny"), ("layers", 3)):
+            assert command[command.index(f"--{name}") + 1] == str(value)
+
+
 def test_stock_experts_run_as_named(gpu_step, monkeypatch):
     """The kernel that a stock variant is named for is the one that transformers calls."""
     calls = []
@@ -125,7 +138,7 @@ def test_a_peer_that_fails_says_why(gpu_step, monkeypatch):
     monkeypatch.setattr(gpu_step, "left_out", lambda name, device: None)
     arguments = Namespace(
         peers=list(gpu_step.PEERS)[:1], tokens=16, length=8, rank=4, dtype="float32", device="cpu",
-        rounds=1, warmup=0,
+        rounds=1, warmup=0, gradient_checkpointing=False,
     )  # fmt: skip
     (row,) = gpu_step.peer_rows(arguments, "tiny", 2).values()
     assert row["outcome"].startswith("left out: ModuleNotFoundError: No module named 'axolotl'")

@@ -69,10 +69,7 @@ def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict
             continue
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
-            command = [sys.executable, __file__, "--child", name, str(file)]
-            command += ["--geometry", geometry, "--layers", str(layers)]
-            for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):
-                command += [f"--{option}", str(getattr(arguments, option))]
+            command = peer_command(arguments, name, file, geometry, layers)
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 results[name] = json.loads(file.read_text())
@@ -80,6 +77,19 @@ def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict
                 last = done.stderr.strip().splitlines()[-1:]
                 results[name] = {"outcome": f"left out: {''.join(last)[:300]}"}
     return results
+
+
+def peer_command(
+    arguments: argparse.Namespace, name: str, file: Path, geometry: str, layers: int
+) -> list[str]:
+    """What times one peer with the settings of this process."""
+    command = [sys.executable, __file__, "--child", name, str(file)]
+    command += ["--geometry", geometry, "--layers", str(layers)]
+    for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):
+        command += [f"--{option}", str(getattr(arguments, option))]
+    if arguments.gradient_checkpointing:
+        command.append("--gradient-checkpointing")
+    return command
 
 
 def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
@@ -372,6 +382,8 @@ def one(
         print(f"{geometry}, {layers} layers ...", flush=True)
         both.append(measure(argparse.Namespace(**values), names, until, limits))
         gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()  # a peer's process needs the memory
     depth = DEPTH.get(geometry, both[1]["layers"])
     return {
         "outcome": "ok",

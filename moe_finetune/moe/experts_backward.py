@@ -224,8 +224,11 @@ class ExpertsGradient:
         self.dx_SH: Tensor | None = None
         self.dx_lora_SH: Tensor | None = None
         if self.needs_h:
-            # A part's dy has been used up when its dx is written.
-            self.dx_SH = groups.buffer(hidden, like) if self.dy_SH is None else self.dy_SH
+            # A part's dy has been used up when its dx is written; one product needs no buffer.
+            in_parts = groups.bounds is not None
+            self.dx_SH = self.dy_SH if in_parts else None
+            if self.dx_SH is None:
+                self.dx_SH = groups.buffer(hidden, like)
             self.dx_lora_SH = groups.buffer(hidden, like) if self.separate else None
 
     def _through_up(self, part: Part, drows_P2D: Tensor) -> None:

@@ -14,8 +14,10 @@ from moe_finetune import SpecializationCallback
 from moe_finetune.errors import CaptureError
 from moe_finetune.lora.select import ExpertSelection
 from moe_finetune.lora.targets import add_lora
+from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
+from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
@@ -281,6 +283,31 @@ def test_kernels_of_a_layer(experts, calls, no_reach):
     # For each of the two: what the weight sends on, the product with B, both factors' gradients,
     # and what A sends on.
     assert len(calls) == 10 * layers
+
+
+class RowCopies(TorchDispatchMode):
+    """Counts the copies into tensors of some shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name == "aten::copy_" and tuple(args[0].shape) == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_product_of_all_rows_is_not_copied():
+    """A loss on outputs has a buffer of their gradient, which only parts of the rows reuse."""
+    model, batch = adapted("olmoe"), tiny.batch(rows=1, length=7)
+    config = model.config
+    objective = Objective.from_options({"orthogonality": {"weight": 1.0}}, model_facts(model))
+    copies = RowCopies((7 * config.num_experts_per_tok, config.hidden_size))
+    with Recorder(model, objective, kernel="grouped"):
+        loss = model(**batch).loss
+        with copies:
+            loss.backward()
+    assert copies.count == 0
 
 
 def test_what_the_grouped_kernel_cannot_take_is_refused():
