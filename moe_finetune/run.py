@@ -122,7 +122,8 @@ def stages(
     from moe_finetune.training.train import train
 
     started, phase = time.perf_counter(), terminal().phase
-    base = base_folder(recipe) if inputs is None else inputs.start.base
+    # Where it is not open, what needs no base must not ask for it: it may be gone by now.
+    base = None if inputs is None else inputs.start.base
     earlier_seconds = run.read_summary().get("seconds", 0.0)
     if inputs is not None:
         with phase("train"):
@@ -161,14 +162,17 @@ def plan_run(
     return check_inputs(recipe, ignore_memory, activations=True).plan
 
 
-def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint) -> None:
-    """Write ``merged/``: the base with the adapter in it, under the base's tensor names."""
+def merge(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
+    """Write ``merged/``: the base with the adapter in it, under the base's tensor names.
+
+    ``base``: the recipe's, where it is open already.
+    """
     from moe_finetune.checkpoint import merge_adapter
 
     if run.merge_done:
         return
     result = merge_adapter(
-        base,
+        base or base_folder(recipe),
         run.adapter,
         run.merged,
         overwrite=True,
@@ -193,12 +197,12 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
     return read_bias(run.adapter) if recipe.method.export_bias == "write" else None
 
 
-def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint) -> None:
+def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
     from moe_finetune.checkpoint.verify import verify_merge
     from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
-    bias = exported_bias(recipe, run)
+    base, bias = base or base_folder(recipe), exported_bias(recipe, run)
     result = verify_merge(base, run.adapter, run.merged, bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
@@ -239,7 +243,7 @@ def evaluate(recipe: Recipe, run: RunFolder, worker: Worker | None = None) -> No
 
 
 def evaluate_steps(
-    recipe: Recipe, run: RunFolder, base: Path | Checkpoint, worker: Worker | None = None
+    recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None, worker: Worker | None = None
 ) -> None:
     """Evaluate the states of ``evaluation.every``, each once, and delete their weights."""
     from moe_finetune.evaluation.steps import step_results

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from moe_finetune.io.rows import write_jsonl
-from moe_finetune.io.run_folder import read_log
+from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.run import run_recipe
@@ -98,3 +100,22 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
     assert sorted(calls) == ["load_tokenizer", "parse_config"]
+
+
+def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny_checkpoint("olmoe"), base)
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])
+    tree = {
+        "model": {"path": str(base), "dtype": "float32"},
+        "method": {"preset": "none"},
+        "lora": None,
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 24},
+        "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
+    }
+    recipe = recipe_from_tree(Tree(tree))
+    run = RunFolder(run_recipe(recipe, tmp_path / "run", scored=False))
+    assert run.merged.is_dir() and not run.page.exists()
+    shutil.rmtree(base)
+    run_recipe(recipe, run.path, resume=True)
+    assert run.page.is_file()

@@ -146,6 +146,11 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file}: init_lora_weights is {start!r:.60}, which changes the base's weights too; "
             "convert the adapter to an ordinary one with PEFT"
         )
+    for key in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
+        names = config.get(key) or []
+        listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not listed and not isinstance(names, str):
+            raise AdapterError(f"{file}: {key} must be a list of names, not {names!r:.60}")
     ranks = {"r": config.get("r")} | _patterns(config, "rank_pattern", file)
     alphas = {"lora_alpha": config.get("lora_alpha")} | _patterns(config, "alpha_pattern", file)
     for key, rank in ranks.items():

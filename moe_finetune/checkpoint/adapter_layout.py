@@ -31,7 +31,7 @@ def grouped_by_expert(config: Mapping[str, Any], parameter: str, location: Path)
     Args:
         config: ``adapter_config.json``.
         parameter: of the experts' module, as ``gate_up_proj``.
-        place: begins the message.
+        location: begins the message.
 
     Raises:
         AdapterError: the marker has another value, or Unsloth made the adapter and no marker says

@@ -47,7 +47,7 @@ def model_card(
         options: further settings worth stating (rank, steps, learning rate).
         folder: where the base lies, when ``base`` is a hub id; its card or license file gives the
             license.
-        made: how the export came from the base, whose name replaces ``{}``.
+        origin: how the export came from the base, whose name replaces ``{}``.
         library: what loads the folder, by the hub's name of it.
     """
     name, license = public_name(base), license_of(base if folder is None else folder)

@@ -34,7 +34,7 @@ from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
-OLD_EXPERT = re.compile(r"(.*\.layers\.)(\d+)(\..*\.experts\.)(\d+)(\..*)")
+OLD_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\..*")
 """Keys of adapters that were saved when PEFT wrapped each expert's own matrices."""
 BASE_KEY = "base_sha256"
 """Key of ``moe_finetune.json``: the fingerprint of the base's tensors."""
@@ -128,11 +128,9 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
 
     PEFT loads an adapter that lacks some without an error.
     """
-    if any(map(OLD_EXPERT.fullmatch, adapter.tensors)):
-        _check_each_expert(adapter, base)
-        return
+    old = any(map(OLD_EXPERT.fullmatch, adapter.tensors))
     family, selection = base.family, adapter.metadata.experts
-    expected = _peft_keys(adapter, base)
+    expected = _old_keys(adapter, base) if old else _peft_keys(adapter, base)
     stored = adapter.tensors.keys() | adapter.tables.keys()
     extra = sorted(key for key in stored - expected if not key.endswith(_OPTIONAL))
     stack = f".{family.experts_path}."
@@ -151,17 +149,42 @@ def _check_complete(adapter: Adapter, base: Checkpoint) -> None:
         )
 
 
-def _check_each_expert(adapter: Adapter, base: Checkpoint) -> None:
-    """Every expert of a layer has the matrices that another of its experts has."""
-    matches = [match for key in adapter.tensors if (match := OLD_EXPERT.fullmatch(key))]
-    for head, layer, block, leaf in sorted({match.group(1, 2, 3, 5) for match in matches}):
-        for expert in range(base.experts.get(int(layer), 0)):
-            key = f"{head}{layer}{block}{expert}{leaf}"
-            if key not in adapter.tensors:
-                raise AdapterError(
-                    f"{adapter.folder}: adapter tensor '{key}' is missing, which other experts of "
-                    "the layer have; copy the adapter again"
-                )
+def _old_keys(adapter: Adapter, base: Checkpoint) -> set[str]:
+    """All keys of an adapter from before experts were fused, when modules were as in the files.
+
+    PEFT wrapped the matrices of each targeted expert then: of all, or of those that it names.
+    """
+    config, stack = adapter.config, base.family.disk.stack
+    layers = config.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    factors = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+    keys: set[str] = set()
+    try:
+        for name, info in base.tensors.items():
+            module = name.rpartition(".")[0]
+            if _matches(config.get("modules_to_save"), module):
+                keys.add(name)
+            layer = module.removeprefix(stack).partition(".")[0]
+            inside = layers is None or (layer.isdigit() and int(layer) in layers)
+            linear = name.endswith(".weight") and len(info.shape) == 2
+            targeted = _matches(config.get("target_modules"), module)
+            excluded = _matches(config.get("exclude_modules"), module)
+            if linear and inside and targeted and not excluded:
+                keys |= {f"{module}.{f}" for f in factors[: 3 if config.get("use_dora") else 2]}
+    except (re.error, TypeError) as error:
+        raise AdapterError(
+            f"{adapter.folder / CONFIG}: its modules are not names or an expression ({error})"
+        ) from None
+    return keys
+
+
+def _matches(targets: list[str] | str | None, module: str) -> bool:
+    """PEFT's rule for ``target_modules`` and its like: the ends of names, or an expression."""
+    if targets == "all-linear":
+        return not module.endswith(("lm_head", "embed_tokens"))
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in targets or ())
 
 
 def _peft_keys(adapter: Adapter, base: Checkpoint) -> set[str]:

@@ -27,7 +27,7 @@ _EMBEDDING = re.compile(r"(?P<path>.+?)\.lora_embedding_(?P<factor>[AB])")
 
 
 def resolve(adapter: Adapter, base: Checkpoint, index: int = 0) -> list[tuple[str, Update]]:
-    """All updates of ``adapter`` as (base tensor name, update); ``number`` is the adapter's index.
+    """All updates of ``adapter`` as (base tensor name, update); ``index`` is the adapter's index.
 
     Raises:
         AdapterError: a key has no place in the base, a shape or rank does not fit, a factor has no

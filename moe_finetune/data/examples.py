@@ -180,7 +180,7 @@ def _at_most(rows: Iterator[Placed], limit: int, seed: int) -> Iterator[Placed]:
 def _source_rows(
     source: DataSource, data: DataSection, seed: int, index: int, unread: set[str]
 ) -> Iterator[Placed]:
-    """Rows of the source, each with its ``number`` in the field ``source``."""
+    """Rows of the source, each with its ``index`` in the field ``source``."""
     reader = SourceReader.of(source, data, seed + index)
     for location, row in reader:
         yield location, {**row, "source": index}

@@ -15,9 +15,9 @@ _SUFFIXES = (*TABLES, ".txt")
 
 
 def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
-    """Yield ``(place, row)`` of a file, a folder of files, a saved dataset, or a hub dataset.
+    """Yield ``(location, row)`` of a file, a folder of files, a saved dataset, or a hub dataset.
 
-    ``place`` is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
+    The location is ``file:line`` for JSONL and CSV and ``file: row N`` (from 1) otherwise. A hub id
     may name a configuration: ``openai/gsm8k:main``. A ``.txt`` file is one row of ``text``; in a
     folder with files of rows it is taken for a note about them and left out.
 

@@ -47,8 +47,9 @@ def answers_to(requests: Sequence[Mapping[str, Any]]) -> Generator[dict[str, Any
     assert process.stdin is not None and process.stdout is not None
     answered = 0
     try:
-        process.stdin.write(json.dumps(list(requests)).encode() + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended; that no answer comes tells why
+            process.stdin.write(json.dumps(list(requests)).encode() + b"\n")
+            process.stdin.flush()
         for _ in requests:
             line = process.stdout.readline()
             if not line:

@@ -124,7 +124,7 @@ def check_kernel(
     error: type[MoeFinetuneError],
     allowed: tuple[str, ...] = _INSTALLED,
 ) -> None:
-    """Raise ``error`` unless ``name`` is one of the ``known`` kernels; the hub's are never run."""
+    """Raise ``error`` unless ``name`` is among the ``allowed`` kernels; the hub's never run."""
     if name is not None and name not in allowed:
         raise error(
             f"{file}: {name!r:.80} is not one of {', '.join(allowed)}; code from the hub is never "

@@ -86,8 +86,9 @@ def output_folder(target: Path, size: int, overwrite: bool = False) -> Iterator[
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskSpaceError(
-                f"{target.parent}: no space left while writing {_shown(size)}; "
-                "make room or choose another --output"
+                f"{target.parent}: no space left"
+                + (f" while writing {_shown(size)}" if size else "")
+                + "; make room or choose another --output"
             ) from problem
         raise
     finally:

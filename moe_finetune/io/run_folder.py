@@ -60,7 +60,7 @@ class RunFolder:
         self.finished = path / "finished.json"
 
     def step(self, step: int) -> RunFolder:
-        """The state that training kept after step ``number``, and its results."""
+        """The state that training kept after ``step``, and its results."""
         return RunFolder(self.steps / str(step))
 
     def kept_steps(self) -> dict[int, RunFolder]:

@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     """The document's node (None when it is empty), which knows lines, and its value.
 
     Raises:
-        YamlError: not YAML, too large, or a key twice in a mapping.
+        YamlError: not YAML, too large, a key twice in a mapping, or an alias inside its own value.
     """
     if len(text) > MAX_BYTES:
         raise YamlError(f"has more than {MAX_BYTES >> 10} KiB")
@@ -43,7 +43,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
             node = loader.get_single_node()
             if node is None:
                 return None, None
-            _check_keys(node, set())
+            _check_keys(node, {})
             value = loader.construct_document(node)
         finally:
             loader.dispose()
@@ -54,7 +54,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     except yaml.YAMLError as problem:
         raise YamlError(f"not YAML ({str(problem).splitlines()[0]})") from None
     except RecursionError:
-        raise YamlError("nested too deep, or an alias inside its own value") from None
+        raise YamlError("nested too deep") from None
     except YamlError:
         raise
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as problem:
@@ -90,11 +90,17 @@ def parse_file(
         raise refused(f"{location}: {problem.problem}{end}") from None
 
 
-def _check_keys(node: yaml.Node, checked: set[int], path: tuple[str, ...] = ()) -> None:
-    """Refuse a key that a mapping sets twice; PyYAML takes the last in silence."""
+def _check_keys(node: yaml.Node, checked: dict[int, bool], path: tuple[str, ...] = ()) -> None:
+    """Refuse a key that a mapping sets twice, of which PyYAML takes the last in silence.
+
+    ``checked`` says of each node that was met whether all inside it was checked.
+    """
     if id(node) in checked:  # an alias
+        if not checked[id(node)]:
+            line = node.start_mark.line + 1
+            raise YamlError("an alias is inside the value that it refers to", line)
         return
-    checked.add(id(node))
+    checked[id(node)] = False
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _check_keys(item, checked, (*path, str(index)))
@@ -109,3 +115,4 @@ def _check_keys(node: yaml.Node, checked: set[int], path: tuple[str, ...] = ()) 
                 raise YamlError(f"{'.'.join(child_path):.200} is set twice in this file", line)
             names.add(name.value)
             _check_keys(child, checked, child_path)
+    checked[id(node)] = True

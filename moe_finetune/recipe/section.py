@@ -15,9 +15,9 @@ SECRET = re.compile(
     r"((hub|access|auth|api|bearer|hf)_?token|api_?key|secret|password|credential)", re.I
 )
 """Names of keys whose values are secrets."""
-_TOKEN = re.compile(r"\b(hf_|sk-|api_org_)[A-Za-z0-9_-]{6,}")
-"""Secrets that their form gives away: tokens of the hub and of OpenAI."""
-_ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}|\btoken)\w*=)[^\s'\",;]+", re.I)
+_TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{20,}|\b(sk-)[A-Za-z0-9_-]{40,}")
+"""Secrets that their form gives away: tokens of the hub and of OpenAI. No folder is so long."""
+_ASSIGNED = re.compile(rf"([\w.]*(?:{SECRET.pattern}\w*|\btoken)=)[^\s'\",;]+", re.I)
 
 
 class Section(BaseModel):
@@ -48,7 +48,7 @@ class WholeRecipe(Section):
 
 def hide_secrets(text: str) -> str:
     """``text`` with stars for tokens, and for what is assigned to a key such as ``hf_token``."""
-    return _TOKEN.sub(r"\1***", _ASSIGNED.sub(r"\1***", text))
+    return _TOKEN.sub(r"\1\2***", _ASSIGNED.sub(r"\1***", text))
 
 
 def _secrets(value: Any, path: str = "") -> Iterator[str]:

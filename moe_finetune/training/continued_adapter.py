@@ -77,7 +77,7 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
 def _fill(
     target: Tensor, values: Tensor, experts: int, rank: int, target_rank: int, *, in_a: bool
 ) -> None:
-    """Copy factors of rank ``rank`` into the first directions of PEFT's packed ones of ``own``."""
+    """Copy factors of ``rank`` into the first directions of PEFT's packed ``target_rank`` ones."""
     if in_a:
         target.view(experts, target_rank, -1)[:, :rank] = values.view(experts, rank, -1).to(target)
         return

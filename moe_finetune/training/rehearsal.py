@@ -8,6 +8,7 @@ that it is about.
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -61,7 +62,9 @@ def rehearse(
     from moe_finetune.moe.layers import model_facts
     from moe_finetune.moe.spread_loading import check_spread
 
-    recipe, config, tokenizer = start.recipe, start.config, start.tokenizer
+    recipe, tokenizer = start.recipe, start.tokenizer
+    # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
+    config = copy.deepcopy(start.config)
     attention = recipe.model.attn_implementation
     try:
         with torch.device("meta"):

@@ -51,7 +51,7 @@ def from_text(text: str, where: str) -> dict[str, Tensor]:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """JSON value of ``value``; its tensors go into ``tensors`` under names that start ``place``.
+    """JSON value of ``value``; its tensors go into ``tensors`` under names that begin as ``path``.
 
     Raises:
         CheckpointError: something is neither a plain value nor a tensor.

@@ -74,7 +74,7 @@ def run_job(job: Job, work_folder: Path, output: Path, curve: Path | None = None
 
     Args:
         job: what to train.
-        work: folder for checkpoints and log, as long as it runs.
+        work_folder: folder for checkpoints and log, as long as it runs.
         output: the checkpoint's folder.
         curve: file that the log is copied to before ``output`` appears.
     """

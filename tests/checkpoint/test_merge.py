@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -132,6 +133,38 @@ def test_adapter_with_per_expert_keys(bases, adapters, tmp_path):
     save_file(keys, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"layers\.2\.mlp\.experts\.11\.down_proj.*is missing"):
         merge_adapter(base, adapter, tmp_path / "n")
+
+
+NAMED = ["layers.0.mlp.experts.4.up_proj", "layers.2.mlp.experts.9.up_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("targets", [NAMED, rf".*\.({'|'.join(map(re.escape, NAMED))})"])
+def test_per_expert_keys_of_experts_that_the_config_names(bases, targets, tmp_path):
+    """As expert-specialized fine-tuning has them; what is missing is known from the config."""
+    base, adapter = bases("qwen3_moe"), tmp_path / "a"
+    stored = load_file(base / "model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6}
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
+    keys, changed = {}, {}
+    for name, weight in stored.items():
+        path = name.removesuffix(".weight")
+        if path.endswith(tuple(NAMED)):
+            b, a = torch.randn(weight.shape[0], 3), torch.randn(3, weight.shape[1])
+            for factor, values in (("A", a), ("B", b)):
+                keys[f"base_model.model.{path}.lora_{factor}.weight"] = values
+            changed[name] = weight + 2.0 * b @ a
+    assert len(changed) == 5
+    save_file(keys, adapter / "adapter_model.safetensors")
+    merge_adapter(base, adapter, tmp_path / "m")
+    for name, merged in load_file(tmp_path / "m" / "model.safetensors").items():
+        torch.testing.assert_close(merged, changed.get(name, stored[name]), rtol=1e-6, atol=1e-5)
+    for path in ("layers.1.self_attn.v_proj", "layers.2.mlp.experts.9.up_proj"):
+        fewer = {key: values for key, values in keys.items() if path not in key}
+        assert len(fewer) == len(keys) - 2
+        save_file(fewer, adapter / "adapter_model.safetensors")
+        with pytest.raises(AdapterError, match=rf"{re.escape(path)}.*is missing"):
+            merge_adapter(base, adapter, tmp_path / "n")
 
 
 @pytest.mark.parametrize("shape", ["sharded", "indexless", "single"])

@@ -440,7 +440,18 @@ def test_merge_writes_the_bias_that_was_trained(capsys, tmp_path, tiny_checkpoin
 
 def test_secrets_among_overrides_are_not_repeated(tmp_path, capsys):
     argv = ["train", "recipes/methods/erc.yaml", "-o", str(tmp_path / "out")]
-    assert cli.main([*argv, "model.hf_token=abcdefghij", "lora.rank=hf_ABCDEFGHIJKL"]) == 2
+    token = "hf_" + "ABCDEFGHIJKLMNOPQ" * 2
+    assert cli.main([*argv, "model.hf_token=abcdefghij", f"lora.rank={token}"]) == 2
     printed = "".join(capsys.readouterr())
     assert "override 'model.hf_token=***': model.hf_token: unknown key" in printed
     assert "abcdefghij" not in printed and "ABCDEFGHIJKL" not in printed
+
+
+def test_an_error_repeats_paths_that_look_a_little_like_secrets(tmp_path, capsys):
+    """``hf_models`` and ``sk-learn-mix`` are folders, and ``tokenizer`` is no token."""
+    checkpoint = tmp_path / "hf_models" / "sk-learn-mix"
+    assert cli.main(["inspect", str(checkpoint)]) == 2
+    assert f"no checkpoint folder {checkpoint}\n" in capsys.readouterr().err
+    argv = ["train", "recipes/methods/erc.yaml", "-o", str(tmp_path / "out")]
+    assert cli.main([*argv, "data.tokenizer=hf_models/x"]) == 2
+    assert "override 'data.tokenizer=hf_models/x': " in capsys.readouterr().err

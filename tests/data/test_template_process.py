@@ -93,3 +93,12 @@ def test_answers_that_nobody_read_are_not_taken_for_others(tokenizer):
     assert next(answers)["text"] == "a"
     answers.close()
     assert [a["text"] for a in template_process.answers_to(requests)] == ["a", "b"]
+
+
+def test_a_process_that_does_not_start_is_named(monkeypatch, tokenizer):
+    template_process.stop_process()
+    monkeypatch.setattr(template_process, "_RUN", "raise SystemExit(3)")
+    row = {"messages": [{"role": "user", "content": "a" * 300_000}]}  # more than a pipe's buffer
+    with pytest.raises(TemplateLimitError, match=r"renders the chat template ended \(3\)"):
+        rendered(row, tokenizer)
+    template_process.stop_process()

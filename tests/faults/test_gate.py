@@ -325,6 +325,8 @@ ADAPTER_CONFIGS = [
     ({"rank_pattern": [1]}, "rank_pattern"),
     ({"alpha_pattern": {"k_proj": None}}, "'k_proj'"),
     ({"target_modules": ["nowhere"], "target_parameters": None}, "adapter"),
+    ({"target_modules": [3]}, "target_modules"),
+    ({"target_parameters": 3}, "target_parameters"),
     ({"modules_to_save": ["norm"]}, "norm.weight' is missing"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ({"use_dora": True}, "use_dora"),

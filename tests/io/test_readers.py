@@ -65,6 +65,7 @@ def test_a_file_is_named_with_its_line(tmp_path):
         ("a: 2026-99-99", "not YAML"),
         ("a: !!python/name:os.system x", "not YAML"),
         ("a: *nowhere", "not YAML"),
+        ("a: &a [*a]", "an alias is inside the value that it refers to"),
         ("x" * (1 << 20) + "x", "KiB"),
     ],
 )

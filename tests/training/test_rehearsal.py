@@ -10,6 +10,7 @@ import pytest
 
 from moe_finetune import cli
 from moe_finetune.errors import RecipeError
+from moe_finetune.models.loading import parse_config
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.run import plan_run
@@ -154,6 +155,14 @@ def test_what_is_prepared_is_not_changed_by_the_rehearsal(recipe, tmp_path):
     inputs = check_inputs(load_recipe(recipe, ["data.packing=true"]))
     assert inputs.train.column_names == ["input_ids", "labels"] and len(inputs.train) == 7
     assert inputs.plan.packed and inputs.plan.tokens == sum(map(len, inputs.train["input_ids"]))
+
+
+def test_the_opened_checkpoint_keeps_its_config(recipe):
+    """A merge and its verification load what the checkpoint says, not what the run trains with."""
+    start = check_inputs(load_recipe(recipe, ["model.attn_implementation=eager"])).start
+    config, stored = start.checkpoint.model_config, parse_config(start.folder)
+    assert config._attn_implementation == stored._attn_implementation
+    assert config.to_dict() == stored.to_dict()
 
 
 def test_experts_that_are_to_be_spread_over_one_process_are_warned_of(recipe, caplog):
