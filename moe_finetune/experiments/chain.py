@@ -143,7 +143,8 @@ def run_chain(
     ranks.join_group()
     with ranks.first_alone(lambda: output_lock(output)):
         first = RunFolder(runs[0][0])
-        enter_folder(output, first.recipe, "a chain of stages", resume)
+        mark = RunFolder(output / first.path.name).recipe
+        enter_folder(output, mark, "a chain of stages", resume)
         if not first.merged.is_dir():
             check_later(runs, ignore_memory)
         for folder, recipe in runs:

@@ -30,6 +30,8 @@ def from_tree(
         return model.model_validate({**defaults, **tree.values})
     except ValidationError as error:
         lines = describe(model, error)
+    except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON's escapes can write it
+        lines = [f"{error.object!a} contains characters that UTF-8 does not have"]
     raise refused("\n".join(_placed(tree, line) for line in lines))
 
 

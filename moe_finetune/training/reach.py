@@ -18,6 +18,7 @@ from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, in_mode, inside
 from moe_finetune.training import ranks
+from moe_finetune.training.term_gradients import uncompiled
 
 PROBE_TOKENS = (2, 24)
 
@@ -47,7 +48,8 @@ def check_reach(
         wrapped = any(inside(layer) is not layer for layer in backbone_of(model).layers)
         if wrapped or any(hasattr(p, "device_mesh") for _, p in parameters):
             return _reach_of_sharded(model, objective, parameters, kernel)
-        values = _term_values(model, objective, device, kernel)
+        with uncompiled(model):
+            values = _term_values(model, objective, device, kernel)
     # All ranks must agree where experts are spread: each has taken part in the others' forwards.
     spread = any(hasattr(p, "device_mesh") for p in model.parameters())
     agreed = ranks.any_of_each if spread else list

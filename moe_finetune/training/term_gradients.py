@@ -8,14 +8,15 @@ nothing had happened. This works under any trainer, and no forward is run again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 
 from moe_finetune.losses.inject import PerTermLosses
 from moe_finetune.moe.checkpointing import inside
@@ -68,9 +69,7 @@ class TermGradients:
             handles.append(module.register_forward_pre_hook(hook))
         for handle in handles:
             self._hooks.callback(handle.remove)
-        if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
-            # A compiled backward frees what it read, so its graph serves one backward only.
-            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        self._hooks.enter_context(uncompiled(model))
 
     def stop(self) -> None:
         self._forward.close()
@@ -164,6 +163,10 @@ class TermGradients:
         for leaf in leaves:
             leaf.requires_grad_(True)
         handles = [leaf.register_hook(partial(self._take, id(leaf))) for leaf in leaves]
+        # FSDP2 would free the final norm after the first of these, and each of them starts there.
+        above = self._sharded_above_layers()
+        for module in above:
+            module.set_reshard_after_backward(False, recurse=False)
         try:
             for name in (TRAINERS_LOSS, *self.names):
                 self._acting = name
@@ -176,6 +179,14 @@ class TermGradients:
             self._acting = self._joins.only = None
             for handle in handles:
                 handle.remove()
+            for module in above:
+                module.set_reshard_after_backward(True, recurse=False)
+
+    def _sharded_above_layers(self) -> list[FSDPModule]:
+        """What FSDP2 shards outside the decoder layers, which it gathers anew in each backward."""
+        in_layers = {id(m) for layer in self.recorder.backbone.layers for m in layer.modules()}
+        modules = self.recorder.model.modules()
+        return [m for m in modules if isinstance(m, FSDPModule) and id(m) not in in_layers]
 
     def _take(self, leaf: int, gradient: Tensor) -> Tensor | None:
         """Add a leaf's gradient to its sum, and let the backward return nothing of its size."""
@@ -190,6 +201,15 @@ class TermGradients:
         if hasattr(gradient, "device_mesh"):
             return None
         return gradient.new_zeros(()).expand(gradient.shape)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run a compiled model eagerly, since a compiled graph serves only one backward."""
+    with ExitStack() as stack:
+        if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

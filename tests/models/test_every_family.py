@@ -125,7 +125,7 @@ def test_merged_equals_base_and_adapter(family, tmp_path):
     base = tmp_path / "base"
     tiny.model(family).save_pretrained(base)
     opened = open_checkpoint(base)
-    check_fit(opened, tiny.config(family))
+    check_fit(opened)
     layers = FAMILIES[family].moe_layers(tiny.config(family))
     assert opened.experts == dict.fromkeys(layers, tiny.EXPERTS)
     model = adapted(family)

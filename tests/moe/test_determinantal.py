@@ -194,7 +194,7 @@ def test_what_cannot_choose_so_is_refused(tiny_checkpoint):
     base = tiny_checkpoint("qwen3_moe")
     for options, why in (
         ({"backend": "vllm", "determinantal": 1e-4}, "needs backend 'hf'"),
-        ({"determinantal": 0.0}, "wanted more than 0"),
+        ({"determinantal": 0.0}, "expected more than 0"),
         ({"candidates": 4}, "belong to the determinantal choice"),
     ):
         with pytest.raises(EvaluationError, match=why):

@@ -14,7 +14,7 @@ from moe_finetune.checkpoint.fit import check_fit
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.models.loading import load_config, load_tokenizer
+from moe_finetune.models.loading import load_tokenizer
 from moe_finetune.moe.layers import moe_layers
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.bias_keep import add_bias
@@ -68,7 +68,7 @@ def test_a_model_without_an_adapter(tmp_path, family):
         model = add_lora(model, LoraSection(rank=4, alpha=8.0, targets=[]), "full")
     folder, _ = trained(tmp_path, model, "none")
     opened = open_checkpoint(folder)
-    check_fit(opened, load_config(folder))
+    check_fit(opened)
     assert {info.file.name for info in opened.tensors.values()} == {"model.safetensors"}
     assert (folder / "model.safetensors.index.json").is_file()  # or vLLM reads the optimizer, too
     assert merged_folder(folder) == folder
