@@ -148,11 +148,16 @@ class TermGradients:
         hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
         if hidden.requires_grad and self._leaves:
             leaves = list(self._leaves.values())
-            # Removed with the others: the hook and the graph that it is on know each other.
-            handle = hidden.register_hook(partial(self._measure, hidden, leaves))
+            # Removed once it has measured, or with the others where no backward comes: the hook and
+            # the graph that it is on know each other, and a window has many forwards.
+            remove = ExitStack()
+            handle = hidden.register_hook(partial(self._measure, hidden, leaves, remove))
+            remove.callback(handle.remove)
             self._hooks.callback(handle.remove)
 
-    def _measure(self, hidden: Tensor, leaves: list[Tensor], gradient: Tensor) -> None:
+    def _measure(
+        self, hidden: Tensor, leaves: list[Tensor], remove: ExitStack, gradient: Tensor
+    ) -> None:
         """Differentiate the graph below ``hidden`` once for each loss; ``gradient`` stays."""
         if self._acting is not None:  # the backward below begins here, too
             return
@@ -177,6 +182,7 @@ class TermGradients:
                 torch.autograd.grad(hidden, leaves, seed, retain_graph=True, allow_unused=True)
         finally:
             self._acting = self._joins.only = None
+            remove.close()
             for handle in handles:
                 handle.remove()
             for module in above:

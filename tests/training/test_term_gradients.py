@@ -122,3 +122,19 @@ def test_measuring_takes_a_gradient_of_each_loss_and_leaves_nothing(terms, check
     )
     assert plain < measured < plain + 1.6 * own * (len(terms) + 1)
     assert left == 0
+
+
+def test_a_micro_batch_that_is_measured_leaves_nothing_but_sums(terms):
+    model, sizes = adapted().train(), []
+    with Specialization(model, {"terms": terms}, accumulation=3) as work:
+        gc.disable()
+        try:
+            with LiveBytes() as live:
+                for seed in (1, 2, 3):
+                    model(**tiny.batch(rows=3, length=64, seed=seed)).loss.backward()
+                    sizes.append(live.now)
+        finally:
+            gc.enable()
+        work.step()
+    assert sizes[0] > 0 and sizes[1] == sizes[2]
+    assert {row.term for row in work.strength.rows} == set(terms)
