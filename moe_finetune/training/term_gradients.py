@@ -189,7 +189,7 @@ class TermGradients:
                 module.set_reshard_after_backward(True, recurse=False)
 
     def _sharded_above_layers(self) -> list[FSDPModule]:
-        """What FSDP2 shards outside the decoder layers, which it gathers anew in each backward."""
+        """What FSDP2 shards outside the decoder layers, which it gathers again in each backward."""
         in_layers = {id(m) for layer in self.recorder.backbone.layers for m in layer.modules()}
         modules = self.recorder.model.modules()
         return [m for m in modules if isinstance(m, FSDPModule) and id(m) not in in_layers]
