@@ -104,8 +104,9 @@ def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
             break
         except ForeignKernelError as error:
             rows = {"ours": {"outcome": str(error)}}
-    finished = {"outcome": "ok", "rows": rows}
-    if all("median_s" in rows.get(variant, {}) for variant in names):
+    failed = [rows.get(v, {}) for v in names if "median_s" not in rows.get(v, {})]
+    finished = {"outcome": failed[0].get("outcome", "not run") if failed else "ok", "rows": rows}
+    if not failed:
         base = rows["attention-only"]["median_s"]
         finished["time: peer / attention-only"] = rows[name]["median_s"] / base
     file.write_text(json.dumps(finished))

@@ -66,7 +66,11 @@ def problem_of(value: object) -> str | None:
     """Why an entry point's value is no metric, or None."""
     if not isinstance(value, LayerMetric):
         return f"is {value!r:.80}, and must be a moe_finetune.metrics.LayerMetric"
-    unknown = [key for key in inspect.signature(value.compute).parameters if key not in INPUTS]
+    try:
+        parameters = inspect.signature(value.compute).parameters
+    except (TypeError, ValueError):  # some builtins
+        return f"computes with {value.compute!r:.80}, whose parameters cannot be read"
+    unknown = [key for key in parameters if key not in INPUTS]
     if unknown:
         return f"reads '{unknown[0]}'; a metric can read {', '.join(INPUTS)}"
     return None

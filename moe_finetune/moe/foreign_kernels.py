@@ -62,7 +62,7 @@ def _foreign_code(block: nn.Module, experts: Any) -> Iterator[str]:
         if where.startswith(tuple(_REMEDIES)) or (
             where.split(".")[0] != home.split(".")[0] and not where.startswith(_WRAP)
         ):
-            yield f"{where}.{forward.__qualname__}"
+            yield f"{where}.{getattr(forward, '__qualname__', type(forward).__name__)}"
 
 
 def _forward(module: nn.Module) -> Any:

@@ -103,6 +103,17 @@ def test_a_class_of_another_package_is_refused(model):
         Recorder(model).install()
 
 
+def test_a_callable_object_as_forward_is_refused_by_its_class(model):
+    kernel = type(
+        "FusedExperts", (), {"__module__": "liger_kernel.fused", "__call__": lambda *_: 0}
+    )
+    experts_of(model).forward = kernel()
+    with pytest.raises(
+        ForeignKernelError, match=r"layer 1: liger_kernel\.fused\.FusedExperts runs"
+    ):
+        Recorder(model).install()
+
+
 def test_wrappers_that_call_the_original_are_not(model):
     add_hook_to_module(experts_of(model), ModelHook())
     block = model.model.layers[0].mlp
