@@ -11,10 +11,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moe_finetune.data.rendering import RenderingError, Span, Template, Turn
 from moe_finetune.data.unread import UnreadFields, changed, kind_of
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """The text of a conversation and what is learned of it.
+
+    Attributes:
+        spans: the characters of each answer that is learned.
+        others: those of answers that are not to be learned.
+        rewritten: whether the template writes an earlier answer otherwise.
+        unread: fields that nothing reads.
+    """
+
+    text: str
+    spans: list[Span]
+    others: list[Span]
+    rewritten: bool
+    unread: tuple[str, ...]
 
 
 class Learner:
@@ -25,17 +44,10 @@ class Learner:
         self._unread = UnreadFields(template)
         self._checked_answers: set[Any] = set()
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What :meth:`learned` or :meth:`shown` returns for a request's turns."""
-        turns, extra = request["turns"], request["extra"]
-        if request["purpose"] == "learned":
-            return self.learned(turns, extra)
-        return self.shown(turns, extra, request["purpose"] == "prompt", request["checked"])
-
     def shown(
         self, turns: Sequence[Turn], extra: Mapping[str, Any], prompt: bool, checked: bool
-    ) -> dict[str, Any]:
-        """``text`` of the conversation, and its ``turns`` in the kind that the template takes.
+    ) -> tuple[str, list[Turn]]:
+        """The text of the conversation, and its turns in the kind that the template takes.
 
         Raises:
             RenderingError: the template refuses the turns or, if ``checked``, omits a part of
@@ -45,15 +57,10 @@ class Learner:
         text = self.template.checked_render(turns, extra, prompt)
         if checked:
             list(self._unread.of(turns, extra))
-        return {"text": text, "turns": turns}
+        return text, turns
 
-    def learned(self, turns: Sequence[Turn], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Text of the conversation and what is learned of it.
-
-        Returns:
-            ``text``; ``spans``, the characters of each answer that is learned; ``others``, those of
-            answers that are not to be learned; ``rewritten``, whether the template writes an
-            earlier answer otherwise; ``unread``, fields that nothing reads.
+    def learned(self, turns: Sequence[Turn], extra: Mapping[str, Any]) -> LearnedText:
+        """The text of the conversation and what is learned of it.
 
         Raises:
             RenderingError: the template refuses the turns or omits a part of them.
@@ -61,7 +68,7 @@ class Learner:
         train = [turn.get("train", True) for turn in turns]
         turns = self.template.adapted(turns)
         text = self.template.checked_render(turns, extra)
-        unread = sorted(set(self._unread.of(turns, extra)))
+        unread = tuple(sorted(set(self._unread.of(turns, extra))))
         marks = self.template.marks(turns, extra, text)
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         spans: list[list[Span]] = []
@@ -81,15 +88,11 @@ class Learner:
                 "beginning of the whole; name another with data.chat_template, or set "
                 "data.completion_only_loss=false"
             )
-        flat = [list(span) for pieces in spans for span in pieces]
-        unlearned_spans = [list(span) for pieces in others for span in pieces]
-        return {
-            "text": text,
-            "spans": flat,
-            "others": unlearned_spans,
-            "rewritten": rewritten,
-            "unread": unread,
-        }
+        learned_spans, other_spans = (
+            [span for pieces in answers_pieces for span in pieces]
+            for answers_pieces in (spans, others)
+        )
+        return LearnedText(text, learned_spans, other_spans, rewritten, unread)
 
     def _answer(
         self,

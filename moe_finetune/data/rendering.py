@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from moe_finetune.errors import DataError
 
 Turn = dict[str, Any]
 Span = tuple[int, int]
@@ -16,16 +24,69 @@ KEY, VALUE = f"k{MARK}", f"v{MARK}"
 _NAME = f"f{MARK}"
 
 
-class RenderingError(Exception):
+class RenderingError(DataError):
     """A conversation that this template cannot render, or would render without a part of it."""
 
 
+class TemplateLimitError(DataError):
+    """A chat template takes more time or memory than a conversation gets."""
+
+
+SECONDS = 10.0
+"""Processor time for one conversation; usual templates take a few milliseconds."""
+BYTES = 2 << 30
+"""Memory for one conversation."""
 CHARACTERS = 64 << 20
 """The longest text of a conversation."""
+_REMEDY = "use the template of the base model, or name one with data.chat_template"
+
+
+# Handlers of the errors that templates raise must not catch these two.
+class OutOfTime(BaseException):
+    """A rendering takes too long."""
 
 
 class OutOfMemory(BaseException):
-    """A rendering is too large; handlers of the errors that templates raise do not catch it."""
+    """A rendering is too large."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Limit the time and memory of what a template does inside, in the main thread.
+
+    Raises:
+        TemplateLimitError: it takes more.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGPROF, _out_of_time)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if soft == resource.RLIM_INFINITY and (statm := Path("/proc/self/statm")).is_file():
+            used = int(statm.read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, hard))
+        # Again each second: an error raised inside a callback of the interpreter is lost.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)
+        yield
+    except OutOfTime:
+        raise TemplateLimitError(
+            f"the chat template takes more than {SECONDS:.0f} seconds for this conversation; "
+            f"{_REMEDY}"
+        ) from None
+    except (MemoryError, OutOfMemory):
+        raise TemplateLimitError(
+            f"the chat template needs more than {BYTES >> 30} GiB of memory, or writes more than "
+            f"{CHARACTERS >> 20} million characters; {_REMEDY}"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGPROF, handler)
+
+
+def _out_of_time(signum: int, frame: FrameType | None) -> None:
+    raise OutOfTime
 
 
 class Template:

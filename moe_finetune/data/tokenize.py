@@ -10,12 +10,13 @@ import copy
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_finetune.data.template_process import answers_to
+from moe_finetune.data.learned import LearnedText, Learner
+from moe_finetune.data.rendering import Template, limited
 from moe_finetune.errors import DataError, did_you_mean
 from moe_finetune.io.rows import Row
 from moe_finetune.models.chat_template import (
@@ -154,16 +155,15 @@ def tokenize_rows(
         DataError: the chat template is missing, refuses the messages, omits a part of them or
             does not render a prompt as the beginning of the whole.
     """
-    chats = [row for row in rows if row.get("messages") is not None]
-    requests = [_request(row, tokenizer, "learned") for row in chats]
-    with closing(answers_to(requests)) as answers:
-        for row in rows:
-            if row.get("messages") is not None:
-                yield _chat(next(answers), tokenizer, completion_only)
-            elif row.get("text") is not None:
-                yield _plain("", row["text"], tokenizer, False)
-            else:
-                yield _plain(row["prompt"], row["completion"], tokenizer, completion_only)
+    for row in rows:
+        if row.get("messages") is not None:
+            with _learner(row, tokenizer) as learner:
+                learned = learner.learned(row["messages"], _extra(row))
+            yield _chat(learned, tokenizer, completion_only)
+        elif row.get("text") is not None:
+            yield _plain("", row["text"], tokenizer, False)
+        else:
+            yield _plain(row["prompt"], row["completion"], tokenizer, completion_only)
 
 
 def rendered(
@@ -180,33 +180,40 @@ def rendered(
         TemplateLimitError: the chat template takes more than its time or memory.
         DataError: the chat template is missing, refuses the messages or omits a part of them.
     """
-    request = _request(row, tokenizer, "prompt" if prompt else "text")
-    with closing(answers_to([{**request, "checked": checked}])) as answers:
-        answer = next(answers)
-    return answer["text"], answer["turns"]
+    with _learner(row, tokenizer) as learner:
+        return learner.shown(row["messages"], _extra(row), prompt, checked)
 
 
-def _request(row: Mapping[str, Any], tokenizer: Any, purpose: str) -> dict[str, Any]:
+@contextmanager
+def _learner(row: Mapping[str, Any], tokenizer: Any) -> Iterator[Learner]:
+    """The chat template for ``row``, to be used inside; its errors become DataErrors."""
     if not tokenizer.chat_template:
         raise DataError(
             "the data are chat messages and the tokenizer has no chat template; name one with "
             f"data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
         )
-    tools = row.get("tools") or None
     try:
-        template = tokenizer.get_chat_template(None, tools)
+        template = tokenizer.get_chat_template(None, row.get("tools") or None)
     except ValueError as error:
         raise DataError(f"the tokenizer's chat templates: {error}") from error
-    return {
-        "template": {
-            "text": template,
-            "marked": _marked(template),
-            "variables": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
-        },
-        "purpose": purpose,
-        "turns": row["messages"],
-        "extra": {**(row.get("variables") or {}), "tools": tools},
-    }
+    tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    learner = _learner_of(template, tuple(sorted(tokens.items())))
+    with limited():
+        try:
+            yield learner
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:  # templates raise what they like
+            raise DataError(str(error) or type(error).__name__) from error
+
+
+def _extra(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(row.get("variables") or {}), "tools": row.get("tools") or None}
+
+
+@functools.lru_cache(maxsize=16)
+def _learner_of(template: str, tokens: tuple[tuple[str, str], ...]) -> Learner:
+    return Learner(Template(template, _marked(template), dict(tokens)))
 
 
 @functools.lru_cache(maxsize=16)
@@ -243,16 +250,15 @@ def _plain(prompt: str, completion: str, tokenizer: Any, completion_only: bool) 
     return Tokens(ids, _labels(ids, offsets, spans), straddled=straddled)
 
 
-def _chat(answer: Mapping[str, Any], tokenizer: Any, completion_only: bool) -> Tokens:
-    encoded = tokenizer(answer["text"], return_offsets_mapping=True, add_special_tokens=False)
+def _chat(learned: LearnedText, tokenizer: Any, completion_only: bool) -> Tokens:
+    encoded = tokenizer(learned.text, return_offsets_mapping=True, add_special_tokens=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    unread = tuple(answer["unread"])
     if completion_only:
-        labels = _labels(ids, offsets, answer["spans"])
-        return Tokens(ids, labels, answer["rewritten"], unread=unread)
-    others = _labels(ids, offsets, answer["others"])
+        labels = _labels(ids, offsets, learned.spans)
+        return Tokens(ids, labels, learned.rewritten, unread=learned.unread)
+    others = _labels(ids, offsets, learned.others)
     labels = [t if other == IGNORED else IGNORED for t, other in zip(ids, others, strict=True)]
-    return Tokens(ids, labels, unread=unread)
+    return Tokens(ids, labels, unread=learned.unread)
 
 
 def _labels(

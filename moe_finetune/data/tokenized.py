@@ -20,7 +20,6 @@ from moe_finetune.recipe.data import DataSection
 COLUMNS = ("input_ids", "labels")
 _READ = ("source", "chat", "prompt", "completion", "text")
 _BATCH = 64
-"""Rows whose chats are rendered while those before are tokenized."""
 
 
 @dataclass

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from moe_finetune.data.template_process import TemplateLimitError
-from moe_finetune.data.tokenize import rendered
-from moe_finetune.errors import DataError, EvaluationError
+from moe_finetune.data.rendering import TemplateLimitError, limited
+from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.backends import Backend
 from moe_finetune.evaluation.cache import ReplyStore, answer_all
 from moe_finetune.io.terminal import terminal
@@ -173,16 +172,11 @@ class CachedLM(LM):
         return int(getattr(self._inner, "max_gen_toks", 256))
 
     def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
-        tokenizer = getattr(self._inner, "tokenizer", None)
-        if getattr(tokenizer, "chat_template", None):
-            try:  # in a process with a time limit, in case the template never ends
-                turns = {"messages": chat_history}
-                rendered(turns, tokenizer, prompt=add_generation_prompt, checked=False)
-            except TemplateLimitError as error:
-                raise EvaluationError(str(error)) from error
-            except DataError:
-                pass  # lm-eval tries again without the system prompt
-        return self._inner.apply_chat_template(chat_history, add_generation_prompt)
+        try:
+            with limited():
+                return self._inner.apply_chat_template(chat_history, add_generation_prompt)
+        except TemplateLimitError as error:
+            raise EvaluationError(str(error)) from error
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._inner.chat_template(chat_template)

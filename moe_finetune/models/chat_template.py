@@ -1,7 +1,7 @@
 """A checkpoint's chat template: is it valid, does it read the clock, and with a fixed date.
 
-A template is somebody else's program. It is parsed here and rendered in a separate process,
-see :mod:`moe_finetune.data.template_process`.
+A template is somebody else's program. It is parsed here and rendered with a limit on its time,
+see :mod:`moe_finetune.data.rendering`.
 """
 
 from __future__ import annotations
