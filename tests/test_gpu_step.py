@@ -25,7 +25,9 @@ def gpu_step(monkeypatch):
 
 
 def test_tiny_on_a_cpu(gpu_step, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_step, "product_tflops", lambda arguments: 0.05)  # seconds on a CPU
+    monkeypatch.setattr(
+        importlib.import_module("roofline"), "product_tflops", lambda arguments: 0.05
+    )  # seconds on a CPU
     assert gpu_step.main(["--device", "cpu", "--tiny", "--write", str(tmp_path / "step.json")]) == 0
     result = json.loads((tmp_path / "step.json").read_text())
     assert result["schema"] == gpu_step.SCHEMA and result["environment"]
@@ -54,7 +56,9 @@ def test_a_peer_runs_with_the_same_settings(gpu_step):
     }  # fmt: skip
     for checkpointing in (False, True):
         arguments = Namespace(**settings, gradient_checkpointing=checkpointing)
-        command = gpu_step.peer_command(arguments, "a peer", Path("rows.json"), "tiny", 3)
+        command = importlib.import_module("peers").peer_command(
+            arguments, "a peer", Path("rows.json"), "tiny", 3
+        )
         assert ("--gradient-checkpointing" in command) is checkpointing
         for name, value in (*settings.items(), ("geometry", "tiny"), ("layers", 3)):
             assert command[command.index(f"--{name}") + 1] == str(value)
@@ -107,8 +111,9 @@ def test_a_dry_run_at_true_widths(gpu_step, geometry, monkeypatch):
     del batch["attention_mask"]  # transformers asks whether it is all ones
     for timed in variants.values():
         timed.step(batch)
-    assert gpu_step.step_bytes(arguments, variants["ours"].model) > 1e9
-    assert gpu_step.step_flops(arguments, True) > 1e12
+    roofline = importlib.import_module("roofline")
+    assert roofline.step_bytes(arguments, variants["ours"].model) > 1e9
+    assert roofline.step_flops(arguments, True) > 1e12
 
 
 def test_a_peers_grouped_gemm_gets_the_rows_that_it_sorts(gpu_step):
@@ -135,7 +140,7 @@ def test_a_peers_grouped_gemm_gets_the_rows_that_it_sorts(gpu_step):
 
 def test_a_peer_that_fails_says_why(gpu_step, monkeypatch):
     """In its own process: here the package is missing, or has no GPU."""
-    monkeypatch.setattr(gpu_step, "left_out", lambda name, device: None)
+    monkeypatch.setattr(importlib.import_module("peers"), "left_out", lambda name, device: None)
     arguments = Namespace(
         peers=list(gpu_step.PEERS)[:1], tokens=16, length=8, rank=4, dtype="float32", device="cpu",
         rounds=1, warmup=0, gradient_checkpointing=False,

@@ -17,24 +17,22 @@ import gc
 import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from geometries import GEOMETRIES, config_of
-from peers import PEERS, left_out
+from peers import PEERS, peer_rows
+from roofline import Limits, device_limits, roofline
 from saved import add_save, finish
-from step import batch_of, product_tflops, step_flops, synchronize
+from step import batch_of, synchronize
 from variants import Variant, adapts_experts, build
 
 from moe_finetune.checkpoint.load_quantized import resident_bytes
 from moe_finetune.errors import ForeignKernelError
 from moe_finetune.models import family_of
-from moe_finetune.moe.layers import config_facts
 
 SCHEMA = 1
 WIDTHS = ("qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "moonlight_16b_a3b")
@@ -51,45 +49,9 @@ PRESETS = (
 STOCK = {"stock-peft, grouped_mm": "grouped_mm", "stock-peft, eager": "eager"}
 NF4 = "ours, nf4"
 VARIANTS = ("attention-only", *STOCK, "ours", *(f"ours+{name}" for name in PRESETS), NF4)
-SHEETS = {"H100": (989.0, 3.35), "H200": (989.0, 4.8), "A100": (312.0, 2.0)}
-"""Dense bfloat16 TFLOP/s and TB/s of the data sheets (SXM), by a part of the device's name."""
-Limits = dict[str, tuple[float, float]]
 COPIES_OF_WEIGHTS = 8
 """A layer's weights that are in memory at once, estimated: two models of bfloat16, one of nf4, and
 what stock PEFT makes of the stack."""
-
-
-def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict[str, Any]:
-    """Each peer's rows at one depth, from a process of its own, or why there are none."""
-    results: dict[str, Any] = {}
-    for name in arguments.peers:
-        reason = left_out(name, arguments.device)
-        if reason is not None:
-            results[name] = {"outcome": reason}
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rows.json"
-            command = peer_command(arguments, name, file, geometry, layers)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
-                results[name] = json.loads(file.read_text())
-            else:
-                last = done.stderr.strip().splitlines()[-1:]
-                results[name] = {"outcome": f"left out: {''.join(last)[:300]}"}
-    return results
-
-
-def peer_command(
-    arguments: argparse.Namespace, name: str, file: Path, geometry: str, layers: int
-) -> list[str]:
-    """What times one peer with the settings of this process."""
-    command = [sys.executable, __file__, "--child", name, str(file)]
-    command += ["--geometry", geometry, "--layers", str(layers)]
-    for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):
-        command += [f"--{option}", str(getattr(arguments, option))]
-    if arguments.gradient_checkpointing:
-        command.append("--gradient-checkpointing")
-    return command
 
 
 def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
@@ -229,65 +191,6 @@ def profile(timed: Timed, batch: Any, arguments: argparse.Namespace) -> list[dic
     ]
 
 
-def step_bytes(arguments: argparse.Namespace, model: Any) -> float:
-    """Bytes that a step moves at the least: weights once each way, and the experts' rows.
-
-    Of each (token, expert) pair: five passes over H (x in both directions, y, dy, dx), eight over D
-    (gate and up and their gradients, written and read) and four (z and its gradient). Attention,
-    the head and the optimizer's states of the factors are left out, so it is a lower bound.
-    """
-    config = config_of(arguments)
-    family = family_of(config)
-    item = torch.finfo(getattr(torch, arguments.dtype)).bits // 8
-    pairs = arguments.tokens * family.top_k(config) * len(config_facts(config).moe_layers)
-    elements = 5 * config.hidden_size + 12 * family.expert_width(config)
-    return 2.0 * resident_bytes(model) + float(pairs * elements * item)
-
-
-def copy_rate(arguments: argparse.Namespace) -> float:
-    """TB/s of the fastest of some large copies, read and written bytes together."""
-    size = 2**30 if arguments.device == "cuda" else 2**26
-    source = torch.zeros(size, dtype=torch.uint8, device=arguments.device)
-    target, best = torch.empty_like(source), math.inf
-    for _ in range(6):
-        synchronize(arguments.device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(arguments.device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best / 1e12
-
-
-def device_limits(arguments: argparse.Namespace) -> Limits:
-    """TFLOP/s and TB/s that were measured here, and those of the device's data sheet if known."""
-    device = torch.cuda.get_device_name(0) if arguments.device == "cuda" else ""
-    return {
-        "measured here": (product_tflops(arguments), copy_rate(arguments)),
-        **{f"data sheet, {n}": rates for n, rates in SHEETS.items() if n in device},
-    }
-
-
-def roofline(
-    arguments: argparse.Namespace, model: Any, seconds: float, limits: Limits
-) -> dict[str, Any]:
-    """A step's counted work and what the device can do; shares are of the measured step."""
-    flops, moved = step_flops(arguments, True), step_bytes(arguments, model)
-    return {
-        "flops": flops,
-        "bytes_at_least": moved,
-        "limits": {
-            name: {
-                "tflops": tflops,
-                "tb_per_s": bandwidth,
-                "share_of_flops": flops / seconds / (tflops * 1e12),
-                "share_of_bytes": moved / seconds / (bandwidth * 1e12),
-                "bound_s": max(flops / (tflops * 1e12), moved / (bandwidth * 1e12)),
-            }
-            for name, (tflops, bandwidth) in limits.items()
-        },
-    }
-
-
 def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
     """Two numbers of layers: as many as fit, and half of them."""
     config = GEOMETRIES[geometry][0]()
@@ -308,14 +211,14 @@ def depths(arguments: argparse.Namespace, geometry: str) -> tuple[int, int]:
 def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict[str, Any]:
     """Seconds and GB that a layer adds, and what the whole depth comes to on that line."""
     added = deep["layers"] - shallow["layers"]
-    found = {}
+    projected = {}
     for name, row in deep["rows"].items():
         before = shallow["rows"].get(name, {})
         if "median_s" not in row or "median_s" not in before:
             continue
         layer_s = (row["median_s"] - before["median_s"]) / added
         whole_s = row["median_s"] + (depth - deep["layers"]) * layer_s
-        found[name] = {
+        projected[name] = {
             "layer_s": layer_s,
             "whole_depth_s": whole_s,
             "whole_depth_tokens_per_s": deep["tokens"] / whole_s if whole_s > 0 else None,
@@ -323,11 +226,11 @@ def per_layer(shallow: dict[str, Any], deep: dict[str, Any], depth: int) -> dict
         if row["step_gb"] is not None:
             both = [r["weights_gb"] + r["step_gb"] for r in (before, row)]
             layer_gb = (both[1] - both[0]) / added
-            found[name] |= {
+            projected[name] |= {
                 "layer_gb": layer_gb,
                 "whole_depth_gb": both[1] + (depth - deep["layers"]) * layer_gb,
             }
-    return found
+    return projected
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:

@@ -7,8 +7,14 @@ beside it). Both need a GPU and Triton.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +22,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 GroupedGemm = Callable[..., Tensor]
+GPU_STEP = Path(__file__).with_name("gpu_step.py")
 
 
 def scattermoe() -> str:
@@ -82,3 +89,36 @@ def left_out(name: str, device: str) -> str | None:
         if importlib.util.find_spec(needed) is None:
             return f"left out: {needed} is not installed"
     return None
+
+
+def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict[str, Any]:
+    """Each peer's rows at one depth, from a process of its own, or why there are none."""
+    results: dict[str, Any] = {}
+    for name in arguments.peers:
+        reason = left_out(name, arguments.device)
+        if reason is not None:
+            results[name] = {"outcome": reason}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            command = peer_command(arguments, name, file, geometry, layers)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                results[name] = json.loads(file.read_text())
+            else:
+                last = done.stderr.strip().splitlines()[-1:]
+                results[name] = {"outcome": f"left out: {''.join(last)[:300]}"}
+    return results
+
+
+def peer_command(
+    arguments: argparse.Namespace, name: str, file: Path, geometry: str, layers: int
+) -> list[str]:
+    """What times one peer with the settings of this process."""
+    command = [sys.executable, str(GPU_STEP), "--child", name, str(file)]
+    command += ["--geometry", geometry, "--layers", str(layers)]
+    for option in ("tokens", "length", "rank", "dtype", "device", "rounds", "warmup"):
+        command += [f"--{option}", str(getattr(arguments, option))]
+    if arguments.gradient_checkpointing:
+        command.append("--gradient-checkpointing")
+    return command
