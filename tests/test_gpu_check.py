@@ -36,7 +36,7 @@ def test_on_a_cpu(warm, tmp_path):
     assert set(outcomes.values()) == {"ok"} and len(outcomes) == 5, text
     assert rows["bfloat16 = float32"]["figures"]["distance"] > 1e-4  # two dtypes were compared
     assert "ours+all" in rows["step benchmark"]["figures"]["tiny"]["rows"]
-    assert rows["memory plan"]["figures"]["told, not measured"] > 1e8
+    assert rows["memory plan"]["figures"]["predicted, not measured"] > 1e8
     assert "| grouped = loop | ok |" in text and "needs GPUs" in text
 
 

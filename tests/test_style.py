@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "style.md"
-PAGES = [ROOT / "README.md", *(page for page in ROOT.glob("docs/**/*.md") if page != PAGE)]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in ROOT.glob("docs/**/*.md") if page != PAGE),
+    *(
+        page
+        for folder in ("recipes", "eval")
+        for page in sorted((ROOT / folder).rglob("*"))
+        if page.suffix in (".md", ".yaml", ".sbatch") or page.name == "Dockerfile"
+    ),
+]
 
 
 def banned(name: str) -> list[str]:
@@ -23,8 +32,9 @@ SPELLINGS = re.compile(rf"\b\w*({'|'.join(banned('spellings'))})\w*\b", re.I)
 
 
 def strings() -> Iterator[tuple[str, str]]:
-    """Place and text of every docstring and string of the package."""
-    for path in sorted((ROOT / "moe_finetune").rglob("*.py")):
+    """Place and text of every docstring and string of the package and of ``eval``."""
+    paths = (path for folder in ("moe_finetune", "eval") for path in (ROOT / folder).rglob("*.py"))
+    for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
@@ -48,11 +58,11 @@ def test_the_lists_are_read_and_their_words_found():
 
 
 def test_pages_avoid_them():
-    texts = ((page.name, page.read_text(encoding="utf-8")) for page in PAGES)
+    texts = ((str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")) for page in PAGES)
     assert violations(texts) == []
 
 
-def test_the_package_avoids_them():
+def test_the_package_and_the_evaluation_avoid_them():
     assert violations(strings()) == []
 
 

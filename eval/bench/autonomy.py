@@ -1,8 +1,8 @@
-"""Cost of Autonomy-of-Experts beside a router, with and without ERC: P2's comparison.
+"""Cost of Autonomy-of-Experts against a router, with and without ERC: P2's comparison.
 
 Steps of training from scratch (forward, backward, AdamW) of three models of the same number of
-weights, in float32 on one thread, interleaved; the time is the processor's, so that other work on
-the machine counts little. Peak memory is that of a process of its own for each.
+weights, in float32 on one thread, interleaved. Times are processor times, so other work on
+the machine counts little. Peak memory is measured in a separate process for each.
 
     python eval/bench/autonomy.py --save
 """
@@ -65,7 +65,7 @@ class Arm:
 
 
 def peak_bytes(name: str, arguments: argparse.Namespace) -> int:
-    """Most memory of three steps in a process of its own, beyond what it begins with."""
+    """Peak memory of three steps in a separate process, less what it starts with."""
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def measure() -> None:

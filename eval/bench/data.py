@@ -1,9 +1,9 @@
-"""Memory and seconds that preparing training data takes, and that finding it again takes.
+"""Memory and seconds to prepare training data, and to load prepared data again.
 
     python eval/bench/data.py [--tokens 100000000] [--processes 2] [--save]
 
 Writes JSON lines of prompts and completions whose tokens (bytes) add up to ``--tokens``, prepares
-them in a process of its own with an empty cache, and again in another with what the first left;
+them in a separate process with an empty cache, and again in another with the cache of the first;
 each then reads the whole dataset once, as an epoch does. Prints seconds, the peak of each process's
 own (anonymous) memory, which mapped files do not count in, and the bytes on disk a token as JSON.
 """
@@ -46,7 +46,7 @@ def anonymous_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
-    raise OSError("this kernel does not tell anonymous memory")
+    raise OSError("this kernel does not report anonymous memory")
 
 
 def measured(file: str, processes: int) -> dict[str, Any]:

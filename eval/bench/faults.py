@@ -55,7 +55,9 @@ class Bench:
             self.straight[family] = (recipe, adapter_hash(run), logged(run), seconds)
 
     def run(self, family: str, **disturbance) -> tuple[int, bool]:
-        """Disturb a run, resume it until it ends; the disturbed part's exit code, and is it right.
+        """Disturb a run, then resume it until it ends.
+
+        Returns the exit code of the disturbed part, and whether the result is right.
 
         ``disturbance`` is what :func:`~tests.faults.harness.train` takes.
         """
@@ -112,7 +114,7 @@ def writes(bench: Bench, repeat: int) -> dict:
 
 
 def files(bench: Bench, repeat: int) -> dict:
-    """Damage every file of a newest checkpoint: what is chosen, without training again."""
+    """Damage every file of the newest checkpoint; count which one a resume picks."""
     cases = silent = 0
     for family, (recipe, *_) in bench.straight.items():
         root = recipe.parent / "straight" / "checkpoints"

@@ -50,10 +50,10 @@ def gpu_tests(arguments) -> dict[str, Any]:
     if arguments.device == "cpu":
         command.append("--collect-only")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = done.stdout.strip().splitlines()[-25:]
+    output = done.stdout.strip().splitlines()[-25:]
     if done.returncode:
-        raise RuntimeError("\n".join([*said, done.stderr[-2000:]]))
-    return {"said": said[-1]}
+        raise RuntimeError("\n".join([*output, done.stderr[-2000:]]))
+    return {"result": output[-1]}
 
 
 def adapted(geometry: str, dtype: torch.dtype, device: str):
@@ -90,7 +90,7 @@ def gradients(model, kernel: str, device: str) -> torch.Tensor:
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Distance relative to the length of what is wanted."""
+    """Distance relative to the length of the reference."""
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -107,7 +107,7 @@ def grouped_is_loop(arguments) -> dict[str, Any]:
 
 
 def bfloat16_is_float32(arguments) -> dict[str, Any]:
-    """Gradients in bfloat16 beside float32, with the same weights."""
+    """Gradients in bfloat16 compared with float32, with the same weights."""
     dtypes = (torch.bfloat16, torch.float32)
     models = (adapted("tiny", dtype, arguments.device) for dtype in dtypes)
     off = apart(*(gradients(model, "grouped", arguments.device) for model in models))
@@ -138,11 +138,11 @@ def memory_plan(arguments) -> dict[str, Any]:
 
         config, *how = SETTINGS["qwen3, checkpointing"]
         config.num_hidden_layers = 2
-        return {"told, not measured": plan_recipe(config, recipe_of(*how), "cpu").total}
-    found = script("memory.py", {"--device": arguments.device, "--dtype": "bfloat16"})["rows"]
-    worst = max(abs(row["told / measured"] - 1) for row in found.values())
-    assert worst < 0.1, f"the plan is {worst:.0%} off: {found}"
-    return found
+        return {"predicted, not measured": plan_recipe(config, recipe_of(*how), "cpu").total}
+    rows = script("memory.py", {"--device": arguments.device, "--dtype": "bfloat16"})["rows"]
+    worst = max(abs(row["predicted / measured"] - 1) for row in rows.values())
+    assert worst < 0.1, f"the plan is off by {worst:.0%}: {rows}"
+    return rows
 
 
 def vllm_experts(arguments) -> dict[str, Any]:
@@ -184,7 +184,7 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def script(name: str, options: dict[str, str], flags: list[str] | None = None) -> dict[str, Any]:
-    """Figures of another benchmark, run in a process of its own."""
+    """Figures of another benchmark, run in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "figures.json"
         given = [part for pair in options.items() for part in pair]

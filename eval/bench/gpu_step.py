@@ -1,4 +1,4 @@
-"""A training step on one GPU at the true widths of published checkpoints, beside what others do.
+"""A training step on one GPU at the true widths of published checkpoints, compared with peers.
 
 LoRA on all experts in bfloat16 over random weights, at two numbers of layers, so that a layer's
 cost is the difference and the whole depth follows. Variants run interleaved in one process; figures
@@ -55,7 +55,7 @@ what stock PEFT makes of the stack."""
 
 
 def run_peer(arguments: argparse.Namespace, name: str, file: Path) -> None:
-    """Time a peer beside attention-only LoRA and ours in this process, whose kernels it changes."""
+    """Time a peer with attention-only LoRA and ours in this process, whose kernels it changes."""
     STOCK[name] = PEERS[name][1]()
     arguments.geometry, arguments.kernels = arguments.geometry[0], 10
     names = ["attention-only", name]

@@ -1,4 +1,4 @@
-"""Greedy tokens from vLLM with expert parallelism, for ``gpu_check.py``: a process of its own."""
+"""Greedy tokens from vLLM with expert parallelism, in a process of ``gpu_check.py``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The truth that the plan is compared with: a run's first steps, measured.
+"""The measurement that the plan is compared with: a run's first steps.
 
 A model of a config gets random weights and trains by a recipe for a few steps on random rows of
 full length. :func:`counted_peak` counts the bytes of tensors that are alive, the same on every run.
 
     python eval/bench/measured.py SETTING.json
 
-prints what the system sees: the peak of resident memory since the model was begun, less what the
-process had before; on a GPU the peak of the allocator.
+prints what the system reports: the peak of resident memory since the model was built, minus what
+the process used before; on a GPU the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def few_steps(recipe: Any) -> Any:
 
 
 def measured_peak(config: Any, recipe: Any) -> int:
-    """Bytes at the peak of a few steps of ``recipe``, in a process of its own.
+    """Bytes at the peak of a few steps of ``recipe``, in a separate process.
 
     Args:
         config: a transformers config; the model gets random weights.
@@ -176,7 +176,7 @@ _PAIR = ("prompt", "chosen", "rejected")
 
 
 def _tokenizer() -> Any:
-    """One of a few words: rows come as ids."""
+    """A tokenizer of a few words; rows come as ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

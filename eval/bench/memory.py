@@ -107,7 +107,7 @@ def recipe_of(checkpointing, batch, preset, targets, trainer, dtype="float32"):
 
 
 def compare(name, dtype="float32", device="cpu"):
-    """Bytes told and bytes measured of one setting."""
+    """Predicted and measured bytes of one setting."""
     config, *how = SETTINGS[name]
     recipe = recipe_of(*how, dtype=dtype)
     started = time.perf_counter()
@@ -115,11 +115,11 @@ def compare(name, dtype="float32", device="cpu"):
     seconds = time.perf_counter() - started
     measured = measured_peak(config, recipe)
     return {
-        "told": plan.total,
+        "predicted": plan.total,
         "measured": measured,
-        "told / measured": round(plan.total / measured, 3),
+        "predicted / measured": round(plan.total / measured, 3),
         "moment": plan.moment,
-        "seconds to tell": round(seconds, 1),
+        "seconds to predict": round(seconds, 1),
     }
 
 
@@ -209,9 +209,9 @@ def main() -> None:
     rows = {}
     for name in arguments.settings or SETTINGS:
         rows[name] = row = compare(name, arguments.dtype, arguments.device)
-        told, measured = row["told"] / 1e6, row["measured"] / 1e6
-        said = f"{name:28s} told {told:8.0f} MB  measured {measured:8.0f} MB"
-        print(f"{said}  {row['told / measured']:.3f}", flush=True)
+        predicted, measured = row["predicted"] / 1e6, row["measured"] / 1e6
+        line = f"{name:28s} predicted {predicted:8.0f} MB  measured {measured:8.0f} MB"
+        print(f"{line}  {row['predicted / measured']:.3f}", flush=True)
     finish(arguments, {"rows": rows}, show=False)
 
 

@@ -2,7 +2,7 @@
 
     python eval/bench/metrics.py [--tokens 1000000] [--sample 2000] [--save]
 
-Writes a synthetic trace in chunks, summarizes it in a fresh process, and prints JSON. Wanted: at
+Writes a synthetic trace in chunks, summarizes it in a fresh process, and prints JSON. The goal: at
 most 30 s and 2 GB for the summary on 2 cores. The routing is a topic model, not a real router; the
 cost depends on the sizes only.
 """

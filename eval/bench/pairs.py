@@ -1,13 +1,13 @@
-"""Start each writing verb twice at once into one output, many times, and count what came of it.
+"""Start each writing verb twice at once into one output, many times, and count the outcomes.
 
     python eval/bench/pairs.py --repeat 40
     python eval/bench/pairs.py --verbs train --repeat 10
 
-A pair is right when one of the two wins and the other is refused by name (exit code 2), or both
-end one after the other with the same result; and when the output then holds what one process alone
-writes, byte for byte (``train``: the recipe and the adapter of one of the two), with nothing beside
-it. The two ask for different things wherever the verb can, so that a mixture shows. Adds one line
-to ``eval/bench/results/pairs.jsonl``.
+A pair is right if one process wins and the other is refused by name (exit code 2), or if both end
+one after the other with the same result. The output must then contain exactly what a single process
+writes, byte for byte (``train``: the recipe and the adapter of one of the two), and no other file.
+Where the verb allows it, the two have different settings, so a mixture would show. Adds one line to
+``eval/bench/results/pairs.jsonl``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def start(command: list[str], log: Path, delay: float) -> int:
 
 
 def state(output: Path) -> dict[str, str]:
-    """Hash of every file of an output but those that hold times."""
+    """Hash of every file of an output, except files with times."""
     files = [output] if output.is_file() else sorted(p for p in output.rglob("*") if p.is_file())
     found = {}
     for path in files:

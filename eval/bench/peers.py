@@ -1,8 +1,8 @@
 """Expert kernels of other packages, as functions that transformers' experts call.
 
 Installing one changes transformers or PEFT for the whole process, so ``gpu_step.py`` times each in
-a process of its own, interleaved with attention-only LoRA (and with ours, where the recorder runs
-beside it). Both need a GPU and Triton.
+a separate process, interleaved with attention-only LoRA (and with ours, where the recorder runs
+with it). Both need a GPU and Triton.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python eval/bench/placement.py [--data FOLDER] [--ranks 8] [--max-imbalance 1.3] [--save]
 
 Plans on the first half of each trace's tokens and prints, as JSON, the table on the second half.
-Wanted with 8 ranks: cross-rank share below 0.70, ranks per token <= 3.5, imbalance <= 1.30, planned
+The goal with 8 ranks: cross-rank share below 0.70, ranks per token <= 3.5, imbalance <= 1.30,
+    planned
 within 20 s on 2 cores.
 """
 

@@ -1,10 +1,10 @@
 """What frozen weights in 4 and 8 bits cost and save: memory, loading, steps, held-out loss.
 
 Resident bytes and loading are of a checkpoint with Qwen3-30B-A3B's widths and a small vocabulary,
-written on the spot (5 GB a four layers); loading is measured in a child process each. Steps of the
-quantized and the unquantized model are interleaved in one process and counted in processor time,
-which other programs change least. With ``--demo`` the demo's
-checkpoint is fine-tuned once a format, from the same seed, and scored on its held-out rows.
+written by this script (5 GB for four layers); loading is measured in a child process for each.
+Steps of the quantized and the unquantized model are interleaved in one process and counted in
+processor time, which other programs change least. With ``--demo`` the demo's checkpoint is
+fine-tuned once a format, from the same seed, and scored on its held-out rows.
 
     python eval/bench/quantization.py --save
     python eval/bench/quantization.py --parts demo
@@ -34,7 +34,7 @@ VOCABULARY = 4096
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """A bfloat16 checkpoint, written tensor by tensor; experts repeat, what they hold is no matter.
+    """A bfloat16 checkpoint, written tensor by tensor; experts repeat (values do not matter).
 
     Its vocabulary is small: embeddings stay in bfloat16, and of four layers they would be a fifth.
     """
@@ -65,7 +65,7 @@ def resident_kb(field: str) -> int:
 
 
 def load_child(folder: str, kind: str) -> None:
-    """Load once and print what it took; for a process of its own."""
+    """Load once and print what it took; runs in a separate process."""
     from moe_finetune import load_model
     from moe_finetune.quantization.codec import bitsandbytes
 

@@ -5,7 +5,7 @@
 Each round runs every program three ways, one after another in an order that rotates: in the
 sandbox, as `python file.py`, and as `python -I -S -B file.py` (the sandbox's own flags, without
 isolation).
-Prints JSON. Wanted: a mean cost of at most 40 ms a program over `python file.py`.
+Prints JSON. The goal: a mean cost of at most 40 ms a program over `python file.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from moe_finetune.io.rows import read_rows
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    parser.add_argument("--data", default=os.environ.get("MOE_FINETUNE_DATA", beside), type=Path)
+    shared_data = Path(__file__).resolve().parents[3] / "shared" / "data"
+    parser.add_argument(
+        "--data", default=os.environ.get("MOE_FINETUNE_DATA", shared_data), type=Path
+    )
     parser.add_argument("--rounds", default=3, type=int)
     add_save(parser, "sandbox")
     options = parser.parse_args()

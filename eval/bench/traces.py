@@ -4,7 +4,7 @@
 
 Writes a synthetic trace (26 layers, 6 of 64 experts, weights, token ids) from one batch after
 another, reads its ids and weights chunk by chunk, and prints the resident memory after each tenth
-as JSON. Wanted: no growth. ``--save`` also writes it to
+as JSON. The goal: no growth. ``--save`` also writes it to
 ``eval/bench/results/traces.json``.
 """
 

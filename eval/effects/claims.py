@@ -276,7 +276,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         20,
-        "Each of L_o and L_v moves what is its own most",
+        "L_o and L_v each move their target metric most",
         "P0 Figure 3, Obs. 5 and 6",
         [
             tuned("expert overlap", after("expert_overlap"), "aux_o", -1, baseline="aux_v"),

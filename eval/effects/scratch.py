@@ -18,7 +18,7 @@ from moe_finetune.training.specialization import Specialization
 HELD_OUT_SEED = 10_007
 HELD_OUT_BATCHES = 4
 KEPT = 8
-"""One document in this many: all of them are tokenized anew in every run."""
+"""One document in this many: every run tokenizes all of them again."""
 
 
 @cache

@@ -56,15 +56,15 @@ class FinetuneSection(Section):
         recipe: keys of a recipe that all arms share; ``model.path`` and the data are filled in.
         arms: name -> ``method:`` of a recipe.
         baselines: arm -> the arm that stands for ``aux_loss`` in its comparisons: a balance loss
-            of the arm's own kind and weight, and nothing else.
+            of the arm's own kind and weight, without other losses.
         once: arms that run with the first seed only.
         probes: times that the model is measured on held-out examples while it trains, equally far
             apart; the untrained model is measured once for all.
         embeddings: tokens that expert overlap is measured on.
         tasks: most passages of the held-out code and prose tasks.
-        fresh_rows: held-out rows to measure on, drawn with another seed than the demo's and none of
-            its own; 0: the demo's held-out rows.
-        sums: arithmetic problems on held-out facts, drawn anew for each seed and the same for all
+        fresh_rows: held-out rows to measure on, drawn with another seed than the demo's and not
+            among the demo's rows; 0: the demo's held-out rows.
+        sums: arithmetic problems on held-out facts, drawn again for each seed and the same for all
             arms, that every probe but the first answers (``sums`` in its row, in percent).
     """
 
@@ -159,7 +159,7 @@ def load_miniature(path: str | Path, overrides: Sequence[str] = ()) -> Miniature
 def check_name(path: str, arm: str) -> None:
     """Refuse an arm's name that cannot be a folder."""
     if not arm.replace("_", "").replace(".", "").replace("-", "").isalnum():
-        raise RecipeError(f"{path}: arms.{arm}: wanted a name of letters, digits, '_', '-', '.'")
+        raise RecipeError(f"{path}: arms.{arm}: a name may contain only letters, digits, _ - .")
 
 
 def with_table(method: dict[str, Any], table: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The strength study: each method over shares of its own losses, on the demo's checkpoint.
+"""The strength study: each method over shares of its losses, on the demo's checkpoint.
 
 A share is the norm of a loss's gradient over the language loss's, see
 :mod:`moe_finetune.training.strength`. For every method: how far its own metric moves, and what that
@@ -27,7 +27,7 @@ BASELINE = "baseline"
 class MethodSection(Section):
     """One method: its losses that get the share, and the metric that it is judged by.
 
-    ``method`` is laid over the study's ``baseline``; ``terms`` get the share in it.
+    ``method`` overrides keys of the study's ``baseline``; ``terms`` get the share in it.
     """
 
     terms: list[str] = Field(min_length=1)

@@ -44,7 +44,7 @@ def run(
 
     study, output = load_miniature(recipe, overrides), Path(output)
     if not 1 <= part[0] <= part[1]:
-        raise RecipeError(f"--shard {part[0]}/{part[1]}: wanted I/N with I from 1 to N")
+        raise RecipeError(f"--shard {part[0]}/{part[1]}: write it as I/N, with I from 1 to N")
     with output_lock(output, shared=part != (1, 1)):
         with output_lock(output / STUDY_FILE, wait=True):
             begin(study, output, resume)

@@ -42,8 +42,8 @@ def upcycle_rows(folder: str | None) -> list[Row]:
         ) from None
     except (KeyError, TypeError) as error:
         raise RecipeError(
-            f"upcycle: {path} has no {error}; wanted the results of a comparison of "
-            f"{OURS} and {BASELINES[0]}"
+            f"upcycle: {path} has no {error}; give the output of an upcycle "
+            f"run that compares {OURS} and {BASELINES[0]}"
         ) from None
 
 

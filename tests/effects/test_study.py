@@ -128,10 +128,10 @@ def test_a_failed_run_is_listed_and_tried_again(recipe, tmp_path, capsys):
     output_text = capsys.readouterr().out
     assert (
         "failed: recovery/sweep/seed_1: " in output_text
-        and "width is 4, wanted at least" in output_text
+        and "width is 4; it must be at least" in output_text
     )
     reason = output / "logs" / "recovery" / "sweep" / "seed_1.failed.json"
-    assert "width is 4, wanted at least count=7" in reason.read_text()
+    assert "width is 4; it must be at least count=7" in reason.read_text()
     assert len(list(output.glob("shards/classification/**/*.json"))) == 4
     assert run(path, output, resume=True) == 2
 
@@ -173,7 +173,7 @@ def test_a_damaged_result_is_named(recipe, tmp_path):
         ({"seeds": []}, "seeds"),
         ({"clasification": {}}, "clasification"),
         ({"finetune": {"arms": {"a": {"preset": "orthogonal_varianc"}}}}, "did you mean"),
-        ({"finetune": {"arms": {"a/b": {"preset": "none"}}}}, "wanted a name"),
+        ({"finetune": {"arms": {"a/b": {"preset": "none"}}}}, "may contain only letters"),
         ({"finetune": {"arms": {"a": {"preset": "none"}}, "once": ["b"]}}, "not among"),
         ({"finetune": {"arms": {"a": {}}, "baselines": {"a": "b"}}}, "baselines: .'b'. are not"),
         ({"classification": {"arms": ["dpp"], "setting": {"epoch": 3}}}, "'epochs'"),

@@ -81,7 +81,7 @@ def test_the_sweep_recovers_below_the_barrier_and_repeats():
 
 def test_impossible_features_are_refused():
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="width is 5, wanted at least count=6"):
+    with pytest.raises(ValueError, match="width is 5; it must be at least count=6"):
         random_features(2, 6, 5, 0.1, rng)
     with pytest.raises(ValueError, match=r"coherence is 0\.99"):
         random_features(2, 4, 5, 0.99, rng)

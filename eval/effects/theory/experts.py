@@ -1,8 +1,8 @@
-"""Many small mixtures of experts side by side, each as if it trained by itself (P4 Fig. 3).
+"""Many small mixtures of experts side by side, each as if it trained separately (P4 Fig. 3).
 
 All models of a stack have the same sizes and see batches of the same length, so that one batched
 product serves them all. A loss is the sum of the models' losses, and AdamW works element by
-element: every model's parameters move as they would by themselves.
+element: every model's parameters move as they would separately.
 
 Shape legend: M models, T samples of a batch, F features, E experts, K selected, D hidden,
 C classes.
@@ -46,7 +46,7 @@ class StackedMixtures(nn.Module):
     """M mixtures of E two-layer GELU experts with a linear softmax router and top-K selection.
 
     Router and experts have no biases (appendix L). Weights of the selected experts are
-    renormalised to sum 1. Every expert is computed on every sample: at this size that is faster
+    renormalized to sum 1. Every expert is computed on every sample: at this size that is faster
     than sorting samples by expert. An expert that no sample of a batch selects has a zero gradient.
 
     Args:
@@ -107,9 +107,9 @@ def training_loss(
     """Sum over models of ``cross-entropy + alpha * balance + weight * diversity``.
 
     Each model's parts are means over its own samples. ``orthogonality`` is the squared cosine of
-    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalised
+    the selected outputs over ordered pairs, ``dpp`` minus the log determinant of their normalized
     Gram matrix, ``ncl`` acts on the softmax of each selected expert's output; algorithm 3's term
-    with the label is left out, the cross-entropy of the mixture stands for it. Source: P4 section
+    with the label is left out, because the mixture's cross-entropy replaces it. Source: P4 section
     6.2, algorithms 1 to 3.
     """
     models, samples, classes = routed.logits_MTC.shape

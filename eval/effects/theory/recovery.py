@@ -7,7 +7,7 @@ weights, that greedy is always right below coherence ``1 / (2k - 1)`` and that s
 above. Its proof (appendix F) is about the first choice and takes equal weights as the worst case,
 which they are not: a small weight fails sooner.
 
-The paper gives k = 6 and nothing else of its simulation. Ours: 16 features of width 32, how they
+Of its simulation, the paper gives only k = 6. Ours: 16 features of width 32, how they
 come by their coherence, 40 targets a level, and weights that are equal or drawn from a Gaussian.
 
 Shape legend: B trials, N features, H their width, k chosen, S subsets.
@@ -24,7 +24,7 @@ import numpy as np
 from moe_finetune.metrics.coherence import coherence_barrier
 
 CROWD = 3
-"""Dimensions that random features are drawn towards: few enough that they come close there."""
+"""Dimensions that random features are pulled towards: few enough that features come close there."""
 
 COHERENCES = (0.02, 0.05, 1 / 11, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WORST_COHERENCES = (0.02, 0.05, 0.08, 0.0905, 0.0913, 0.1, 0.12, 0.15)
@@ -43,9 +43,9 @@ def random_features(
         ValueError: fewer dimensions than features, or a coherence outside [0, 0.95).
     """
     if width < count:
-        raise ValueError(f"width is {width}, wanted at least count={count}")
+        raise ValueError(f"width is {width}; it must be at least count={count}")
     if not 0 <= coherence < 0.95:
-        raise ValueError(f"coherence is {coherence}, wanted a number in [0, 0.95)")
+        raise ValueError(f"coherence is {coherence}; it must be in [0, 0.95)")
     start_BNH = np.linalg.qr(rng.standard_normal((trials, width, count)))[0].transpose(0, 2, 1)
     space_BCH = np.linalg.qr(rng.standard_normal((trials, width, CROWD)))[0].transpose(0, 2, 1)
     towards_BNH = _unit(rng.standard_normal((trials, count, CROWD))) @ space_BCH
@@ -69,14 +69,16 @@ def worst_features(count: int, k: int, coherence: float) -> np.ndarray:
         ValueError: fewer than k + 1 features, or no such features exist (above ``1 / k``).
     """
     if count <= k:
-        raise ValueError(f"count is {count}, wanted more than k={k}")
+        raise ValueError(f"count is {count}; it must be more than k={k}")
     gram_NN = np.eye(count)
     gram_NN[:k, :k] -= coherence * (1 - np.eye(k))
     gram_NN[k, :k] = gram_NN[:k, k] = coherence
     try:
         return np.linalg.cholesky(gram_NN)
     except np.linalg.LinAlgError:
-        raise ValueError(f"coherence is {coherence}, wanted less than 1/{k} for k={k}") from None
+        raise ValueError(
+            f"coherence is {coherence}; it must be less than 1/{k} for k={k}"
+        ) from None
 
 
 def greedy_choice(features_BNH: np.ndarray, target_BH: np.ndarray, k: int) -> np.ndarray:
