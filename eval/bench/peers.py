@@ -92,7 +92,7 @@ def left_out(name: str, device: str) -> str | None:
 
 
 def peer_rows(arguments: argparse.Namespace, geometry: str, layers: int) -> dict[str, Any]:
-    """Each peer's rows at one depth, from a process of its own, or why there are none."""
+    """Each peer's rows at one depth, from a separate process, or why there are none."""
     results: dict[str, Any] = {}
     for name in arguments.peers:
         reason = left_out(name, arguments.device)
