@@ -48,8 +48,7 @@ CODE = (
     "from multiprocessing.spawn import spawn_main; ",
 )
 """Beginnings of what is run warm with ``-c``."""
-SCRIPTS = ("moe_finetune/vllm/supervisor.py", "eval/bench/gpu_check.py", "eval/bench/step.py",
-           "eval/bench/memory.py")  # fmt: skip
+SCRIPTS = ("eval/bench/gpu_check.py", "eval/bench/step.py", "eval/bench/memory.py")
 """Files that are run warm."""
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_",
              "CUDA_", "HOME", "XDG_", "TORCHDYNAMO_")  # fmt: skip

@@ -243,26 +243,12 @@ def base_of(adapter: Path) -> Path:
         ) from error
 
 
-@app.command(context_settings={"allow_extra_args": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint folder or hub id.")
     ],
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
-    name: Annotated[
-        str | None, typer.Option("--name", help="The model's name; default: the run's or folder's.")
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each layer.")
-    ] = 1,
-    data_parallel: Annotated[
-        int, typer.Option("--data-parallel", min=1, help="Replicas that share the requests.")
-    ] = 1,
-    expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Spread the experts over those GPUs.")
-    ] = False,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -271,34 +257,16 @@ def serve(
             help="Adapter to serve over the base, unmerged; may be repeated.",
         ),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds to wait until it is ready.")
-    ] = 1800.0,
 ) -> None:
     """Serve a merged checkpoint with vLLM. Ctrl-C stops it.
 
-    What follows -- goes to `vllm serve` as it is, such as -- --max-model-len 4096.
+    All other options are those of `vllm serve`.
 
-    Example: moe-finetune serve runs/erc --tensor-parallel 4 --expert-parallel
-    -- --max-model-len 4096
+    Example: moe-finetune serve runs/erc --tensor-parallel-size 4 --enable-expert-parallel
     """
-    from moe_finetune.vllm.adapters import named_adapters
-    from moe_finetune.vllm.serve import ServeOptions
-    from moe_finetune.vllm.serve import serve as run_server
+    from moe_finetune.vllm.serve import serve as become_server
 
-    options = ServeOptions(
-        host=host,
-        port=port,
-        name=name,
-        tensor_parallel=tensor_parallel,
-        data_parallel=data_parallel,
-        expert_parallel=expert_parallel,
-        adapters=named_adapters(adapter or ()),
-        extra=tuple(context.args),
-    )
-    code = run_server(source, options, timeout)
-    if code:
-        raise typer.Exit(code)
+    become_server(source, adapter or (), context.args)
 
 
 @app.command()

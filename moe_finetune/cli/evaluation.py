@@ -104,12 +104,6 @@ def evaluate(
         str | None,
         typer.Option("--judge-url", metavar="URL", help="The judge's endpoint; default: OpenAI."),
     ] = None,
-    judge_prices: Annotated[
-        str | None,
-        typer.Option(
-            "--judge-prices", metavar="IN,OUT", help="The judge's dollars per million tokens."
-        ),
-    ] = None,
     sheets: Annotated[
         int | None,
         typer.Option(
@@ -176,7 +170,6 @@ def evaluate(
             allow_unsafe_local=allow_unsafe_local,
             judge=judge,
             judge_url=judge_url,
-            judge_prices=judge_prices,
             sheets=sheets,
             annotations=annotations or (),
             key=key,

@@ -25,7 +25,7 @@ class Request:
         suite, output: needed to evaluate; ``output`` is where sheets go otherwise.
         check: only report what can run.
         parity: backends to compare; empty to evaluate.
-        judge, judge_url, judge_prices: model as judge; dollars per million tokens, ``IN,OUT``.
+        judge, judge_url: a model as judge, and its endpoint.
         sheets: items of the blinded sheets; None for no sheets.
         annotations, key: annotated sheets and the key that was written with them.
         engine: arguments of :func:`moe_finetune.evaluation.backends.open_backend`.
@@ -43,7 +43,6 @@ class Request:
     allow_unsafe_local: bool = False
     judge: str | None = None
     judge_url: str | None = None
-    judge_prices: str | None = None
     sheets: int | None = None
     annotations: Sequence[Path] = ()
     key: Path | None = None
@@ -87,10 +86,9 @@ def run(request: Request) -> int:
         return _check(request)
     if request.output is None:
         raise EvaluationError("no folder for the results; name one with --output")
-    if request.parity:
-        with output_lock(request.output):
-            return _parity(request, request.output)
     with output_lock(request.output):
+        if request.parity:
+            return _parity(request, request.output)
         _evaluate(request, request.output)
         if _validates(request):
             _validate(request, [request.output])
@@ -108,8 +106,8 @@ def _validates(request: Request) -> bool:
 
 
 def _refuse_contradictions(request: Request) -> None:
-    if (request.judge_url or request.judge_prices) and not request.judge:
-        raise EvaluationError("--judge-url and --judge-prices need the judge's name, --judge MODEL")
+    if request.judge_url and not request.judge:
+        raise EvaluationError("--judge-url needs the judge's name, --judge MODEL")
     if bool(request.annotations) != (request.key is not None):
         raise EvaluationError("--annotations FILE and --key FILE belong together")
     if request.check + bool(request.parity) + _validates(request) > 1:
@@ -192,9 +190,7 @@ def _validate(request: Request, folders: list[Path]) -> None:
 
     tasks = generation_tasks(folders, request.only)
     if request.judge:
-        for line in judge_tasks(
-            tasks, request.judge, request.judge_url, request.judge_prices, request.limit
-        ):
+        for line in judge_tasks(tasks, request.judge, request.judge_url, request.limit):
             print(line)
     if request.sheets is not None:
         target = request.output or folders[0]

@@ -2,7 +2,7 @@
 
 The judge sees question, reference and answer and must reply with one JSON object,
 ``{"verdict": "correct" | "incorrect", "reason": "..."}``. Verdicts are stored by (judge, prompt),
-so a second run costs nothing. Requests are repeated on overload; tokens and cost are counted.
+so a second run costs nothing. Requests are repeated on overload; tokens are counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import JsonError, parse_json
 from moe_finetune.io.rows import write_jsonl
 
-DEFAULT_MODEL = "gpt-4o"
 DEFAULT_URL = "https://api.openai.com/v1"
-# US dollars per million prompt and completion tokens, OpenAI's list price of GPT-4o.
-DEFAULT_PRICES = (2.5, 10.0)
 CONCURRENCY, MAX_TOKENS = 8, 200  # requests under way at a time; length of a verdict
-LONGEST_WAIT = 60.0  # seconds before the next try, whatever the judge asks for
+LONGEST_WAIT = 60.0  # seconds before the next try; a judge that asks for more is given up
 
 INSTRUCTION = (
     "You judge whether an answer to a question is correct. Compare its final result with the "
@@ -76,33 +73,25 @@ class Judge:
         cache: file for verdicts; nothing is stored without it.
         retries: further tries after overload, time-outs and replies without a verdict.
         timeout: seconds for the connection, and for each part of a reply.
-        prices: dollars per million prompt and completion tokens.
     """
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str,
         base_url: str = DEFAULT_URL,
         api_key: str | None = None,
         cache: str | Path | None = None,
         retries: int = 5,
         timeout: float = 60,
-        prices: tuple[float, float] = DEFAULT_PRICES,
     ):
         self.model, self.base_url = model, check_address(base_url, "judge: base_url")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._name = f"judge {model} at {self.base_url}"
         self._retries, self._timeout = retries, timeout
-        self._prices = prices
         self._lock = threading.Lock()
         self.prompt_tokens = self.completion_tokens = self.requests = 0
         identity = {"judge": model, "url": self.base_url, "instruction": INSTRUCTION}
         self._store = ReplyStore(Path(cache), identity) if cache is not None else None
-
-    @property
-    def cost(self) -> float:
-        tokens = (self.prompt_tokens, self.completion_tokens)
-        return sum(t * p for t, p in zip(tokens, self._prices, strict=True)) / 1e6
 
     def judge(self, question: str, reference: str, answer: str) -> JudgeVerdict:
         """Judge one answer.
@@ -176,7 +165,12 @@ class Judge:
                 if not error.transient or attempt == self._retries:
                     raise EvaluationError(f"{self._name} failed: {error}") from None
                 wait = 0.5 * 2**attempt if error.wait is None else error.wait
-                time.sleep(min(wait, LONGEST_WAIT))
+                if wait > LONGEST_WAIT:
+                    raise EvaluationError(
+                        f"{self._name} asks to wait {wait:.0f} s ({error}); repeat the command "
+                        "then: verdicts so far are stored"
+                    ) from None
+                time.sleep(wait)
 
 
 def _reply(reply: Any, name: str) -> tuple[str, int, int]:
@@ -223,7 +217,7 @@ def judge_samples(
         limit: first items only.
 
     Returns:
-        ``{"accuracy", "n", "requests", "prompt_tokens", "completion_tokens", "cost", "samples"}``.
+        ``{"accuracy", "n", "requests", "prompt_tokens", "completion_tokens", "samples"}``.
 
     Raises:
         EvaluationError: the judge failed; verdicts so far are stored in its cache.
@@ -243,6 +237,5 @@ def judge_samples(
         "requests": judge.requests,
         "prompt_tokens": judge.prompt_tokens,
         "completion_tokens": judge.completion_tokens,
-        "cost": judge.cost,
         "samples": str(target),
     }

@@ -57,18 +57,29 @@ class CheckedCompletions(LocalCompletionsAPI):
     async def get_batched_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Send all requests without lm-eval's own progress bar, which no option turns off."""
         with redirect_stderr(io.StringIO()):
-            return await super().get_batched_requests(*args, **kwargs)
+            replies = await super().get_batched_requests(*args, **kwargs)
+        for reply in replies:
+            if isinstance(reply, ServerError):
+                raise reply
+        return replies
 
     async def amodel_call(
         self, session: Any, *args: Any, cache_keys: Any = None, **kwargs: Any
     ) -> Any:
-        """Send one request, whose key names its item in an error."""
+        """Send one request, whose key names its item in an error.
+
+        lm-eval repeats a request that raises. A refusal for good is returned instead.
+        """
         checked = _CheckedSession(session)
         try:
             return await super().amodel_call(checked, *args, cache_keys=cache_keys, **kwargs)
         except BadReply as error:
             error.request = cache_keys[0] if cache_keys else None
             raise
+        except ServerError as error:
+            if error.transient:
+                raise
+            return error
 
     def _create_payload(self, messages: Any, *, eos: str | None = None, **kwargs: Any) -> Any:
         # lm-eval leaves the end of text out of the stop sequences of concurrent requests.

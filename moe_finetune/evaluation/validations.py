@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,7 @@ from pathlib import Path
 from moe_finetune.errors import DataError, EvaluationError, OutputExistsError, did_you_mean
 from moe_finetune.evaluation.comparison import result_names
 from moe_finetune.evaluation.human import Sheets, export_sheets
-from moe_finetune.evaluation.judge import (
-    DEFAULT_MODEL,
-    DEFAULT_PRICES,
-    DEFAULT_URL,
-    INSTRUCTION,
-    Judge,
-    judge_samples,
-)
+from moe_finetune.evaluation.judge import DEFAULT_URL, INSTRUCTION, Judge, judge_samples
 from moe_finetune.evaluation.results import TaskResult, load_results, load_samples, samples_file
 from moe_finetune.io.hashes import sha256_json
 
@@ -91,48 +83,24 @@ def generation_tasks(folders: Sequence[Path], only: Sequence[str] = ()) -> list[
 
 
 def judge_tasks(
-    tasks: Sequence[JudgedTask],
-    model: str,
-    url: str | None = None,
-    prices: str | None = None,
-    limit: int | None = None,
+    tasks: Sequence[JudgedTask], model: str, url: str | None = None, limit: int | None = None
 ) -> Iterator[str]:
-    """Judge every task and yield a line with its result and cost.
+    """Judge every task and yield a line with its result and the tokens that it took.
 
     Args:
         url: its endpoint; default: OpenAI's.
-        prices: ``"IN,OUT"``, dollars per million tokens; known for the default judge only.
         limit: first items of each task only.
     """
-    price_pair = _prices(prices)
     url = url or DEFAULT_URL
-    if price_pair is None and (model, url) == (DEFAULT_MODEL, DEFAULT_URL):
-        price_pair = DEFAULT_PRICES
     name = f"judge-{sha256_json([model, url, INSTRUCTION])[:12]}.sqlite"
     for task in tasks:
-        cache = task.folder / "cache" / name
-        with Judge(model, url, cache=cache, prices=price_pair or (0.0, 0.0)) as judge:
+        with Judge(model, url, cache=task.folder / "cache" / name) as judge:
             judged = judge_samples(task.samples, judge, limit=limit)
-        cost = f"${judged['cost']:.4f}" if price_pair else "price unknown (--judge-prices IN,OUT)"
         yield (
             f"{task.method} {task.label}: judge {model} accepts {judged['accuracy']:.4f} of "
             f"{judged['n']}; {judged['requests']} requests, {judged['prompt_tokens']:,} tokens in, "
-            f"{judged['completion_tokens']:,} out, {cost}"
+            f"{judged['completion_tokens']:,} out"
         )
-
-
-def _prices(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        into, out = map(float, text.split(","))
-        if not (0 <= into < math.inf and 0 <= out < math.inf):
-            raise ValueError
-    except ValueError:
-        raise EvaluationError(
-            f"--judge-prices {text}: expected dollars per million tokens in and out, such as 2.5,10"
-        ) from None
-    return into, out
 
 
 def write_sheets(tasks: Sequence[JudgedTask], folder: Path, n: int) -> list[Sheets]:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import shlex
-import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from moe_finetune.routing.trace import RoutingTrace
 
 PORT = 8017
-READY_SECONDS = 3600.0
+READY_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
     """Measure the arms and return the table; with ``dry_run`` what would be started.
 
     Writes into ``bench.output``: ``prompts/``, ``plans/`` and ``checkpoints/`` (a copy of a
-    checkpoint for each arm), the client's own ``results/`` and ``bench.json``.
+    checkpoint for each arm), ``logs/``, the client's own ``results/`` and ``bench.json``.
 
     Raises:
         OutputExistsError: the output folder is not empty.
@@ -101,7 +100,7 @@ def run_bench(bench: Bench, traces: Sequence[RoutingTrace], dry_run: bool = Fals
     placed = [place_arm(bench, arm) for arm in arms]
     results = []
     for arm, metrics in zip(arms, placed, strict=True):
-        speeds = measure(bench, arm, cpu=False)
+        speeds = measure(bench, arm)
         results.append({"arm": arm.name, "placement": arm.placement, **metrics, "speeds": speeds})
         write_results(bench, results)
     return table(results)
@@ -121,25 +120,23 @@ def make_arms(bench: Bench, traces: Sequence[RoutingTrace]) -> list[Arm]:
     return arms
 
 
-def server_command(bench: Bench, arm: Arm, cpu: bool) -> tuple[Any, list[str]]:
-    """Options of the server, and its arguments."""
-    from moe_finetune.vllm.serve import ServeOptions, serve_command
+def server_command(bench: Bench, arm: Arm) -> list[str]:
+    """Arguments of ``vllm serve``."""
+    from moe_finetune.vllm.install import is_cpu_build
+    from moe_finetune.vllm.serve import serve_command
 
-    chosen = any(word.endswith("enable-prefix-caching") for word in bench.extra)
-    options = ServeOptions(
-        port=bench.port,
-        name="arm",
-        data_parallel=bench.ranks,
-        expert_parallel=True,
-        extra=bench.extra if chosen else ("--no-enable-prefix-caching", *bench.extra),
-    )
-    return options, serve_command(arm.folder, options, cpu)
+    options = ["--port", str(bench.port), "--data-parallel-size", str(bench.ranks)]
+    options.append("--enable-expert-parallel")
+    if not any(word.endswith("enable-prefix-caching") for word in bench.extra):
+        options.append("--no-enable-prefix-caching")
+    return serve_command(arm.folder, "arm", is_cpu_build(), [*options, *bench.extra])
 
 
 def client_command(bench: Bench, arm: Arm, turn: int) -> list[str]:
     """Arguments of ``vllm bench serve``: all samples at once, answers of equal length.
 
-    Its own warm-up repeats the first prompt that is measured, so it has none.
+    Its own warm-up repeats the first prompt that is measured, so it has none. So does its wait for
+    the server, which only our warm-up needs.
     """
     file, count = list(bench.prompts().items())[turn]
     result = arm.result(bench.output, turn)
@@ -153,6 +150,7 @@ def client_command(bench: Bench, arm: Arm, turn: int) -> list[str]:
         "--num-prompts": str(count),
         "--custom-output-len": str(bench.output_tokens),
         "--num-warmups": "0",
+        "--ready-check-timeout-sec": str(0 if turn else READY_SECONDS),
         "--temperature": "0",
         "--result-dir": str(result.parent),
         "--result-filename": result.name,
@@ -169,7 +167,7 @@ def describe(bench: Bench, arms: Sequence[Arm]) -> str:
         f"times, on {bench.ranks} GPUs; needs room for {len(arms)} copies of checkpoints",
     ]
     for arm in arms:
-        _, server = server_command(bench, arm, cpu=False)
+        server = server_command(bench, arm)
         client = client_command(bench, arm, 1)
         lines += [
             "",
@@ -222,41 +220,41 @@ def place_arm(bench: Bench, arm: Arm) -> dict[str, Any]:
     return metrics
 
 
-class _Measured(Exception):
-    """The measurement is over and the server can go."""
-
-
-def measure(bench: Bench, arm: Arm, cpu: bool) -> list[float]:
+def measure(bench: Bench, arm: Arm) -> list[float]:
     """Serve an arm and return its samples/s, once for each repetition.
 
+    What server and client print goes into ``logs/`` of the output folder.
+
     Raises:
-        EvaluationError: the server was not ready or the client failed; their output is on stderr.
+        EvaluationError: the server or a client failed.
+        KeyboardInterrupt: SIGINT or SIGTERM, after both have ended.
     """
-    from moe_finetune.vllm.install import CPU_KV_CACHE
-    from moe_finetune.vllm.serve import watch
+    from moe_finetune.io.children import children, failure
 
     speeds: list[float] = []
-    options, command = server_command(bench, arm, cpu)
-
-    def ready() -> None:
+    logs = {
+        name: bench.output / "logs" / f"arm-{arm.number}-{name}.log"
+        for name in ("server", "client")
+    }
+    with children() as group:
+        starts = {"server": group.start("server", server_command(bench, arm), logs["server"])}
         for turn, count in enumerate(bench.prompts().values()):
             result = arm.result(bench.output, turn)
             result.parent.mkdir(parents=True, exist_ok=True)
             client = client_command(bench, arm, turn)
-            code = subprocess.run(client, stdout=sys.stderr, stdin=subprocess.DEVNULL).returncode
-            if code or not result.is_file():
-                raise EvaluationError(f"{shlex.join(client)}: ended with {code}")
+            starts["client"] = group.start("client", client, logs["client"])
+            while "client" in group.running:
+                for name, code in group.ended():
+                    if group.asked:
+                        return []
+                    if name == "server" or code:
+                        reason = failure(logs[name], starts[name], code)
+                        raise EvaluationError(f"arm {arm.number}: the {name} failed: {reason}")
+                time.sleep(0.1)
             speed = read_speed(result, count)
             if turn:
                 speeds.append(speed)
-        raise _Measured
-
-    environment = {**CPU_KV_CACHE, **os.environ} if cpu else dict(os.environ)
-    try:
-        watch(command, options, environment, ready, READY_SECONDS)
-    except _Measured:
-        return speeds
-    raise EvaluationError(f"{shlex.join(command)}: was not ready; its last lines are above")
+    return speeds
 
 
 def read_speed(result: Path, samples: int) -> float:

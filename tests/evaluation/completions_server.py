@@ -18,6 +18,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.server.refusal is not None:
+            self.server.refused += 1
             status, text, headers = self.server.refusal
             return self._send(status, {"message": text}, headers)
         self.server.left -= 1

@@ -27,7 +27,7 @@ def server(checkpoint) -> Iterator[ThreadingHTTPServer]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.change, running.refusal = lambda choice: None, None
+        running.change, running.refusal, running.refused = lambda choice: None, None, 0
         running.folder, running.left, running.lock = checkpoint, 10**9, threading.Lock()
         running.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         running.tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -49,13 +49,13 @@ def test_verdicts_are_structured_stored_and_counted(server, tmp_path):
     with Judge("m", server.url, "key", tmp_path / "cache") as judge:
         result = judge_samples(file, judge)
         assert (result["accuracy"], result["n"], result["requests"]) == (0.75, 4, 4)
-        assert result["cost"] == pytest.approx(4 * (1000 * 2.5 + 10 * 10) / 1e6)
+        assert (result["prompt_tokens"], result["completion_tokens"]) == (4000, 40)
     body = server.bodies[0]
     assert body["model"] == "m" and body["temperature"] == 0 and body["auth"] == "Bearer key"
     assert body["response_format"]["json_schema"]["strict"]
     with Judge("m", server.url, "key", tmp_path / "cache") as judge:
         assert judge_samples(file, judge)["accuracy"] == 0.75
-        assert (judge.requests, judge.cost) == (0, 0)
+        assert (judge.requests, judge.prompt_tokens) == (0, 0)
     with pytest.raises(EvaluationError, match="another checkpoint or other settings"):
         Judge("another", server.url, cache=tmp_path / "cache")
 
@@ -70,6 +70,11 @@ def test_overload_is_retried_and_refusal_is_not(server):
     with pytest.raises(EvaluationError, match="HTTP 429"):
         judge.judge("q", "4", "4")
     assert len(server.bodies) == 4
+    server.bodies.clear()
+    server.failures, server.retry_after = [429], "3600"
+    with pytest.raises(EvaluationError, match=r"asks to wait 3600 s .HTTP 429.*repeat the command"):
+        judge.judge("q", "4", "4")
+    assert len(server.bodies) == 1
     server.bodies.clear()
     server.failures = [401]
     with pytest.raises(EvaluationError, match="HTTP 401"):

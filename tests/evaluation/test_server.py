@@ -115,14 +115,14 @@ def test_a_reply_that_cannot_be_scored_names_task_and_item(
     ],
 )
 def test_a_refused_request_ends_with_the_servers_own_words(
-    server, checkpoint, tmp_path, monkeypatch, capfd, refusal, message
+    server, checkpoint, tmp_path, capfd, refusal, message
 ):
-    monkeypatch.setattr("moe_finetune.evaluation.server.TRIES", 1)
     suite, server.refusal = write_suite(tmp_path / "data", items=2), refusal
     with pytest.raises(EvaluationError, match=f"the server at {server.url} .*{message}"):
         evaluate(checkpoint, suite, "server", base_url=server.url, output=tmp_path / "out",
                  progress=False, only=["sums"])  # fmt: skip
     assert "Requesting API" not in capfd.readouterr().err, "lm-eval's own progress bar"
+    assert server.refused == 2, "each of two requests once"
 
 
 def test_wrong_model_and_wrong_checkpoint(server, checkpoint, tmp_path):

@@ -182,9 +182,9 @@ def test_no_turn_finds_its_prompts_in_the_cache(inputs, tmp_path):
     assert asked == [str(file) for file in bench.prompts()] and len(set(asked)) == 3
     assert [words[words.index("--num-prompts") + 1] for words in clients] == ["6", "7", "7"]
     assert all(words[words.index("--num-warmups") + 1] == "0" for words in clients)
-    assert "--no-enable-prefix-caching" in server_command(bench, arm, cpu=False)[1]
+    assert "--no-enable-prefix-caching" in server_command(bench, arm)
     kept = replace(bench, extra=("--enable-prefix-caching",))
-    assert "--no-enable-prefix-caching" not in server_command(kept, arm, cpu=False)[1]
+    assert "--no-enable-prefix-caching" not in server_command(kept, arm)
 
 
 def test_an_arm_computes_what_its_base_does(inputs, tmp_path):
@@ -229,7 +229,7 @@ def test_speeds_are_read_and_compared(tmp_path):
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_arm_is_served_and_measured(warm_vllm, inputs, tmp_path):
+def test_an_arm_is_served_and_measured(warm_vllm, inputs, tmp_path, monkeypatch):
     """One rank on the CPU build: all but the number of ranks is as on GPUs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -247,7 +247,8 @@ def test_an_arm_is_served_and_measured(warm_vllm, inputs, tmp_path):
     arm = make_arms(bench, [RoutingTrace.open(inputs[0])])[1]
     write_prompts(bench.rows, arm.base, bench.prompts())
     place_arm(bench, arm)
-    speeds = measure(bench, arm, cpu=True)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    speeds = measure(bench, arm)
     assert len(speeds) == 1 and min(speeds) > 0, "the first turn is not counted"
     answered = json.loads(arm.result(bench.output, 1).read_text())
     assert answered["completed"] == 6 and answered["total_output_tokens"] == 6 * 9

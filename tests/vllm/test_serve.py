@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +16,13 @@ from safetensors.torch import save_file
 
 from moe_finetune import cli
 from moe_finetune.checkpoint.adapter import open_adapter
-from moe_finetune.errors import AdapterError, CheckpointError, RecipeError
+from moe_finetune.errors import AdapterError, CheckpointError, EvaluationError, RecipeError
 from moe_finetune.evaluation.backends import open_backend
 from moe_finetune.evaluation.parity import parity
 from moe_finetune.evaluation.server import server_models
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.lora_support import LoraSupport, ask_vllm, support_in_vllm
-from moe_finetune.vllm.serve import (
-    ServeOptions,
-    curl_line,
-    merged_folder,
-    serve_command,
-    watch,
-)
+from moe_finetune.vllm.serve import merged_folder, serve_command
 from tests.checkpoint.helpers import EXPERTS, select
 from tests.checkpoint.helpers import adapter as random_adapter
 from tests.evaluation.local import write_suite
@@ -47,38 +41,24 @@ def pairs(command: list[str]) -> dict[str, str]:
     return dict(zip(command, [*command[1:], ""], strict=True))
 
 
-def test_the_command_carries_every_option(tmp_path):
-    options = ServeOptions(
-        host="0.0.0.0",
-        port=8123,
-        tensor_parallel=4,
-        data_parallel=2,
-        expert_parallel=True,
-        extra=("--max-model-len", "512", "--dtype=bfloat16"),
-    )
-    (tmp_path / "first" / "merged").mkdir(parents=True)
-    command = serve_command(tmp_path / "first" / "merged", options, cpu=False)
-    found = pairs(command)
-    assert command[0] == sys.executable and command[3:5] == [
-        "serve",
-        str(tmp_path / "first" / "merged"),
-    ]
-    assert found["--host"] == "0.0.0.0" and found["--port"] == "8123"
-    assert found["--tensor-parallel-size"] == "4" and found["--data-parallel-size"] == "2"
-    assert "--enable-expert-parallel" in command and "--enforce-eager" not in command
-    assert found["--served-model-name"] == "first"
-    assert command[-3:] == ["--max-model-len", "512", "--dtype=bfloat16"]
-    assert options.url == "http://127.0.0.1:8123"
-    on_cpu = serve_command(tmp_path, options, cpu=True)
-    assert "--enforce-eager" in on_cpu and "float32" not in on_cpu  # --dtype was given
-    plain = serve_command(tmp_path, ServeOptions(), cpu=True)
-    assert pairs(plain)["--dtype"] == "float32" and "--tensor-parallel-size" not in plain
+def test_the_command_has_our_defaults_and_every_argument():
+    folder = Path("runs/first/merged")
+    plain = serve_command(folder, "first", cpu=False)
+    assert plain[0] == sys.executable and plain[3:5] == ["serve", str(folder)]
+    assert pairs(plain)["--host"] == "127.0.0.1" and pairs(plain)["--served-model-name"] == "first"
+    assert "--enforce-eager" not in plain and "--dtype" not in plain
+    arguments = ["--host=0.0.0.0", "--served_model_name", "mine", "--dtype=bfloat16"]
+    command = serve_command(folder, "first", True, arguments)
+    assert command[5:] == ["--enforce-eager", *arguments]
+    on_cpu = pairs(serve_command(folder, "first", cpu=True))
+    assert on_cpu["--dtype"] == "float32" and on_cpu["--attention-backend"] == "CPU_MLA"
 
 
-@pytest.mark.parametrize("extra", ["--trust-remote-code", "--trust_remote_code", "--port=9"])
-def test_refused_options(tmp_path, extra):
-    with pytest.raises(RecipeError, match=extra.partition("=")[0].replace("_", "-")):
-        serve_command(tmp_path, ServeOptions(extra=(extra,)), cpu=False)
+@pytest.mark.parametrize("argument", ["--trust_remote_code", "--max-loras=9"])
+def test_refused_arguments(argument):
+    option = argument.partition("=")[0].replace("_", "-")
+    with pytest.raises(RecipeError, match=option):
+        serve_command(Path("base"), "base", False, [argument], {"--max-loras": ["2"]})
 
 
 def test_what_is_served(tmp_path, tiny_checkpoint):
@@ -109,7 +89,7 @@ def test_adapters_by_name_are_served_on_a_gpu(tmp_path, tiny_checkpoint):
         {"name": "law", "path": str(law), "is_3d_lora_weight": True},
         {"name": "calm", "path": str(plain)},
     ]
-    command = serve_command(base, ServeOptions(adapters=given), False, found)
+    command = serve_command(base, "base", False, (), found)
     assert pairs(command)["--max-lora-rank"] == "16"
     alone = adapter_arguments(base, adapters[1:], LoraSupport(True, refused=(None,)))
     assert "--enable-mixed-moe-lora-format" not in alone
@@ -161,97 +141,6 @@ def test_patterns_of_parameters_name_modules_for_vllm(tmp_path, tiny_checkpoint)
     assert found.config["rank_pattern"] == {r"mlp\.gate": 2}
     assert found.config["alpha_pattern"] == {"gate": 9}
     assert (found.folder / "adapter_model.safetensors").resolve().parent == adapter
-
-
-def test_the_curl_line_is_one_a_shell_splits():
-    import shlex
-
-    words = shlex.split(curl_line("http://h:1", "it's", True))
-    assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
-    assert json.loads(words[-1])["model"] == "it's"
-    assert "prompt" in json.loads(shlex.split(curl_line("http://h:1", "m", False))[-1])
-
-
-def file_server(tmp_path, port: int, then: str = "") -> list[str]:
-    """A process that answers /health with 200 (a file of that name)."""
-    (tmp_path / "health").write_text("ok")
-    code = (
-        "import http.server, os, threading, functools, time; print('starting', flush=True); "
-        "handler = functools.partial(http.server.SimpleHTTPRequestHandler, "
-        f"directory={str(tmp_path)!r}); "
-        f"server = http.server.ThreadingHTTPServer(('127.0.0.1', {port}), handler); "
-        "threading.Thread(target=server.serve_forever, daemon=True).start(); "
-        f"{then or 'time.sleep(600)'}"
-    )
-    return [sys.executable, "-c", code]
-
-
-def test_ready_then_ended_by_itself(tmp_path, capfd):
-    port, seen = free_port(), []
-    command = file_server(tmp_path, port, "time.sleep(3)")
-    options = ServeOptions(port=port)
-    assert watch(command, options, os.environ, lambda: seen.append(1), timeout=60) == 0
-    assert seen == [1] and "starting" in capfd.readouterr().err
-
-
-def test_a_server_that_dies_shows_its_last_lines(capfd):
-    code = "import sys; [print('line', i) for i in range(50)]; sys.exit(7)"
-    options = ServeOptions(port=free_port())
-    command = [sys.executable, "-c", code]
-    assert watch(command, options, os.environ, pytest.fail, timeout=60) == 1
-    last = capfd.readouterr().err.partition("ended with 7; its last lines:\n")[2]
-    assert last.split("\n")[0] == "line 20" and "line 49" in last
-
-
-def test_not_ready_in_time_is_stopped(capfd):
-    options = ServeOptions(port=free_port())
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert watch(command, options, os.environ, pytest.fail, timeout=0.5) == 1
-    assert "was not ready within 0.5 s" in capfd.readouterr().err
-
-
-def test_a_used_port_is_refused_before_anything_starts(capsys):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(OSError, match="another --port"):
-            watch(["false"], ServeOptions(port=port), os.environ, pytest.fail, timeout=1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_whatever_ends_it_the_whole_group_ends(tmp_path, number):
-    port = free_port()
-    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
-    child += "time.sleep(600)']); print('child', p.pid, flush=True); time.sleep(600)"
-    program = (
-        # A shell's background job starts with interrupts ignored.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import os, sys; from moe_finetune.vllm.serve import ServeOptions, watch\n"
-        f"try:\n watch({file_server(tmp_path, port, child)!r}, ServeOptions(port={port}), "
-        "os.environ, lambda: print('ready', flush=True), 60)\n"
-        "except KeyboardInterrupt:\n sys.exit(130)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout.readline().strip() == "ready"
-    time.sleep(1)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
-    grandchild = int(err.partition("child ")[2].split()[0])
-    end = time.monotonic() + 20
-    while time.monotonic() < end and alive(grandchild):
-        time.sleep(0.1)
-    assert not alive(grandchild)
-    while time.monotonic() < end and answers(port):
-        time.sleep(0.1)
-    assert not answers(port), "the server is still there"
 
 
 ENGINE = """
@@ -336,11 +225,6 @@ def test_a_closed_pipe_does_not_end_the_work(tmp_path, streams):
     )
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return not probe.connect_ex(("127.0.0.1", port))
-
-
 def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -359,39 +243,42 @@ def test_wrong_source_is_exit_code_2(capsys, tmp_path):
 @needs_vllm
 def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm_vllm, checkpoint, tmp_path):
     port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), "--port", str(port),
-         "--name", "tiny", "--", "--max-num-seqs", "16"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    import threading
-
-    errors: list[str] = []
-    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
+    arguments = ["--port", str(port), "--served-model-name", "tiny", "--max-num-seqs", "16"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moe_finetune.cli", "serve", str(checkpoint), *arguments],
+            stdout=log, stderr=log, cwd=ROOT,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}/v1"
     try:
-        first = process.stdout.readline()
-        assert first.startswith(f"serving {checkpoint}"), "".join(errors)[-3000:]
-        assert process.stdout.readline().startswith("curl ")
-        body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 4}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] >= 1
-        url = f"http://127.0.0.1:{port}/v1"
-        assert list(server_models(url)) == ["tiny"]
+        while process.poll() is None:
+            with suppress(EvaluationError):
+                assert list(server_models(url)) == ["tiny"]
+                break
+            time.sleep(0.2)
+        assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
         suite = write_suite(tmp_path / "data", items=30)
         with open_backend(checkpoint, "server", base_url=url) as opened:
             found = parity(checkpoint, ("hf", "server"), suite, tmp_path / "out", 30,
                            opened={"server": opened})  # fmt: skip
         assert [result.holds for result in found] == [True, True], found
+        children = engines_of(process.pid)
+        assert children
     finally:
         process.terminate()
         try:
             process.wait(60)
         finally:
             process.kill()
-    assert process.returncode == 130
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(alive, children)):
+        time.sleep(0.05)
+    assert not any(map(alive, children))
+
+
+def engines_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
 
 
 @pytest.mark.vllm
@@ -404,24 +291,21 @@ def test_vllm_knows_every_option(tmp_path, tiny_checkpoint):
     law = random_adapter(base, tmp_path / "law", r=9, target_parameters=list(EXPERTS))
     plain = random_adapter(base, tmp_path / "plain", **ATTENTION)
     given = (("law", law), ("calm", plain))
-    options = ServeOptions(
-        port=8123, tensor_parallel=4, data_parallel=2, expert_parallel=True, adapters=given
-    )
     adapters = checked_adapters(base, given, False, tmp_path / "scratch")
     support = ask_vllm("Qwen3MoeForCausalLM", [law, plain])  # in a process of its own
     assert support == support_in_vllm("Qwen3MoeForCausalLM", [law, plain])
     arguments = adapter_arguments(base, adapters, support)
     parser = make_arg_parser(FlexibleArgumentParser())
-    found = parser.parse_args(serve_command(base, options, False, arguments)[4:])
-    assert found.model_tag == str(base) and found.port == 8123 and found.enable_lora
-    assert (found.tensor_parallel_size, found.data_parallel_size) == (4, 2)
-    assert found.enable_expert_parallel and found.enable_mixed_moe_lora_format
+    found = parser.parse_args(serve_command(base, "base", False, (), arguments)[4:])
+    assert found.model_tag == str(base) and found.host == "127.0.0.1"
+    assert found.served_model_name == ["base"]
+    assert found.enable_lora and found.enable_mixed_moe_lora_format
     assert found.max_lora_rank == 16 and found.max_loras == 2
     assert [(m.name, m.is_3d_lora_weight) for m in found.lora_modules] == [
         ("law", True),
         ("calm", False),
     ]
-    on_cpu = parser.parse_args(serve_command(base, ServeOptions(), cpu=True)[4:])
+    on_cpu = parser.parse_args(serve_command(base, "base", cpu=True)[4:])
     assert on_cpu.enforce_eager and on_cpu.dtype == "float32"
 
 
