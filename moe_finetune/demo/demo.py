@@ -52,6 +52,7 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     runs = [output / method for method in METHODS]
     if all(run.is_dir() for run in runs) and parts.kept("report", identity):
         return page
+    parts.begin("report", identity)  # first: the note says whose folder it is
     threads = _threads_each()
     log = RunFolder(output).log
     with (
@@ -60,7 +61,6 @@ def run_demo(output: str | Path, backend: str | None = None, steps: int | None =
     ):
         _make(output, parts, worker, second, backend, steps, code)
     with terminal().phase("report"):
-        parts.begin("report", identity)
         write_report(runs, page)
         parts.finish("report")
     return page

@@ -9,13 +9,10 @@ from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
 from moe_finetune.evaluation import human
-from moe_finetune.evaluation.items import ITEM_FIELDS, one_row_per_item, read_items
-from moe_finetune.evaluation.validations import JudgedTask
+from moe_finetune.evaluation.validations import AnsweredTask, Verdicts
 from moe_finetune.io.rows import read_rows
 from moe_finetune.io.tables import aligned
 from moe_finetune.metrics.statistics import cohens_kappa
-
-Verdicts = dict[tuple[str, str, int], bool]
 
 
 def agreement(
@@ -44,41 +41,37 @@ def agreement(
     return result
 
 
-def rule_verdicts(
-    method: str, samples: str | Path, metric: str, filter: str
-) -> dict[tuple[str, str, int], bool]:
-    """Return the rule-based verdicts of a samples file, keyed as annotations are."""
-    rows = [
-        r for r in read_rows(samples, (*ITEM_FIELDS, "filter", "metrics")) if r["filter"] == filter
-    ]
-    for row in one_row_per_item(rows):
-        if not isinstance(row["metrics"], dict) or metric not in row["metrics"]:
-            raise DataError(f"{samples}: item {row['doc_id']} has no metric '{metric}'")
-    return {(method, row["task"], row["doc_id"]): row["metrics"][metric] == 1 for row in rows}
-
-
-def rules(task: JudgedTask) -> Verdicts:
+def rule_verdicts(task: AnsweredTask) -> Verdicts:
     """Verdicts of the rules that score the task; none if it is not scored yet."""
     metric, filter = task.result["metric"], task.result["filter"]
-    if metric not in task.metrics:
+    if metric not in task.rows[0]["metrics"]:
         return {}
-    if filter not in task.filters:
+    filters = {row["filter"] for row in task.rows}
+    if filter not in filters:
         # Programs are scored after generation, under the only filter of their samples.
-        (filter,) = task.filters
-    return rule_verdicts(task.method, task.samples, metric, filter)
+        (filter,) = filters
+    rows = [row for row in task.rows if row["filter"] == filter]
+    for row in rows:
+        if metric not in row["metrics"]:
+            raise DataError(
+                f"{task.folder}, task {task.label}: item {row['doc_id']} has no metric '{metric}'"
+            )
+    return {(task.method, r["task"], r["doc_id"]): r["metrics"][metric] == 1 for r in rows}
 
 
-def judge_verdicts(method: str, judged: str | Path) -> dict[tuple[str, str, int], bool]:
-    """Return the judge's verdicts of a ``.judged.jsonl`` file, keyed as annotations are."""
-    rows = read_items(judged, "judge")
+def judge_verdicts(task: AnsweredTask) -> Verdicts:
+    """Verdicts of the judge in the task's ``.judged.jsonl``; none without the file."""
+    if not task.judged.is_file():
+        return {}
+    rows = read_rows(task.judged, ("task", "doc_id", "judge"))
     for row in rows:
         if not isinstance(row["judge"], dict) or type(row["judge"].get("correct")) is not bool:
-            raise DataError(f"{judged}: item {row['doc_id']} has no verdict; judge again")
-    return {(method, row["task"], row["doc_id"]): row["judge"]["correct"] for row in rows}
+            raise DataError(f"{task.judged}: item {row['doc_id']} has no verdict; judge again")
+    return {(task.method, row["task"], row["doc_id"]): row["judge"]["correct"] for row in rows}
 
 
 def agreement_table(
-    tasks: Sequence[JudgedTask], annotations: Sequence[Path] = (), key: Path | None = None
+    tasks: Sequence[AnsweredTask], annotations: Sequence[Path] = (), key: Path | None = None
 ) -> str:
     """Return a table of the share that rules, judge and people accept, and each pair's kappa.
 
@@ -93,9 +86,8 @@ def agreement_table(
     """
     validations: dict[str, Verdicts] = {"rules": {}, "judge": {}}
     for task in tasks:
-        validations["rules"] |= rules(task)
-        if task.judged.is_file():
-            validations["judge"] |= judge_verdicts(task.method, task.judged)
+        validations["rules"] |= rule_verdicts(task)
+        validations["judge"] |= judge_verdicts(task)
     for file in annotations:
         assert key is not None
         name = "people" if len(annotations) == 1 else file.stem

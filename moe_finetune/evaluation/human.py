@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError, EvaluationError
-from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io import write_atomic
 from moe_finetune.io.hashes import sha256_text, to_json
 from moe_finetune.io.json_file import read_object
@@ -37,7 +36,7 @@ class Sheets:
 
 
 def export_sheets(
-    samples: Mapping[str, str | Path],
+    answers: Mapping[str, Mapping[tuple[str, int, str], tuple[str, str, str]]],
     folder: str | Path,
     n: int = 100,
 ) -> Sheets:
@@ -47,29 +46,24 @@ def export_sheets(
     neither method nor item. A separate key file resolves the codes.
 
     Args:
-        samples: method -> samples.jsonl of the same task.
+        answers: method -> item (task, doc_id, hash) -> question, reference and answer.
         folder: where ``annotate.csv``, ``annotate.html`` and ``key.json`` go.
 
     Raises:
         EvaluationError: no item that all methods answered.
     """
     folder = Path(folder)
-    by_method = {
-        method: {(r["task"], r["doc_id"], r["item"]): r
-                 for r in read_items(path)}
-        for method, path in samples.items()
-    }  # fmt: skip
-    common = sorted(set.intersection(*(set(rows) for rows in by_method.values())))
+    common = sorted(set.intersection(*(set(items) for items in answers.values())))
     if not common:
         raise EvaluationError("the methods answered no item in common")
     draw = random.Random(0)
     chosen = draw.sample(common, min(n, len(common)))
     rows = []
     key: dict[str, Any] = {}
-    for method, item in itertools.product(sorted(by_method), chosen):
+    for method, item in itertools.product(sorted(answers), chosen):
         # Random, so that the code cannot be recomputed from method and item.
         code = sha256_text(f"{draw.random()}-{method}-{item}")[:10]
-        question, reference, answer = item_texts(by_method[method][item])
+        question, reference, answer = answers[method][item]
         rows.append({"id": code, "question": question, "reference": reference, "answer": answer})
         key[code] = {"method": method, "task": item[0], "doc_id": item[1], "item": item[2]}
     draw.shuffle(rows)

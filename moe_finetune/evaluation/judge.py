@@ -20,10 +20,8 @@ from typing import Any
 from moe_finetune.errors import EvaluationError
 from moe_finetune.evaluation.cache import ReplyStore
 from moe_finetune.evaluation.exchange import ServerError, ask, check_address
-from moe_finetune.evaluation.items import item_texts, read_items
 from moe_finetune.io.hashes import sha256_json
 from moe_finetune.io.json_file import JsonError, parse_json
-from moe_finetune.io.rows import write_jsonl
 
 DEFAULT_URL = "https://api.openai.com/v1"
 CONCURRENCY, MAX_TOKENS = 8, 200  # requests under way at a time; length of a verdict
@@ -203,39 +201,3 @@ def parse_verdict(content: str) -> tuple[bool, str] | None:
     if not isinstance(value, dict) or value.get("verdict") not in ("correct", "incorrect"):
         return None
     return value["verdict"] == "correct", str(value.get("reason", ""))
-
-
-def judge_samples(
-    samples: str | Path,
-    judge: Judge,
-    limit: int | None = None,
-) -> dict[str, Any]:
-    """Judge a samples file and write ``<samples>.judged.jsonl`` next to it.
-
-    Args:
-        samples: ``samples.jsonl`` of a generation task.
-        limit: first items only.
-
-    Returns:
-        ``{"accuracy", "n", "requests", "prompt_tokens", "completion_tokens", "samples"}``.
-
-    Raises:
-        EvaluationError: the judge failed; verdicts so far are stored in its cache.
-    """
-    path = Path(samples)
-    rows = read_items(path)[:limit]
-    verdicts = judge.judge_all([item_texts(row) for row in rows])
-    judged = [
-        {**row, "judge": {"model": judge.model, "correct": v.correct, "reason": v.reason}}
-        for row, v in zip(rows, verdicts, strict=True)
-    ]
-    target = path.with_name(f"{path.stem}.judged.jsonl")
-    write_jsonl(target, judged)
-    return {
-        "accuracy": sum(v.correct for v in verdicts) / len(verdicts),
-        "n": len(verdicts),
-        "requests": judge.requests,
-        "prompt_tokens": judge.prompt_tokens,
-        "completion_tokens": judge.completion_tokens,
-        "samples": str(target),
-    }

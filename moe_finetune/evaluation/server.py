@@ -59,7 +59,7 @@ class CheckedCompletions(LocalCompletionsAPI):
         with redirect_stderr(io.StringIO()):
             replies = await super().get_batched_requests(*args, **kwargs)
         for reply in replies:
-            if isinstance(reply, ServerError):
+            if isinstance(reply, EvaluationError):
                 raise reply
         return replies
 
@@ -68,14 +68,14 @@ class CheckedCompletions(LocalCompletionsAPI):
     ) -> Any:
         """Send one request, whose key names its item in an error.
 
-        lm-eval repeats a request that raises. A refusal for good is returned instead.
+        lm-eval repeats a request that raises. What would not change is returned instead.
         """
         checked = _CheckedSession(session)
         try:
             return await super().amodel_call(checked, *args, cache_keys=cache_keys, **kwargs)
         except BadReply as error:
             error.request = cache_keys[0] if cache_keys else None
-            raise
+            return error
         except ServerError as error:
             if error.transient:
                 raise

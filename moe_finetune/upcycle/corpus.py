@@ -80,8 +80,8 @@ def read_corpus() -> dict[str, list[str]]:
         if not pieces:
             patterns = " and ".join(f"{root}/{pattern}" for root, pattern in sources)
             raise DataError(
-                f"texts.corpus: no text for '{category}', looked for {patterns}; name your own "
-                "texts with texts.categories"
+                f"texts.corpus: no text for '{category}', looked for {patterns}; install "
+                "moe-finetune[pictures], or name your own texts with texts.categories"
             )
         corpus[category] = pieces
     return corpus

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_finetune import cli
-from moe_finetune.cli.doctor import Check, as_json, healthy, text
+from moe_finetune.cli.doctor import Check
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.placement.plan import PlacementPlan
 from moe_finetune.recipe.sections import LoraSection
@@ -34,7 +34,7 @@ def test_help_has_an_example_that_parses(capsys, verb):
         assert out.count(option) >= 2, f"{option} of the example is not an option of {verb}"
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
+@pytest.mark.parametrize("verb", ["merge", "study"])
 def test_several_processes_do_not_do_the_work_of_one(capsys, monkeypatch, tmp_path, verb):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = run(capsys, "--quiet", verb, "x", "--output", tmp_path / "made")
@@ -206,17 +206,6 @@ def test_merge_names_the_base_that_is_missing(capsys, adapter, tmp_path):
     assert code == 2 and "gone" in err
 
 
-def test_permute(capsys, tiny_checkpoint, tmp_path):
-    order = tmp_path / "order.json"
-    order.write_text(json.dumps({"1": [*range(6, 12), *range(6)]}))
-    arguments = [tiny_checkpoint("olmoe"), "--permutation", order]
-    assert run(capsys, "permute", *arguments, "--output", tmp_path / "p")[0] == 0
-    assert (tmp_path / "p" / "config.json").is_file()
-    order.write_text(json.dumps({"1": [0, 0, 1]}))
-    code, _, err = run(capsys, "permute", *arguments, "--output", tmp_path / "q")
-    assert code == 2 and "layer 1" in err and not (tmp_path / "q").exists()
-
-
 # -- inspect ----------------------------------------------------------------------------------
 
 
@@ -269,18 +258,6 @@ def test_inspect_with_a_recipe_shows_coverage_and_memory(capsys, tiny_checkpoint
     assert memory["total"] == sum(memory[part] for part in parts)
     code, out, _ = run(capsys, "inspect", folder, "--recipe", recipe)
     assert "routed experts" in out and "memory on one device" in out and "300 tokens" in out
-
-
-def test_inspect_refuses_damaged_and_unsupported_checkpoints(capsys, tmp_path):
-    folder = tiny.save("qwen3_moe", tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    code, _, err = run(capsys, "inspect", folder)
-    assert code == 2 and "model.safetensors" in err and "truncated" in err
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_mo"}))
-    code, _, err = run(capsys, "inspect", folder)
-    assert code == 2 and "did you mean 'qwen3_moe'" in err
 
 
 # -- select -----------------------------------------------------------------------------------
@@ -348,17 +325,13 @@ def test_compare_refuses_one_result_and_odd_names(capsys, tmp_path):
 # -- doctor -----------------------------------------------------------------------------------
 
 
-def test_doctor_says_what_is_there_and_what_to_do(capsys):
-    checks = [Check("a", "ok", "fine"), Check("bcd", "problem", "broken", "mend it")]
-    assert not healthy(checks) and healthy(checks[:1])
-    assert "PROBLEM  bcd  broken" in text(checks) and "-> mend it" in text(checks)
-    assert json.loads(as_json(checks))["healthy"] is False
-
-
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("problem", 1)])
-def test_doctors_exit_code(capsys, monkeypatch, state, code):
-    monkeypatch.setattr("moe_finetune.cli.doctor.examine", lambda fix: [Check("x", state, "y")])
-    assert run(capsys, "doctor")[0] == code
+def test_doctor_says_what_is_there_and_what_to_do(capsys, monkeypatch, state, code):
+    checks = [Check("a", "ok", "fine"), Check("bcd", state, "found", "mend it")]
+    monkeypatch.setattr("moe_finetune.cli.doctor.examine", lambda fix: checks)
+    found, out, _ = run(capsys, "doctor")
+    assert found == code and ("PROBLEM  bcd  found" in out) == (code == 1) and "-> mend it" in out
+    assert json.loads(run(capsys, "doctor", "--json")[1])["healthy"] == (code == 0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -28,13 +29,29 @@ CONFIG = PretrainConfig(
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
+def small(warm, monkeypatch, tmp_path):
     """The demo with a tiny checkpoint and few rows, as the command line runs it."""
+    monkeypatch.setattr(module, "engines_environment", dict)  # no engine, so the same imports
     make = partial(ensure_demo_checkpoint, tmp_path / "cache", config=CONFIG)
     monkeypatch.setattr(module, "ensure_demo_checkpoint", lambda progress: make(progress=progress))
     sizes = DataSizes(train=48, validation=12, arithmetic_test=6, cloze_test=4)
     monkeypatch.setattr(module, "write_demo_data", partial(write_demo_data, sizes=sizes))
     monkeypatch.setattr(module, "code_identity", lambda: "this code")
+
+
+def test_a_demo_that_ends_before_its_first_part_goes_on(tmp_path, monkeypatch):
+    folder, reached = tmp_path / "demo", []
+
+    def stop(output, *_):
+        reached.append(output)
+        (output / "data").mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_make", stop)
+    monkeypatch.setattr(module, "Worker", lambda *_: nullcontext())  # nothing is handed over
+    for _ in range(2):
+        assert cli.main(["demo", "--backend", "hf", "--output", str(folder)]) == 130
+    assert reached == [folder, folder], "the second was refused"
 
 
 @pytest.mark.slow

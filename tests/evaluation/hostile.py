@@ -5,7 +5,6 @@ Every program "solves" HumanEval/0's signature in its own way; `{host}` is a fol
 
 PROGRAMS = {
     "early_exit": "import os\nos._exit(0)",
-    "system_exit": "import sys\nsys.exit(0)",
     "exit_when_called": "def f(*a):\n    import os\n    os._exit(0)",
     "frames": """
 def f(*a):
@@ -23,17 +22,6 @@ def f(*a):
                             pass
         frame = frame.f_back
 """,
-    "garbage_collector": """
-import gc, os, json
-def f(*a):
-    for value in gc.get_objects():
-        if isinstance(value, dict) and isinstance(value.get('nonce'), str):
-            for fd in range(64):
-                try:
-                    os.write(fd, json.dumps({'done': value['nonce']}).encode() + b'\\n')
-                except OSError:
-                    pass
-""",
     "forged_messages": """
 import os
 for fd in range(3, 64):
@@ -43,15 +31,6 @@ for fd in range(3, 64):
         pass
 def f(*a): return None
 """,
-    "equals_everything": """
-class Yes:
-    def __eq__(self, other): return True
-    def __bool__(self): return True
-    def __lt__(self, other): return True
-    __gt__ = __lt__
-    def __hash__(self): return 0
-def f(*a): return Yes()
-""",
     "patched_builtins": """
 import builtins
 builtins.AssertionError = type('Never', (BaseException,), {})
@@ -59,13 +38,6 @@ builtins.isinstance = lambda *a: True
 builtins.exec = lambda *a: None
 def f(*a): return 'x'
 """,
-    "patched_json": """
-import json, sys
-json.dumps = lambda *a, **k: '{"done": "x"}'
-sys.modules['runner'].encode = lambda *a, **k: {"done": "x"}
-def f(*a): return 'x'
-""",
-    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(*a): return 'x'",
     "read_host_files": """
 def f(*a):
     import glob
@@ -108,12 +80,6 @@ def f(*a):
         except OSError:
             pass
 """,
-    "threads": """
-import threading, time
-def f(*a):
-    while True:
-        threading.Thread(target=time.sleep, args=(1000,)).start()
-""",
     "allocate_8_gb": """
 def f(*a):
     block = bytearray(8 << 30)
@@ -125,13 +91,6 @@ while True:
     print('x' * 10000)
     sys.stderr.write('y' * 10000)
 """,
-    "endless_answer": "def f(*a): return 'x' * (64 << 20)",
-    "endless_iteration": """
-def f(*a):
-    while True:
-        yield 1
-""",
-    "endless_loop": "def f(*a):\n    while True: pass",
     "signals": """
 def f(*a):
     import os, signal
@@ -156,19 +115,6 @@ def f(*a):
                     pass
             time.sleep(1000)
         os._exit(0)
-""",
-    "become_root": """
-def f(*a):
-    import os
-    os.setuid(0)
-    return 'right'
-""",
-    "deep_answer": """
-def f(*a):
-    value = []
-    for i in range(100000):
-        value = [value]
-    return value
 """,
     "handle_of_the_tests": """
 def f(*a):

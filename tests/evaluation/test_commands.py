@@ -152,16 +152,6 @@ def test_check_asks_no_model(run, checkpoint, suite, tmp_path):
     assert "5 items, 15 requests" in colours
 
 
-def test_check_fails_where_data_is_missing(run, checkpoint, tmp_path):
-    suite = write_suite(tmp_path / "data", items=3)
-    missing = suite.parent / "colours_test.jsonl"
-    missing.unlink()
-    code, out, _ = run(checkpoint, "-s", suite, "--check")
-    assert code == 2 and f"missing: {missing}" in out
-    code, out, _ = run(checkpoint, "-s", suite, "--check", "--only", "sums")
-    assert code == 0 and "colours" not in out
-
-
 def test_check_does_not_fail_for_what_runs_elsewhere(run, checkpoint, tmp_path):
     suite = write_suite(tmp_path / "data", items=3)
     content = yaml.safe_load(suite.read_text())

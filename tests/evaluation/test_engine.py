@@ -69,19 +69,6 @@ def test_results_hold_everything_that_a_reader_needs(finished, checkpoint):
     assert set(colours["metrics"]) == {"acc,none", "acc_norm,none"}
 
 
-def test_nothing_is_asked_of_git_or_pip(backend, checkpoint, suite, tmp_path, monkeypatch, capfd):
-    """Git would say "fatal" outside of a repository, and pip takes a second."""
-    asked = []
-    monkeypatch.setattr(
-        "torch.utils.collect_env.get_pretty_env_info", lambda: asked.append("pip") or ""
-    )
-    monkeypatch.chdir(tmp_path)
-    options = {"opened": backend, "limit": 2, "progress": False, "only": ["sums"]}
-    evaluate(checkpoint, suite, "hf", tmp_path / "out", **options)
-    assert "fatal" not in capfd.readouterr().err
-    assert not asked
-
-
 def test_scores_are_the_mean_of_the_samples(finished):
     results, samples = load_results(finished), _samples(finished)
     for name, metric in (("sums", "exact_match"), ("colours", "acc")):
@@ -241,16 +228,6 @@ def test_bad_suites_name_the_place(backend, suite, tmp_path, change, error, mess
     with pytest.raises(error, match=message):
         evaluate("unused", path, "hf", tmp_path / "out", opened=backend, progress=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_malformed_rows_name_file_and_line(backend, suite, tmp_path):
-    for name in ("sums_train.jsonl", "colours_test.jsonl"):
-        shutil.copy(suite.parent / name, tmp_path)
-    shutil.copy(suite, tmp_path)
-    good = (suite.parent / "sums_test.jsonl").read_text().splitlines()
-    (tmp_path / "sums_test.jsonl").write_text("\n".join([*good[:2], '{"question": ', *good[2:]]))
-    with pytest.raises(DataError, match=r"sums_test.jsonl:3: not JSON"):
-        evaluate("x", tmp_path / "local.yaml", "hf", tmp_path / "o", opened=backend)
 
 
 def test_bad_checkpoints_and_backends(suite, tmp_path, monkeypatch):

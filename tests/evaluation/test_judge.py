@@ -14,8 +14,8 @@ from moe_finetune.evaluation.agreement import (
     rule_verdicts,
 )
 from moe_finetune.evaluation.exchange import retry_after
-from moe_finetune.evaluation.human import export_sheets, import_annotations
-from moe_finetune.evaluation.judge import Judge, judge_samples, parse_verdict
+from moe_finetune.evaluation.human import import_annotations
+from moe_finetune.evaluation.judge import Judge, parse_verdict
 from moe_finetune.evaluation.validations import generation_tasks, judge_tasks, write_sheets
 from tests.evaluation.judge_server import Server
 
@@ -30,7 +30,13 @@ def server():
         thread.join()
 
 
-def write_samples(path, answers):
+def write_results(folder, answers=("0", "1", "x"), label="sums"):
+    """A folder of results with one task; returns its samples' file."""
+    file = folder / "tasks" / "s" / "samples.jsonl"
+    file.parent.mkdir(parents=True)
+    task = {"task": "t", "metric": "exact_match", "filter": "strict-match",
+            "samples": "tasks/s/samples.jsonl"}  # fmt: skip
+    (folder / "results.json").write_text(json.dumps({"schema": 1, "tasks": {label: task}}))
     rows = [
         {
             "task": "t", "doc_id": i, "item": f"i{i}", "filter": f, "target": str(i),
@@ -40,21 +46,21 @@ def write_samples(path, answers):
         for i, answer in enumerate(answers)
         for f in ("flexible-extract", "strict-match")
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return file
 
 
 def test_verdicts_are_structured_stored_and_counted(server, tmp_path):
-    file = write_samples(tmp_path / "samples.jsonl", ["0", "1", "7", "3"])
+    items = [(f"What is {i}?", str(i), answer) for i, answer in enumerate(["0", "1", "7", "3"])]
     with Judge("m", server.url, "key", tmp_path / "cache") as judge:
-        result = judge_samples(file, judge)
-        assert (result["accuracy"], result["n"], result["requests"]) == (0.75, 4, 4)
-        assert (result["prompt_tokens"], result["completion_tokens"]) == (4000, 40)
+        verdicts = judge.judge_all(items)
+        assert [verdict.correct for verdict in verdicts] == [True, True, False, True]
+        assert (judge.requests, judge.prompt_tokens, judge.completion_tokens) == (4, 4000, 40)
     body = server.bodies[0]
     assert body["model"] == "m" and body["temperature"] == 0 and body["auth"] == "Bearer key"
     assert body["response_format"]["json_schema"]["strict"]
     with Judge("m", server.url, "key", tmp_path / "cache") as judge:
-        assert judge_samples(file, judge)["accuracy"] == 0.75
+        assert [verdict.correct for verdict in judge.judge_all(items)] == [True, True, False, True]
         assert (judge.requests, judge.prompt_tokens) == (0, 0)
     with pytest.raises(EvaluationError, match="another checkpoint or other settings"):
         Judge("another", server.url, cache=tmp_path / "cache")
@@ -144,19 +150,18 @@ def test_parsing_takes_verdicts_only(text, expected):
 
 
 def test_sheets_are_blind_and_come_back(tmp_path, server):
-    a = write_samples(tmp_path / "a.jsonl", ["0", "1", "=cmd()", "x", "4", "y"])
-    b = write_samples(tmp_path / "b.jsonl", ["0", "x", "<b>", "3", "x", "5"])
-    sheets = export_sheets({"base": a, "ours": b}, tmp_path / "sheets", n=5)
-    assert sheets.n == 10
+    write_results(tmp_path / "base", ["0", "1", "=cmd()", "x", "4", "y"])
+    write_results(tmp_path / "ours", ["0", "x", "<b>", "3", "x", "5"])
+    tasks = generation_tasks([tmp_path / "base", tmp_path / "ours"])
+    (sheets,) = write_sheets(tasks, tmp_path / "sheets", 5)
+    assert sheets.n == 10 and sheets.csv == tmp_path / "sheets" / "sums" / "annotate.csv"
     text = sheets.csv.read_text() + sheets.html.read_text()
     assert "base" not in text and "ours" not in text
     assert "'=cmd()" in sheets.csv.read_text() and "&lt;b&gt;" in sheets.html.read_text()
     codes = json.loads(sheets.key.read_text())
     assert {c["method"] for c in codes.values()} == {"base", "ours"}
     # The annotator agrees with the rules, except about one item.
-    rules = rule_verdicts("base", a, "exact_match", "strict-match") | rule_verdicts(
-        "ours", b, "exact_match", "strict-match"
-    )
+    rules = rule_verdicts(tasks[0]) | rule_verdicts(tasks[1])
     lines = ["id,verdict,comment"]
     for i, (code, c) in enumerate(codes.items()):
         truth = rules[(c["method"], c["task"], c["doc_id"])]
@@ -165,12 +170,8 @@ def test_sheets_are_blind_and_come_back(tmp_path, server):
     filled.write_text("\n".join(lines) + "\n")
     people = import_annotations(filled, sheets.key)
     assert len(people) == 10
-    with Judge("m", server.url) as judge:
-        judge_samples(a, judge)
-        judge_samples(b, judge)
-    judged = judge_verdicts("base", tmp_path / "a.judged.jsonl") | judge_verdicts(
-        "ours", tmp_path / "b.judged.jsonl"
-    )
+    assert len(list(judge_tasks(tasks, "m", server.url))) == 2
+    judged = judge_verdicts(tasks[0]) | judge_verdicts(tasks[1])
     found = agreement({"rules": rules, "judge": judged, "people": people})
     assert found["rules ~ judge"] == {"kappa": 1.0, "agreement": 1.0, "n": 12}
     assert found["rules ~ people"]["agreement"] == 0.9 and found["rules ~ people"]["n"] == 10
@@ -184,32 +185,18 @@ def test_sheets_are_blind_and_come_back(tmp_path, server):
 
 def test_answers_of_any_characters_stay_one_row(tmp_path):
     answers = ["a\rb", "a\nb", 'a"b', "a,b", "", "a\r\nb", "\u2028"]
-    sheets = export_sheets({"m": write_samples(tmp_path / "a.jsonl", answers)}, tmp_path / "s")
+    write_results(tmp_path / "m", answers)
+    (sheets,) = write_sheets(generation_tasks([tmp_path / "m"]), tmp_path / "s", 9)
     with sheets.csv.open(newline="", encoding="utf-8") as stream:
         assert sorted(row["answer"] for row in csv.DictReader(stream)) == sorted(answers)
     assert import_annotations(sheets.csv, sheets.key) == {}
 
 
-def write_results(folder, label="sums", samples="tasks/s/samples.jsonl"):
-    """A folder of results with one task; returns its samples' file."""
-    file = folder / "tasks" / "s" / "samples.jsonl"
-    file.parent.mkdir(parents=True)
-    task = {"task": "t", "metric": "exact_match", "filter": "strict-match", "samples": samples}
-    results = {"schema": 1, "tasks": {label: task}}
-    (folder / "results.json").write_text(json.dumps(results))
-    return write_samples(file, ["0", "1", "x"])
-
-
-def test_sheets_are_named_by_the_task(tmp_path):
-    write_results(tmp_path / "good", "a b-1.5_c")
-    sheets = write_sheets(generation_tasks([tmp_path / "good"]), tmp_path / "sheets", 2)
-    assert sheets[0].csv == tmp_path / "sheets" / "a b-1.5_c" / "annotate.csv"
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"replies": []}, "each row has replies"),
+        ({"replies": []}, "have no answer"),
+        ({"filter": None}, "no field 'filter'"),
         ({"replies": [["a"], 3], "doc": []}, "doc is not an object"),
         ({"metrics": {}}, "has no metric 'exact_match'"),
     ],
@@ -219,6 +206,8 @@ def test_damaged_samples_are_named(tmp_path, server, change, said):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     place = -1 if "metrics" in change else 0
     rows[place] |= change
+    if "filter" in change:
+        del rows[place]["filter"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises((DataError, EvaluationError), match=said):
         tasks = generation_tasks([tmp_path / "r"])

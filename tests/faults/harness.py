@@ -82,6 +82,10 @@ def adapter_hash(run: Path) -> str:
     return hashlib.sha256((run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def logged(run: Path) -> list[dict]:
     """Rows of ``metrics.jsonl`` without what depends on the clock."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

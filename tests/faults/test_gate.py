@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import open_checkpoint
-from moe_finetune.checkpoint.adapter_metadata import write_metadata
 from moe_finetune.checkpoint.gate import BASE_KEY, check_adapter
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.checkpoint.values import fingerprint
@@ -22,9 +21,6 @@ from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError, CheckpointError
 from moe_finetune.upcycle.dense import load_dense
 from tests import tiny
-from tests.checkpoint import helpers
-from tests.evaluation.local import write_suite
-from tests.faults.harness import write_inputs
 
 pytestmark = pytest.mark.faults
 
@@ -95,34 +91,6 @@ VERBS = {
 WITH_ADAPTER = ("merge", "eval adapter", "analyze adapter", "serve adapter")
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    """A checkpoint, an adapter that knows its base, a recipe, a suite and a permutation."""
-    folder = tmp_path_factory.mktemp("gate")
-    write_inputs("qwen3_moe", folder)
-    (folder / "qwen3_moe").symlink_to(folder / "base")  # the helper reads the family off the path
-    options = {"target_modules": ["q_proj", "k_proj"], "target_parameters": list(helpers.EXPERTS)}
-    helpers.adapter(folder / "qwen3_moe", folder / "adapter", **options)
-    base = open_checkpoint(folder / "base")
-    write_metadata(folder / "adapter", **{BASE_KEY: fingerprint(base.tensors.values())})
-    write_suite(folder / "suite")
-    (folder / "plan.json").write_text(json.dumps({"1": [1, 0, *range(2, 12)]}))
-    return folder
-
-
-@pytest.fixture
-def here(good, tmp_path, monkeypatch):
-    """A copy of the inputs, and the current folder."""
-    for path in good.iterdir():
-        if not path.is_symlink():
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, tmp_path / path.name)
-    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
-    recipe["model"]["path"], recipe["data"]["train"] = "base", "train.jsonl"
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def damage(file: Path, defect, name: str) -> str:
     """Put the defect into the file; the name that a message about it must hold."""
     tensors = load_file(file)
@@ -133,24 +101,6 @@ def damage(file: Path, defect, name: str) -> str:
     return (name if not new or defect is renamed else new.pop()).removeprefix("base_model.model.")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def refused(argv, folder: Path, capsys, *names: str) -> None:
-    """The verb ends with 2 and one message that holds all ``names``; no file appears or changes."""
-    before = contents(folder)
-    capsys.readouterr()
-    code = main(argv)
-    said = capsys.readouterr()[1]
-    assert code == 2, said
-    message = said[said.rindex("error: ") :]
-    assert "Traceback" not in said
-    for name in names:
-        assert name in message, message
-    assert contents(folder) == before
-
-
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_every_defect_of_a_checkpoint_is_refused(here, defect):
     name = damage(here / "base" / SHARD, defect, EXPERT)
@@ -159,13 +109,10 @@ def test_every_defect_of_a_checkpoint_is_refused(here, defect):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_checks_its_checkpoint(here, capsys, verb):
-    refused(VERBS[verb], here, capsys, damage(here / "base" / SHARD, renamed, EXPERT))
-
-
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "inspect"])
-def test_every_verb_that_reads_weights_checks_their_values(here, capsys, verb):
-    refused(VERBS[verb], here, capsys, damage(here / "base" / SHARD, nan, EXPERT))
+def test_every_verb_checks_its_checkpoint(here, refused, verb):
+    """Its values, too, where it reads weights."""
+    defect = renamed if verb == "inspect" else nan
+    refused(VERBS[verb], damage(here / "base" / SHARD, defect, EXPERT))
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -179,8 +126,8 @@ def test_every_defect_of_an_adapter_is_refused(here, defect):
 
 
 @pytest.mark.parametrize("verb", WITH_ADAPTER)
-def test_every_verb_checks_its_adapter(here, capsys, verb):
-    refused(VERBS[verb], here, capsys, damage(here / "adapter" / ADAPTER, extra, STACK))
+def test_every_verb_checks_its_adapter(here, refused, verb):
+    refused(VERBS[verb], damage(here / "adapter" / ADAPTER, extra, STACK))
 
 
 def test_half_an_adapter(here):
@@ -193,12 +140,12 @@ def test_half_an_adapter(here):
         check_adapter("adapter", open_checkpoint("base"))
 
 
-def test_an_adapter_of_another_base(here, capsys):
+def test_an_adapter_of_another_base(here, refused):
     """Equal names and shapes; one number of one expert differs."""
     tensors = load_file(here / "base" / SHARD)
     tensors[EXPERT].view(-1)[77] += 0.5
     save_file(tensors, here / "base" / SHARD, {"format": "pt"})
-    refused(VERBS["merge"], here, capsys, "was trained on another base", "--base")
+    refused(VERBS["merge"], "was trained on another base", "--base")
 
 
 def test_an_adapter_that_does_not_say_its_base_is_taken_with_a_warning(here, caplog):
@@ -232,7 +179,7 @@ def test_the_gate_knows_every_family(tiny_checkpoint, tmp_path, family):
             open_checkpoint(tmp_path / family)
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("defect", [missing, nan, transposed])
 def test_a_dense_model_for_upcycling(tmp_path, defect):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -252,42 +199,29 @@ def test_a_dense_model_for_upcycling(tmp_path, defect):
 
 CONFIGS = [
     ({"_attn_implementation": "kernels-community/flash-attn"}, "_attn_implementation"),
-    ({"_attn_implementation_internal": "a/b"}, "_attn_implementation_internal"),
     ({"attn_implementation": {"": "a/b:c"}}, "attn_implementation"),
     ({"experts_implementation": "deepgemm"}, "experts_implementation"),
     ({"text_config": {"_attn_implementation": "a/b@v1"}}, "_attn_implementation"),
-    ({"_attn_implementation": "flash_attention_2"}, "_attn_implementation"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-    ({"num_hidden_layers": -1}, "num_hidden_layers"),
-    ({"num_hidden_layers": 3.0}, "num_hidden_layers"),
     ({"num_hidden_layers": True}, "num_hidden_layers"),
-    ({"num_hidden_layers": "3"}, "num_hidden_layers"),
     ({"num_local_experts": 10**9}, "num_local_experts"),
-    ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
     ({"num_experts_per_tok": 99}, "num_experts_per_tok"),
     ({"hidden_size": 10**30}, "hidden_size"),
-    ({"vocab_size": 0}, "vocab_size"),
     ({"hidden_act": "sillu"}, "hidden_act"),
-    ({"hidden_act": ["silu"]}, "config.json"),
     ({"torch_dtype": "float99"}, "torch_dtype"),
-    ({"dtype": 7}, "dtype"),
     ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-    ({"quantization_config": 3}, "quantization_config"),
     ({"rope_parameters": {"rope_type": "nope"}}, "config.json"),
-    ({"rope_parameters": 7}, "config.json"),
     ({"mlp_only_layers": 4}, "config.json"),
-    ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ({"model_type": ["qwen3_moe"]}, "model_type"),
     ({"num_attention_heads": 5}, "self_attn"),
-    ({"tie_word_embeddings": "yes"}, "config.json"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "named"), CONFIGS, ids=[str(c[0])[:50] for c in CONFIGS])
-def test_a_config_that_no_checkpoint_has(here, capsys, changes, named):
+def test_a_config_that_no_checkpoint_has(here, refused, changes, named):
     file = here / "base" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    refused(VERBS["inspect"], here, capsys, named)
+    refused(VERBS["inspect"], named)
 
 
 def test_no_kernel_of_the_hub_reaches_a_loader(tiny_checkpoint):
@@ -297,36 +231,24 @@ def test_no_kernel_of_the_hub_reaches_a_loader(tiny_checkpoint):
         load_model(tiny_checkpoint("qwen3_moe"), attn_implementation="flash_attention_2")
 
 
-def test_a_folder_with_only_a_pickle(here, capsys, monkeypatch):
-    opened = []
-    monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a))
-    (here / "base" / SHARD).rename(here / "base" / "pytorch_model.bin")
-    refused(VERBS["eval hf"], here, capsys, "pytorch_model.bin")
-    assert not opened
-
-
-def test_an_adapter_with_only_a_pickle(here, capsys, monkeypatch):
+def test_a_pickle_is_never_opened(here, refused, monkeypatch):
     opened = []
     monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a))
     (here / "adapter" / ADAPTER).rename(here / "adapter" / "adapter_model.bin")
-    refused(VERBS["merge"], here, capsys, "adapter_model.safetensors")
+    refused(VERBS["merge"], "adapter_model.safetensors")
+    (here / "base" / SHARD).rename(here / "base" / "pytorch_model.bin")
+    refused(VERBS["eval hf"], "pytorch_model.bin")
     assert not opened
 
 
 ADAPTER_CONFIGS = [
     ({"r": -1}, "'r'"),
-    ({"r": 4.5}, "'r'"),
     ({"lora_alpha": "12"}, "'lora_alpha'"),
     ({"lora_alpha": 1e400}, "adapter_config.json"),
-    ({"lora_alpha": float("nan")}, "adapter_config.json"),
-    ({"lora_alpha": -3}, "'lora_alpha'"),
     ({"rank_pattern": {"k_proj": 0}}, "'k_proj'"),
     ({"rank_pattern": {"(a": 4}}, "must map regular expressions"),
-    ({"rank_pattern": [1]}, "rank_pattern"),
     ({"alpha_pattern": {"k_proj": None}}, "'k_proj'"),
-    ({"target_modules": ["nowhere"], "target_parameters": None}, "adapter"),
     ({"target_modules": [3]}, "target_modules"),
-    ({"target_parameters": 3}, "target_parameters"),
     ({"modules_to_save": ["norm"]}, "norm.weight' is missing"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ({"use_dora": True}, "use_dora"),
@@ -335,10 +257,10 @@ ADAPTER_CONFIGS = [
 
 
 @pytest.mark.parametrize(("changes", "named"), ADAPTER_CONFIGS, ids=[str(c[0])[:50] for c in ADAPTER_CONFIGS])  # fmt: skip  # noqa: E501
-def test_an_adapters_config(here, capsys, changes, named):
+def test_an_adapters_config(here, refused, changes, named):
     file = here / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    refused(VERBS["merge"], here, capsys, named)
+    refused(VERBS["merge"], named)
 
 
 def test_expressions_that_people_write_are_taken(here):
@@ -353,18 +275,17 @@ def test_expressions_that_people_write_are_taken(here):
         check_adapter("adapter", open_checkpoint("base"))
 
 
-@pytest.mark.parametrize("alpha", [1e308, 1e41])
-def test_a_product_that_overflows_is_refused_by_merge_itself(here, capsys, alpha):
+def test_a_product_that_overflows_is_refused_by_merge_itself(here, refused):
     file = here / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
-    refused(VERBS["merge"], here, capsys, "is not finite", "lora_alpha")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 1e41}))
+    refused(VERBS["merge"], "is not finite", "lora_alpha")
 
 
-def test_merge_names_what_it_merges(here, capsys):
+def test_merge_names_what_it_merges(here, refused, capsys):
     tensors = load_file(here / "adapter" / ADAPTER)
     tensors["base_model.model.model.norm.weight"] = torch.ones(192)
     save_file(tensors, here / "adapter" / ADAPTER, {"format": "pt"})
-    refused(VERBS["merge"], here, capsys, "model.norm.weight")  # its config does not ask for it
+    refused(VERBS["merge"], "model.norm.weight")  # its config does not ask for it
     file = here / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"modules_to_save": ["model.norm"]}))
     assert main(VERBS["merge"]) == 0
@@ -375,7 +296,7 @@ def test_merge_names_what_it_merges(here, capsys):
     assert load_file(here / "out" / SHARD)[NORM].eq(1).all()
 
 
-def test_training_records_its_base_by_whole_path_and_content(here, capsys):
+def test_training_records_its_base_by_whole_path_and_content(here, refused, capsys):
     """The adapter is merged from another folder; its base moved away, the way out is named."""
     recipe = json.loads((here / "recipe.yaml").read_text())
     recipe["trainer"] |= {"max_steps": 1, "save_strategy": "no"}
@@ -388,7 +309,7 @@ def test_training_records_its_base_by_whole_path_and_content(here, capsys):
     assert noted[BASE_KEY] == fingerprint(open_checkpoint("base").tensors.values())
     assert main(["merge", "out", "-o", "merged"]) == 0
     (here / "base").rename(here / "moved")
-    refused(["merge", "out", "-o", "again"], here, capsys, "--base", str(here / "base"))
+    refused(["merge", "out", "-o", "again"], "--base", str(here / "base"))
     assert main(["merge", "out", "--base", "moved", "-o", "again"]) == 0
 
 

@@ -87,6 +87,15 @@ def test_structure(runs: list[Path], tmp_path: Path, count: int):
             assert attributes["type"] == "button"
     for run in runs[:count]:
         assert run.name in page.text
+    # Nothing comes from elsewhere.
+    for _, attributes in page.elements:
+        for name in ("src", "href", "srcset", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:"))
+    style = re.search(r"<style>(.*?)</style>", text, re.S).group(1)
+    assert "url(" not in style and "@import" not in style
+    policy = next(a["content"] for a in page.all("meta") if "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
 
 
 def test_every_picture_has_words(runs: list[Path], tmp_path: Path):
@@ -101,20 +110,6 @@ def test_every_picture_has_words(runs: list[Path], tmp_path: Path):
     assert named == len(pictures)
     assert len(page.all("caption")) == len(page.all("table"))
     assert len(page.all("figcaption")) == len(page.all("figure"))
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_nothing_comes_from_elsewhere(runs: list[Path], tmp_path: Path, count: int):
-    text, page = _page(runs[:count], tmp_path / "page.html")
-    for _, attributes in page.elements:
-        for name in ("src", "href", "srcset", "action"):
-            value = attributes.get(name)
-            assert value is None or value.startswith(("#", "data:"))
-    style = re.search(r"<style>(.*?)</style>", text, re.S).group(1)
-    assert "url(" not in style
-    assert "@import" not in style
-    policy = next(a["content"] for a in page.all("meta") if "http-equiv" in a)
-    assert policy.startswith("default-src 'none'")
 
 
 def test_size_of_a_large_report(tmp_path: Path):
