@@ -264,9 +264,9 @@ def serve(
 
     Example: moe-finetune serve runs/erc --tensor-parallel-size 4 --enable-expert-parallel
     """
-    from moe_finetune.vllm.serve import serve as become_server
+    from moe_finetune.vllm.serve import serve as run_server
 
-    become_server(source, adapter or (), context.args)
+    run_server(source, adapter or (), context.args)
 
 
 @app.command()

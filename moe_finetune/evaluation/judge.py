@@ -70,7 +70,6 @@ class Judge:
         api_key: bearer token; ``OPENAI_API_KEY`` unless given.
         cache: file for verdicts; nothing is stored without it.
         retries: further tries after overload, time-outs and replies without a verdict.
-        timeout: seconds for the connection, and for each part of a reply.
     """
 
     def __init__(
@@ -80,12 +79,11 @@ class Judge:
         api_key: str | None = None,
         cache: str | Path | None = None,
         retries: int = 5,
-        timeout: float = 60,
     ):
         self.model, self.base_url = model, check_address(base_url, "judge: base_url")
         self._key = api_key or os.environ.get("OPENAI_API_KEY", "")
         self._name = f"judge {model} at {self.base_url}"
-        self._retries, self._timeout = retries, timeout
+        self._retries = retries
         self._lock = threading.Lock()
         self.prompt_tokens = self.completion_tokens = self.requests = 0
         identity = {"judge": model, "url": self.base_url, "instruction": INSTRUCTION}
@@ -158,7 +156,7 @@ class Judge:
             with self._lock:
                 self.requests += 1
             try:
-                return ask(f"{self.base_url}/chat/completions", body, self._key, self._timeout)
+                return ask(f"{self.base_url}/chat/completions", body, self._key)
             except ServerError as error:
                 if not error.transient or attempt == self._retries:
                     raise EvaluationError(f"{self._name} failed: {error}") from None

@@ -98,7 +98,7 @@ class CheckedCompletions(LocalCompletionsAPI):
         return [text(only_choice(outputs))]
 
 
-def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
+def server_models(base_url: str) -> dict[str, str]:
     """Return the models that an OpenAI-compatible server offers: name -> folder, if reported.
 
     Raises:
@@ -106,7 +106,7 @@ def server_models(base_url: str, timeout: float = 10) -> dict[str, str]:
     """
     url = check_address(base_url, "base_url") + "/models"
     try:
-        reply = ask(url, seconds=timeout)
+        reply = ask(url, seconds=10)
     except ServerError as error:
         raise EvaluationError(
             f"no server answers at {url} ({error}); start one with 'moe-finetune serve'"

@@ -16,29 +16,20 @@ from moe_finetune.evaluation.score import Score
 from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.tables import aligned
 from moe_finetune.io.terminal import finite, terminal
+from moe_finetune.metrics.words import word
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
 from moe_finetune.report.runs import Run, read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
 WIDTH = 100
-CHANGES = {
-    "expert_overlap": "expert overlap",
-    "score_variance": "score variance",
-    "max_violation": "MaxVio",
-    "entropy": "routing entropy",
-}
+CHANGES = ("expert_overlap", "score_variance", "max_violation", "entropy")
 """Routing metrics that a run ends with."""
-LOGGED = {
-    "loss": "training loss",
-    "eval_loss": "validation loss",
-    "reward": "reward",
-    "eval_reward": "validation reward",
-    "rewards/accuracies": "preference accuracy",
-    "eval_rewards/accuracies": "validation preference accuracy",
-    "rewards/margins": "reward margin",
-    "eval_rewards/margins": "validation reward margin",
-}
+LOGGED = tuple(
+    head + name
+    for name in ("loss", "reward", "rewards/accuracies", "rewards/margins")
+    for head in ("", "eval_")
+)
 """What the trainer logs of a stage's objective."""
 
 Changes = dict[str, dict[str, float]]
@@ -68,7 +59,7 @@ def changes_of(run: Run) -> Changes:
     changes: Changes = {}
     if run.routing_before and run.routing_after:
         starts, ends = run.routing_before.metrics(), run.routing_after.metrics()
-        for key in CHANGES.keys() & starts.keys() & ends.keys():
+        for key in (key for key in CHANGES if key in starts and key in ends):
             pair = {"before": starts[key].mean, "after": ends[key].mean}
             if all(map(math.isfinite, pair.values())):
                 changes[key] = pair
@@ -111,7 +102,8 @@ def _score(score: Mapping[str, Any] | None) -> str:
 
 def _change_table(changes: Mapping[str, Changes]) -> str:
     rows = []
-    for key, name in (CHANGES | LOGGED).items():
+    for key in (*CHANGES, *LOGGED):
+        name = word(key if key in LOGGED else f"routing/{key}").name
         pairs = [change[key] for change in changes.values() if key in change]
         if not pairs:
             continue

@@ -1,14 +1,14 @@
-"""``serve``: become ``vllm serve`` on a merged checkpoint, or on a base with adapters."""
+"""``serve``: run ``vllm serve`` on a merged checkpoint, or on a base with adapters."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from moe_finetune.errors import CheckpointError, RecipeError
 from moe_finetune.io.checkpoint_files import COPY_AGAIN
@@ -17,6 +17,8 @@ from moe_finetune.io.run_folder import checkpoint_in, checkpoint_name
 from moe_finetune.vllm.adapters import adapter_arguments, checked_adapters, named_adapters
 from moe_finetune.vllm.install import CPU_KV_CACHE, is_cpu_build, require_vllm
 from moe_finetune.vllm.lora_support import ask_vllm
+
+VLLM = "vllm.entrypoints.cli.main"
 
 
 def merged_folder(source: str | Path) -> Path:
@@ -69,19 +71,18 @@ def serve_command(
         defaults |= {"--dtype": ["float32"], "--enforce-eager": []}
         if "--dtype" not in given:  # see engine_arguments: AMX's kernel has no float32
             defaults["--attention-backend"] = ["CPU_MLA"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command = [sys.executable, "-m", VLLM, "serve", str(folder)]
     for option, values in defaults.items():
         if option not in given:
             command += [option, *values]
     return [*command, *arguments]
 
 
-def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str]) -> NoReturn:
-    """Check what is to be served, and replace this process by the server.
+def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str]) -> None:
+    """Check what is to be served, and be ``vllm serve`` until it ends.
 
     Args:
-        adapters: ``NAME=FOLDER`` or folders, to be served over the base ``source``. What vLLM
-            cannot read of them is rewritten into a temporary folder, which stays.
+        adapters: ``NAME=FOLDER`` or folders, to be served over the base ``source``.
         arguments: of ``vllm serve``.
 
     Raises:
@@ -92,18 +93,18 @@ def serve(source: str | Path, adapters: Sequence[str], arguments: Sequence[str])
     cpu = is_cpu_build()
     if name in dict(named):
         raise RecipeError(f"--adapter {name}: the base has this name; write NAME=FOLDER")
-    options = None
-    if named:
-        scratch = Path(tempfile.mkdtemp(prefix="moe-finetune-"))
-        readable = checked_adapters(folder, named, cpu, scratch)
-        if not any(scratch.iterdir()):
-            scratch.rmdir()
-        config = read_object(folder / "config.json", CheckpointError, COPY_AGAIN)
-        architecture = (config.get("architectures") or [""])[0]
-        support = ask_vllm(architecture, [adapter.folder for _, adapter in readable])
-        options = adapter_arguments(folder, readable, support)
-    command = serve_command(folder, name, cpu, arguments, options)
-    if cpu:
-        os.environ.update({**CPU_KV_CACHE, **os.environ})
-    print(shlex.join(command), file=sys.stderr, flush=True)
-    os.execv(command[0], command)
+    with tempfile.TemporaryDirectory(prefix="moe-finetune-") as scratch:
+        options = None
+        if named:
+            readable = checked_adapters(folder, named, cpu, Path(scratch))
+            config = read_object(folder / "config.json", CheckpointError, COPY_AGAIN)
+            architecture = (config.get("architectures") or [""])[0]
+            support = ask_vllm(architecture, [adapter.folder for _, adapter in readable])
+            options = adapter_arguments(folder, readable, support)
+        command = serve_command(folder, name, cpu, arguments, options)
+        if cpu:
+            os.environ.update({**CPU_KV_CACHE, **os.environ})
+        print(shlex.join(command), file=sys.stderr, flush=True)
+        sys.argv = ["vllm", *command[3:]]
+        # As the program, because vLLM's processes begin by importing what their parent ran.
+        runpy.run_module(VLLM, run_name="__main__", alter_sys=True)

@@ -45,8 +45,8 @@ def test_scores_and_changes_of_two_runs_and_their_base(tmp_path):
         "sums (acc) 40 0.250 0.500 ± 0.020 0.750 ± 0.020",
         "",
         "what training changed before after aux after ours",
-        "expert overlap 0.4 0.41 (+2.5 %) 0.3 (-25 %)",
-        "training loss 3 2.4 (-20 %) 2.1 (-30 %)",
+        "Expert overlap 0.4 0.41 (+2.5 %) 0.3 (-25 %)",
+        "Training loss 3 2.4 (-20 %) 2.1 (-30 %)",
     ]
 
 
@@ -64,13 +64,13 @@ def test_a_first_log_after_step_0_is_not_called_before(tmp_path):
             "".join(json.dumps(line) + "\n" for line in lines)
         )
         runs[name] = tmp_path / name
-    assert "validation loss" not in text_of(runs)  # a policy gradient's says nothing
+    assert "Validation loss" not in text_of(runs)  # a policy gradient's says nothing
     for run in runs.values():
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         kept = "".join(json.dumps(line) + "\n" for line in lines if "reward" not in line)
         (run / "metrics.jsonl").write_text(kept)
     text = " ".join(text_of(runs).split())
-    assert "validation loss, first log (step 40) and last differs" in text
+    assert "Validation loss, first log (step 40) and last differs" in text
     assert "2 (from 2.5, -20 %) 1.8 (from 2.4, -25 %)" in text
 
 

