@@ -260,9 +260,9 @@ def serve(
 ) -> None:
     """Serve a merged checkpoint with vLLM. Ctrl-C stops it.
 
-    All other options are those of `vllm serve`.
+    All other options are those of `vllm serve`, such as --tensor-parallel-size 4.
 
-    Example: moe-finetune serve runs/erc --tensor-parallel-size 4 --enable-expert-parallel
+    Example: moe-finetune serve ./my-moe --adapter calm=runs/erc/adapter
     """
     from moe_finetune.vllm.serve import serve as run_server
 
