@@ -39,9 +39,7 @@ def timed(model: torch.nn.Module, terms: dict[str, Any], batch: dict, rounds: in
             step(model, batch, optimizer)
             plain = time.process_time() - start
             work.step()
-            work.strength.every = 1
-            work.strength.begin(work.steps)
-            work.strength.every = None
+            work.strength.begin(work.steps, due=True)
             before = time.process_time()
             step(model, batch, optimizer)
             both = time.process_time() - before

@@ -15,6 +15,7 @@ from transformers import set_seed
 from moe_finetune.errors import ObjectiveError, RecipeError
 from moe_finetune.io.tables import aligned
 from moe_finetune.moe.layers import in_mode
+from moe_finetune.recipe.method import resolve_method
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.stages import STAGES
 from moe_finetune.training.specialization import Specialization
@@ -46,6 +47,9 @@ def measure_strength(
     if not window or any(batch.get("labels") is None for batch in window):
         raise ObjectiveError("measure_strength needs at least one batch, each with labels")
     learned = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
+    method = resolve_method(method)
+    measured = method.strength.model_copy(update={"first": True})
+    method = method.model_copy(update={"strength": measured})
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trainable]
     device = next(model.parameters()).device
@@ -55,13 +59,9 @@ def measure_strength(
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             Specialization(model, method, accumulation=len(window)) as specialization,
         ):
-            specialization.strength.first = True
-            specialization.strength.tries = 1
-            specialization.strength.begin(0)
             for batch, tokens in zip(window, learned, strict=True):
                 (model(**batch).loss * (tokens / max(sum(learned), 1))).backward()
-            specialization.strength.end()
-            return [row.row() for row in specialization.strength.rows]
+            return [row.row() for row in specialization.strength.end(last=True)]
     finally:
         for parameter, gradient in zip(trainable, gradients, strict=True):
             parameter.grad = gradient

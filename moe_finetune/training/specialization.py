@@ -123,7 +123,6 @@ class Specialization:
         self.strength = StrengthMeter(
             self.recorder, self.objective, self.method.strength.every, self.method.strength.first
         )
-        self.strength.on_measured.append(self.statistics.note_strength)
         self.reached: dict[str, list[str]] = {}
         self.unmoved: list[str] = []
         self.run: object = None
@@ -248,7 +247,8 @@ class Specialization:
                 "forward, and leave torch.no_grad() out"
             )
         self._trained_on = False
-        self.strength.end()
+        if rows := self.strength.end():
+            self.statistics.note_strength(rows)
         if self.balancer is not None:
             self.balancer.step()
         for term in self.objective.terms:

@@ -40,7 +40,7 @@ class TrainingStatistics:
         self._forwards = 0
         self._strength: dict[str, float] = {}
 
-    def note_strength(self, step: int, rows: Sequence[Any]) -> None:
+    def note_strength(self, rows: Sequence[Any]) -> None:
         """Keep the measured strength, rows of ``TermStrength``, for the next :meth:`read`."""
         self._strength = {
             f"strength/{row.term}/{name}": value

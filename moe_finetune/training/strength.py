@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ class StrengthMeter:
     weight found there acts from the next step on, so the measured step contains no share's term
     unless a weight was found before. Where a window gives no weight, since the term or the
     trainer's loss has no gradient in it, the term keeps the weight that it has; without one, the
-    next window is due, up to ``tries`` of them.
+    next window is due, up to :data:`FIRST_WINDOWS` of them.
 
     Args:
         recorder: whose objective is measured.
@@ -106,8 +106,6 @@ class StrengthMeter:
 
     Attributes:
         rows: of the last measurement.
-        tries: windows after which a share without a weight is an error.
-        on_measured: called with the step and the rows, on every rank.
     """
 
     def __init__(
@@ -122,15 +120,16 @@ class StrengthMeter:
         self.every = every
         self.first = first
         self.rows: list[TermStrength] = []
-        self.on_measured: list[Callable[[int, list[TermStrength]], None]] = []
         self._gradients: TermGradients | None = None
         self._step = 0
         self._due: set[str] = set()
-        self.tries = FIRST_WINDOWS
         self._misses: dict[str, int] = {}
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, due: bool = False) -> None:
         """Get ready to measure the window of optimizer step ``step`` (0-based), if it is due.
+
+        Args:
+            due: measure it in any case.
 
         Raises:
             ObjectiveError: a share needs its weight where gradients cannot be read.
@@ -138,7 +137,7 @@ class StrengthMeter:
         self.close()
         self._step = step
         self._due = {term.name for term in self.objective.terms if self._finds(term)}
-        due = (step == 0 and self.first) or (self.every is not None and step % self.every == 0)
+        due |= (step == 0 and self.first) or (self.every is not None and step % self.every == 0)
         if not self.objective.terms or not (due or self._due):
             return
         gradients = TermGradients(self.recorder, [term.name for term in self.objective.terms])
@@ -181,64 +180,64 @@ class StrengthMeter:
             )
         log.warning("the losses' strength is not measured: %s", reason)
 
-    def _miss(self, reason: str) -> None:
-        """This window gives none of the due terms a weight."""
-        for name in sorted(self._due):
-            self._miss_one(name, reason)
+    def _miss(self, names: Iterable[str], reason: str, tries: int) -> None:
+        """This window gives the shares of these terms no weight."""
+        for name in sorted(names):
+            weight, key = self.objective.full_weights[name], f"method.terms.{name}.share"
+            where = f"step {self._step + 1}: {key}"
+            if weight is not None:
+                log.warning("%s: %s in this window; its weight stays %.3g", where, reason, weight)
+                continue
+            self._misses[name] = self._misses.get(name, 0) + 1
+            if self._misses[name] >= tries:
+                share = next(t.options.share for t in self.objective.terms if t.name == name)
+                windows = "the window" if tries == 1 else f"the first {tries} windows"
+                raise ObjectiveError(
+                    f"{key}: no weight gives it a share of {share:g} in {windows}: {reason}; give "
+                    "a weight instead, or remove the term"
+                )
+            if self._misses[name] == 1:
+                log.warning(
+                    "%s: %s in this window; the term has no effect until a window gives it a "
+                    "weight (up to %d are measured)",
+                    where,
+                    reason,
+                    tries,
+                )
 
-    def _miss_one(self, name: str, reason: str) -> None:
-        weight, key = self.objective.full_weights[name], f"method.terms.{name}.share"
-        where = f"step {self._step + 1}: {key}"
-        if weight is not None:
-            log.warning("%s: %s in this window; its weight stays %.3g", where, reason, weight)
-            return
-        self._misses[name] = self._misses.get(name, 0) + 1
-        if self._misses[name] >= self.tries:
-            share = next(t.options.share for t in self.objective.terms if t.name == name)
-            windows = "the window" if self.tries == 1 else f"the first {self.tries} windows"
-            raise ObjectiveError(
-                f"{key}: no weight gives it a share of {share:g} in {windows}: {reason}; give a "
-                "weight instead, or remove the term"
-            )
-        if self._misses[name] == 1:
-            log.warning(
-                "%s: %s in this window; the term has no effect until a window gives it a weight "
-                "(up to %d are measured)",
-                where,
-                reason,
-                self.tries,
-            )
-
-    def end(self) -> None:
+    def end(self, last: bool = False) -> list[TermStrength]:
         """After an optimizer step, on every rank: compare the window's gradients, if it was due.
 
-        Sets the weights that are due. A window whose gradients are not finite is left out.
+        Sets the weights that are due, and returns a row a term; none of a window that was not due
+        or whose gradients are not finite.
+
+        Args:
+            last: no window follows this one.
 
         Raises:
             ObjectiveError: a share has no weight after so many windows without a gradient.
         """
-        gradients = self._gradients
+        gradients, tries = self._gradients, 1 if last else FIRST_WINDOWS
         if gradients is None:
-            return
+            return []
         self.close()
         if not gradients.count:
-            self._miss("no gradient came back through the model")
-            return
+            self._miss(self._due, "no gradient came back through the model", tries)
+            return []
         products = gradients.products()
         rows = [self._row(term, products[term.name]) for term in self.objective.terms]
         if not all(_finite(row) for row in rows):
             log.warning(
                 "step %d: a gradient is not finite; its strength is not measured", self._step + 1
             )
-            self._miss("a gradient is not finite")
-            return
-        self.rows = [self._with_found(row) for row in rows]
+            self._miss(self._due, "a gradient is not finite", tries)
+            return []
+        self.rows = [self._with_found(row, tries) for row in rows]
         if ranks.rank() == 0:
             for row in self.rows:
                 if row.weight or row.term not in self._due:
                     _report(row)
-        for call in self.on_measured:
-            call(self._step, self.rows)
+        return self.rows
 
     def _row(self, term: Term, products: Products) -> TermStrength:
         shares: dict[str, float | None] = dict.fromkeys(PARTS)
@@ -251,7 +250,7 @@ class StrengthMeter:
         weight = self.objective.full_weights[term.name] or 0.0
         return TermStrength(term.name, frozenset(term.trains), weight, shares, cosines)
 
-    def _with_found(self, row: TermStrength) -> TermStrength:
+    def _with_found(self, row: TermStrength, tries: int) -> TermStrength:
         """The row at the weight that gives its share, where that is due."""
         if row.term not in self._due:
             return row
@@ -259,7 +258,7 @@ class StrengthMeter:
         assert share is not None
         weight = row.weight_for(share)
         if weight is None:
-            self._miss_one(row.term, row.missing)
+            self._miss([row.term], row.missing, tries)
             return row
         self._misses.pop(row.term, None)
         self.objective.set_full_weight(row.term, weight)

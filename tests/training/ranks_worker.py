@@ -26,6 +26,7 @@ from moe_finetune.training.full_weights import trained_weights, whole_model
 from moe_finetune.training.specialization import Specialization
 from moe_finetune.training.trainer import build_trainer
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 STEPS, GLOBAL_BATCH, LENGTH = 5, 4, 13
 NEEDS_A_FILE = {"supervised_routing", "supervised_routing_baseline"}
@@ -41,10 +42,7 @@ def model():
     built = add_lora(
         tiny.model("qwen3_moe", num_hidden_layers=2), LoraSection(rank=4, alpha=8.0), "full"
     )
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(built, 0.1)
     return built
 
 
@@ -183,7 +181,6 @@ def sharded(how, stop=None, resume=None):
     terms["erc"]["noise"] = False
     measured = []
     with Specialization(built, {"terms": terms}) as work:
-        work.strength.on_measured.append(lambda _, rows: measured.extend(r.row() for r in rows))
         if resume is not None:
             first, weights, state, tables = resume
             set_weights(built, weights, "memory")
@@ -195,7 +192,10 @@ def sharded(how, stop=None, resume=None):
             built(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            before = work.strength.rows
             work.step()
+            if work.strength.rows is not before:
+                measured += [row.row() for row in work.strength.rows]
         tables = work.state_dict()
     return built, optimizer_state(optimizer, built), tables, measured
 

@@ -106,12 +106,14 @@ def test_a_share_in_a_plain_loop_and_every_so_many_steps():
     method = {"terms": {"dpp": {"share": 0.3}}, "strength": {"every": 2}}
     seen = []
     with Specialization(model, method) as work:
-        work.strength.on_measured.append(lambda step, rows: seen.append((step, rows[0].row())))
         for batch in (*BATCHES, *BATCHES):
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            before = work.strength.rows
             work.step()
+            if work.strength.rows is not before:
+                seen.append((work.steps - 1, work.strength.rows[0].row()))
     assert [step for step, _ in seen] == [0, 2]
     weight = work.objective.full_weights["dpp"]
     assert seen[0][1]["weight"] == seen[1][1]["weight"] == weight
@@ -214,12 +216,12 @@ def test_a_window_without_a_gradient_keeps_the_weight_and_a_first_one_tries_the_
     assert found[2] == pytest.approx(weight, rel=1e-6)
 
 
-def test_a_share_that_no_window_gives_a_weight_is_an_error_after_so_many(caplog):
+def test_a_share_that_no_window_gives_a_weight_is_an_error_after_so_many(monkeypatch):
+    monkeypatch.setattr("moe_finetune.training.strength.FIRST_WINDOWS", 3)
     model = adapted().train()
-    with Specialization(model, {"terms": {"dpp": {"share": 0.3}}}) as work:
-        work.strength.tries = 3
-        with pytest.raises(ObjectiveError, match=r"dpp\.share: .* in the first 3 windows: the tr"):
-            list(loop(work, model, (0.0,) * 4))
+    refused = pytest.raises(ObjectiveError, match=r"dpp\.share: .* in the first 3 windows: the tr")
+    with Specialization(model, {"terms": {"dpp": {"share": 0.3}}}) as work, refused:
+        list(loop(work, model, (0.0,) * 4))
     assert work.steps == 2
 
 

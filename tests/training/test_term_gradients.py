@@ -106,9 +106,7 @@ def test_measuring_takes_a_gradient_of_each_loss_and_leaves_nothing(terms, check
             with LiveBytes() as live:
                 step(work)
                 plain, before = step(work), live.now
-                work.strength.every = 1
-                work.strength.begin(work.steps)
-                work.strength.every = None
+                work.strength.begin(work.steps, due=True)
                 measured, left = step(work), live.now - before
         finally:
             gc.enable()
