@@ -35,10 +35,15 @@ def counted_peak(config: Any, recipe: Any) -> int:
         config: a transformers config; the model gets random weights.
         recipe: the run; its checkpoint and data are not read.
     """
-    from moe_finetune.training.memory.borders import LiveBytes
-    from moe_finetune.training.memory.profile import head_tiles
+    from trl.trainer import utils
 
-    with tempfile.TemporaryDirectory() as folder, head_tiles(config), LiveBytes() as live:
+    from moe_finetune.training.memory.borders import LiveBytes
+    from moe_finetune.training.memory.profile import replaced
+
+    # Tiles of logits no wider than the vocabulary, as memory that is touched.
+    tile = min(config.get_text_config().vocab_size, 32768)
+    narrow = replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", tile)
+    with tempfile.TemporaryDirectory() as folder, narrow, LiveBytes() as live:
         train(config, few_steps(recipe), Path(folder))
     return live.peak
 

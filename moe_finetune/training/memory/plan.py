@@ -8,7 +8,7 @@ Of several GPUs, which share the weights by FSDP2, it is that of one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from moe_finetune.errors import RecipeError
@@ -126,10 +126,11 @@ def plan_memory(
     if key not in profiles:
         profiles[key] = step_profile(config, kinds, recipe, device)
     profile = profiles[key]
-    plan = put_together(weights, profile, recipe)
+    plan = put_together(weights, profile, recipe, device)
     if with_losses and (recipe.method.terms or recipe.method.perturbations):
-        plain = put_together(weights, step_profile(config, kinds, recipe, device, False), recipe)
-        plan = put_together(weights, profile, recipe, losses=plan.total - plain.total)
+        without = step_profile(config, kinds, recipe, device, losses=False)
+        plain = put_together(weights, without, recipe, device)
+        plan = replace(plan, losses=plan.total - plain.total)
     return plan
 
 
@@ -173,21 +174,27 @@ def _step(
 
 
 def _strength(
-    weights: Weights, profile: StepProfile, recipe: Recipe, gradients: int, later: bool
+    weights: Weights,
+    profile: StepProfile,
+    recipe: Recipe,
+    device: Device,
+    gradients: int,
+    later: bool,
 ) -> Iterator[Moment]:
     """The moments of a step whose losses' strength is measured.
 
     Between the head's backward and the layers', one backward a loss runs over a graph that stays;
-    the gradients of routers and routed experts that it gives stay until the step ends, on the host
-    where they would take more than the weights.
+    the gradients of routers and routed experts that it gives stay until the step ends, in the
+    host's memory where they would take more than the weights.
 
     Args:
         gradients: bytes that earlier micro-batches of the window left.
         later: whether there are such micro-batches, which left measured gradients, too.
     """
     count = len(recipe.method.terms) + 1
-    large = weights.measured_gradients // 4 * count > weights.parameters
-    measured = 0 if large else weights.measured_gradients * count
+    measured = weights.measured_gradients * count
+    if device == "cuda" and measured // 4 > weights.parameters:
+        measured = 0  # they leave the device
     activations = profile.before + profile.after_head + sum(layer.kept for layer in profile.layers)
     needed = max(layer.backward for layer in profile.layers) + weights.opened
     head = 0 if later else weights.other_gradients
@@ -245,7 +252,7 @@ def layer_kinds(model: nn.Module) -> list[Any]:
 
 
 def put_together(
-    weights: Weights, profile: StepProfile, recipe: Recipe, losses: int = 0
+    weights: Weights, profile: StepProfile, recipe: Recipe, device: Device = "cuda"
 ) -> MemoryPlan:
     """Go through the moments of a step and take the worst."""
     trainer = recipe.trainer
@@ -264,7 +271,7 @@ def put_together(
     if _is_measured(recipe):
         # The first step has no states yet.
         then = stored if _is_measured_again(recipe) else 0
-        measured = _strength(weights, profile, recipe, gradients, accumulates)
+        measured = _strength(weights, profile, recipe, device, gradients, accumulates)
         with_states += [(moment, then) for moment in measured]
     worst, optimizer_bytes = max(with_states, key=lambda pair: sum(pair[0][:3]) + pair[1])
     gradients, activations, needed, moment = worst
@@ -280,7 +287,6 @@ def put_together(
         all_gradients=all_gradients,
         tokens=shape.rows * shape.length,
         weights_by=weights.by_type,
-        losses=losses,
         host=weights.host + (states if optimizer.paged else 0),
         layer={"kept": most.kept, "forward": most.forward, "backward": most.backward},
         head=profile.head,

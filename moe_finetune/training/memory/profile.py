@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +98,7 @@ def step_profile(
                 stack.enter_context(replaced(grouped, "_aligned", lambda _: True))
                 if device == "cuda":  # which takes all tokens at once
                     stack.enter_context(replaced(by_token, "CACHED_BYTES", 2**62))
-                else:
-                    stack.enter_context(head_tiles(config))
-                _step(model, short, recipe, borders, losses)
+                _step(model, recipe, device, borders, losses)
                 cache = cache_bytes(model) if step_shape(recipe).generated else []
     except MoeFinetuneError:
         raise
@@ -133,18 +131,7 @@ def _fix_positions(model: Any) -> None:
             module.rope_type = dict.fromkeys(kind, "default")
 
 
-def head_tiles(config: Any) -> AbstractContextManager[Any]:
-    """Let TRL's tiles of logits be no wider than the vocabulary.
-
-    Theirs may be; on a CPU, pages that nobody touches are not there.
-    """
-    tile = min(config.get_text_config().vocab_size, 32768)
-    from trl.trainer import utils
-
-    return replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", tile)
-
-
-def _step(model: Any, config: Any, recipe: Recipe, borders: Borders, losses: bool) -> None:
+def _step(model: Any, recipe: Recipe, device: Device, borders: Borders, losses: bool) -> None:
     """Forward and backward of one micro-batch on fake tensors, with marks between layers."""
     from moe_finetune.losses.objective import Objective
     from moe_finetune.moe.hooks import Recorder
@@ -179,7 +166,7 @@ def _step(model: Any, config: Any, recipe: Recipe, borders: Borders, losses: boo
     shape = step_shape(recipe)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.model.dtype == "bfloat16"):
-        loss = stage_loss(model, ids, recipe)
+        loss = stage_loss(model, ids, recipe, device)
     loss.backward()
     borders.end(gradients())
 

@@ -40,8 +40,6 @@ def stand_in(kinds: list[Any], kind: Any, count: int) -> int:
 
 def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     """The adapted model on the meta device, its checkpointing set as TRL sets it."""
-    from trl.trainer.utils import add_fused_lm_head
-
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.models.structure import meta_model
 
@@ -51,7 +49,6 @@ def adapted_model(config: Any, recipe: Recipe, device: Device) -> Any:
     model: Any = meta_model(config, attention)
     if recipe.lora is None or recipe.model.dtype == "float32":
         model = model.float()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     lora = recipe.lora
     if lora is not None and lora.experts != "all":
         lora = lora.model_copy(update={"experts": "all"})  # the selection is of the whole model

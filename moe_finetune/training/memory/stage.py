@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from moe_finetune.recipe.stages import STAGES
+from moe_finetune.training.memory.short_model import Device
 
 if TYPE_CHECKING:
     from moe_finetune.recipe.schema import Recipe
+
+
+TILE = 32768
+"""Columns of logits that TRL's trainers make at a time."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def second_model_bytes(recipe: Recipe, shape: StepShape, model: int) -> int:
     return item * sum(p.numel() for p in meta_model(load_config(recipe.teacher)).parameters())
 
 
-def stage_loss(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
+def stage_loss(model: Any, ids: Tensor, recipe: Recipe, device: Device) -> Tensor:
     """A scalar with the graph of the stage's loss: what TRL stores of head and logits for it."""
     if recipe.stage == "orpo":
         return _odds_ratio(model, ids)
@@ -100,12 +105,28 @@ def stage_loss(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
         return _divergence(model, ids, recipe)
     smoothing = float(recipe.trainer.get("label_smoothing_factor", 0.0))
     if not smoothing or STAGES[recipe.stage].form != "tokens":
-        output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
-        return -output.log_probs.sum() / ids.numel()
+        return _log_probabilities(model, ids, device)
     from transformers.trainer_pt_utils import LabelSmoother
 
     output = model(input_ids=ids, use_cache=False)
     return LabelSmoother(epsilon=smoothing)(output, ids, shift_labels=True)
+
+
+def _log_probabilities(model: Any, ids: Tensor, device: Device) -> Tensor:
+    """Tiles of logits, as TRL's fused head makes them of the next tokens' hidden states."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    from moe_finetune.moe.layers import backbone_of
+
+    hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    head = model.get_output_embeddings().weight
+    # A tile may be wider than the vocabulary; on a CPU, pages that nobody touches are not there.
+    tile = TILE if device == "cuda" else min(TILE, head.shape[0])
+    outputs = ("log_probs", "entropy", "is_top1")
+    log_probs, *_ = ChunkedLogProbFunction.apply(
+        *(hidden.flatten(0, 1), head, None, ids[:, 1:].flatten(), 1.0, tile, None, 1.0, outputs)
+    )
+    return -log_probs.sum() / ids.numel()
 
 
 def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
@@ -121,18 +142,21 @@ def _odds_ratio(model: Any, ids: Tensor) -> Tensor:
 
 def _divergence(model: Any, ids: Tensor, recipe: Recipe) -> Tensor:
     """Tiles of both models' logits; the teacher is taken to be as wide as the model."""
-    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     from moe_finetune.moe.layers import backbone_of
 
     hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings().weight
-    beta: Any = STAGES[recipe.stage].config_class().__dataclass_fields__["beta"].default
-    taught = hidden.detach().clone()
-    mask = torch.ones_like(ids)
-    return _chunked_divergence_loss(
-        hidden, taught, head, head, mask, float(recipe.trainer.get("beta", beta))
-    )[0]
+    head, taught = model.get_output_embeddings().weight, hidden.detach().clone()
+    default: Any = STAGES[recipe.stage].config_class().__dataclass_fields__["beta"].default
+    beta = float(recipe.trainer.get("beta", default))
+    student, teacher = (states.flatten(0, 1) for states in (hidden, taught))
+    temperature, scale = 1.0, 1.0
+    divergence, _ = ChunkedDivergenceFunction.apply(
+        *(student, head, None, teacher, head, None),
+        *(beta, temperature, scale, None, scale, None),
+    )
+    return divergence.sum() / ids.numel()
 
 
 def cache_bytes(model: Any) -> list[tuple[int, int]]:

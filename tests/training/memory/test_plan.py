@@ -141,6 +141,13 @@ def test_the_worst_moment():
     third = put_together(OneWeight, StepProfile(layers, 10, 40, 20), three)
     assert third.total == backward.total + 4 * 16 - 2 * 4 * 5
     assert (third.optimizer, third.all_states, third.fixed) == (0, 40, fixed + 20)
+    heavy = type("Heavy", (OneWeight,), {"measured_gradients": 4 * 600})  # 2 x 600 are more
+    on_gpu, on_cpu = (
+        put_together(heavy, StepProfile(layers, 10, 40, 20), often, device)
+        for device in ("cuda", "cpu")
+    )
+    assert on_gpu.total == backward.total  # in the host's memory, which a CPU's run has only
+    assert on_cpu.total == backward.total + 2 * 4 * 600
     unmeasured = recipe(method={"preset": "aux_loss", "strength": {"first": False}})
     later = put_together(OneWeight, StepProfile(layers, 10, 40, 20), unmeasured)
     assert later.total == backward.total
