@@ -303,8 +303,14 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> QuantizedWeight:
-    parts = (part.to(device, non_blocking=non_blocking) for part in (self._packed, self._scales))
-    return self._like(*parts, dtype=dtype or self.dtype)
+    def moved(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        packed = packed.to(device, non_blocking=non_blocking)
+        return packed, scales.to(device, non_blocking=non_blocking)
+
+    copy = self._like(*moved(self._packed, self._scales), dtype=dtype or self.dtype)
+    if self._padded is not None:  # FSDP2 gathers what it has moved from the host
+        copy._padded = moved(*self._padded)
+    return copy
 
 
 def _swap(self: QuantizedWeight, first: int = 0, second: int = 1) -> Any:

@@ -345,14 +345,28 @@ def test_offloading_activations_needs_an_accelerator(recipe_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("launched", "said"),
     [
-        ("FSDP", "model.quantization: 'nf4' does not go with FSDP1.*set fsdp_version: 2"),
-        ("DEEPSPEED", "cannot resume.*use FSDP2"),
+        (
+            {"ACCELERATE_USE_FSDP": "true"},
+            "model.quantization: 'nf4' does not go with FSDP1.*set fsdp_version: 2",
+        ),
+        (
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_OFFLOAD_PARAMS": "true",
+            },
+            "model.quantization: 'nf4' does not go with fsdp_offload_params.*set it to false",
+        ),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "cannot resume.*use FSDP2"),
     ],
 )
-def test_fsdp1_and_deepspeed_are_refused(recipe_file, monkeypatch, tmp_path, name, said):
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+def test_launchers_that_cannot_share_packed_weights_are_refused(
+    recipe_file, monkeypatch, tmp_path, launched, said
+):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=said):
         run_recipe(load_recipe(recipe_file), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -109,7 +109,10 @@ def test_parts_of_ranks_gather_to_the_whole(kind, shape, ranks):
         buffer.narrow(0, 0, chunk.shape[0]).copy_(chunk)
         part = buffer.narrow(0, 0, chunk.shape[0])
         assert torch.equal(part.dequantize(), chunk.dequantize())
-        tensors, metadata = part.fsdp_pre_all_gather(None)
+        moved = part.to(torch.bfloat16)  # as a shard that waits on the host comes to its device
+        assert moved.dtype == torch.bfloat16 and moved.shape == part.shape
+        tensors, metadata = moved.fsdp_pre_all_gather(None)
+        assert [len(t) for t in tensors] == [len(chunks[0]._packed)] * 2
         sent.append(tensors)
     gathered = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
     whole, _ = weight.fsdp_post_all_gather(gathered, metadata, torch.bfloat16)
