@@ -76,11 +76,17 @@ def carry_out(
 ) -> Path:
     """What :func:`run_recipe` does while no other process may write to ``output``."""
     from moe_finetune.training import ranks
-    from moe_finetune.training.output import begin, check_output, discard, on_day_of, with_date
+    from moe_finetune.training.output import (
+        begin_run,
+        check_run_folder,
+        discard,
+        on_day_of,
+        with_date,
+    )
 
     run, first_rank = RunFolder(output), ranks.rank() == 0
     recipe = on_day_of(recipe, run)
-    check_output(recipe, run, resume)
+    check_run_folder(recipe, run, resume)
     if not first_rank:
         terminal().quiet = True  # rank 0 speaks for all; warnings come from each
     elif output.is_dir():
@@ -93,7 +99,7 @@ def carry_out(
     ranks.barrier()  # rank 0 writes into the folder that the others look at above
     new_folder = not output.exists()
     if first_rank:
-        begin(recipe, run)
+        begin_run(recipe, run)
     try:
         with terminal().log_to(run.log) if first_rank else nullcontext():
             stages(recipe, run, inputs, resume, worker, scored)
@@ -154,11 +160,11 @@ def plan_run(
     Raises:
         MoeFinetuneError: what would end the start, with the key and what to do.
     """
-    from moe_finetune.training.output import check_output, on_day_of
+    from moe_finetune.training.output import check_run_folder, on_day_of
 
     check_versions("a recipe")
     recipe = on_day_of(recipe, RunFolder(output))
-    check_output(recipe, RunFolder(output), resume)
+    check_run_folder(recipe, RunFolder(output), resume)
     return check_inputs(recipe, ignore_memory, activations=True).plan
 
 

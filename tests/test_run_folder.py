@@ -19,7 +19,7 @@ from moe_finetune.io.run_folder import RunFolder, checkpoint_in, checkpoint_name
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.routing.trace_writer import TraceWriter
-from moe_finetune.training.output import begin, check_output, on_day_of, with_date
+from moe_finetune.training.output import begin_run, check_run_folder, on_day_of, with_date
 from tests.checkpoint.helpers import adapter as random_adapter
 
 
@@ -169,12 +169,12 @@ def test_a_run_keeps_the_date_that_its_chat_template_wrote(tmp_path):
         return recipe_from_tree(Tree(tree))
 
     output = RunFolder(tmp_path / "run")
-    begin(with_date(recipe(), "2026-03-04"), output)
+    begin_run(with_date(recipe(), "2026-03-04"), output)
     resumed = on_day_of(recipe(), output)
     assert resumed.data.date == "2026-03-04"
-    check_output(resumed, output, resume=True)
+    check_run_folder(resumed, output, resume=True)
     assert on_day_of(recipe(date="2024-02-03"), output).data.date == "2024-02-03"
     assert on_day_of(recipe(), RunFolder(tmp_path / "other")).data.date is None
     undated = RunFolder(tmp_path / "undated")
-    begin(with_date(recipe(), None), undated)
+    begin_run(with_date(recipe(), None), undated)
     assert on_day_of(recipe(), undated) == recipe()

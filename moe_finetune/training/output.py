@@ -20,7 +20,7 @@ from moe_finetune.training.run_log import noted_weights, with_weights
 log = logging.getLogger(__name__)
 
 
-def check_output(recipe: Recipe, run: RunFolder, resume: bool) -> None:
+def check_run_folder(recipe: Recipe, run: RunFolder, resume: bool) -> None:
     """Refuse a folder that holds something else, or a run that another recipe trained."""
     saved, output = run.recipe, run.path
     if enter_folder(output, saved, "a run", resume):
@@ -53,7 +53,7 @@ def with_date(recipe: Recipe, date: str | None) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def begin(recipe: Recipe, run: RunFolder) -> None:
+def begin_run(recipe: Recipe, run: RunFolder) -> None:
     """Make the run's folder, with the resolved recipe and the environment in it."""
     # The recipe makes the folder a run that can be resumed, so it comes first, and whole.
     if not run.recipe.exists():

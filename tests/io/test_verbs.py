@@ -19,7 +19,7 @@ from moe_finetune.io import output_lock
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.tree import Tree
-from moe_finetune.training.output import check_output
+from moe_finetune.training.output import check_run_folder
 from moe_finetune.upcycle.merge import merge_experts
 
 NOWHERE = "nowhere-at-all"
@@ -120,11 +120,11 @@ def _recipe():
 
 def test_an_empty_folder_is_resumed_from_the_beginning(tmp_path, caplog):
     """A run that was killed before its recipe was written."""
-    check_output(_recipe(), RunFolder(tmp_path), resume=True)
+    check_run_folder(_recipe(), RunFolder(tmp_path), resume=True)
     assert "is empty" in caplog.text
     (tmp_path / ".recipe.yaml.partial-0123abcd").write_text("half")
-    check_output(_recipe(), RunFolder(tmp_path), resume=True)
-    check_output(_recipe(), RunFolder(tmp_path), resume=False)
+    check_run_folder(_recipe(), RunFolder(tmp_path), resume=True)
+    check_run_folder(_recipe(), RunFolder(tmp_path), resume=False)
 
 
 def test_a_merge_whose_note_was_lost_is_done_again(tmp_path, monkeypatch):
