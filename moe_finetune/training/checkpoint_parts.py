@@ -101,18 +101,17 @@ def accumulation(checkpoint: Path, args: Any) -> int:
     It is that of ``args`` where the number of processes is the checkpoint's.
 
     Raises:
-        CheckpointError: no accumulation does, or the checkpoint does not say.
+        CheckpointError: no accumulation does.
     """
     world, rows = written_by(checkpoint)
     if world == args.world_size:
         return args.gradient_accumulation_steps
     rows_per_batch = args.train_batch_size * args.world_size
-    if rows is None or rows % rows_per_batch:
+    if rows % rows_per_batch:
         raise CheckpointError(
-            f"{checkpoint}: was written by {world} processes"
-            + (f" whose steps took {rows} rows" if rows is not None else "")
-            + f", and {args.world_size} of {args.train_batch_size} rows cannot go on with it; "
-            f"resume with {world} processes"
+            f"{checkpoint}: was written by {world} processes whose steps took {rows} rows, and "
+            f"{args.world_size} of {args.train_batch_size} rows cannot go on with it; resume with "
+            f"{world} processes"
         )
     return rows // rows_per_batch
 

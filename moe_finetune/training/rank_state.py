@@ -22,9 +22,6 @@ from torch import Tensor
 from moe_finetune.errors import CheckpointError
 from moe_finetune.training.state import pack, unpack
 
-ADDED_ENTRIES = {"total_loss", "rollouts"}
-"""Entries that the first development versions did not write."""
-
 
 def pack_rank(state: dict[str, Any]) -> bytes:
     """The bytes of one rank's file."""
@@ -69,10 +66,10 @@ def read_rank(checkpoint: Path, rank: int, world: int, callbacks: list[Any]) -> 
     }
 
 
-def written_by(checkpoint: Path) -> tuple[int, int | None]:
-    """How many processes wrote a checkpoint, and the rows of one of their steps, where noted."""
+def written_by(checkpoint: Path) -> tuple[int, int]:
+    """How many processes wrote a checkpoint, and the rows of one of their steps."""
     first = _read_state(checkpoint / rank_file(0))
-    return first["world_size"], first.get("rows")
+    return first["world_size"], first["rows"]
 
 
 def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -86,14 +83,7 @@ def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _read_state(file: Path) -> dict[str, Any]:
     metadata, tensors = read_tensors(file)
-    state = unpack(json.loads(metadata["state"]), tensors)
-    if missing := ADDED_ENTRIES - state.keys():
-        raise CheckpointError(
-            f"{file}: was written by an earlier version of moe-finetune, which did not store "
-            f"{', '.join(sorted(missing))}; resume with the version that wrote it, or start the "
-            "run again with another --output"
-        )
-    return state
+    return unpack(json.loads(metadata["state"]), tensors)
 
 
 def random_state() -> dict[str, Any]:
