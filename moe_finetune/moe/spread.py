@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_finetune.errors import CaptureError, DependencyError, UnsupportedModelError
+from moe_finetune.errors import (
+    CaptureError,
+    DependencyError,
+    RecipeError,
+    UnsupportedModelError,
+)
 from moe_finetune.losses.tensors import without_autocast
 from moe_finetune.moe.by_token import gram
 from moe_finetune.moe.experts import Experts, ExpertsResult, LoraFactors, run_experts
@@ -34,6 +39,7 @@ from moe_finetune.quantization.weight import QuantizedWeight
 
 DISPATCH = "ep_dispatch_experts"
 """Transformers' plan under which each rank has its own tokens."""
+KEY = "parallel.experts"
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Spread:
         return torch.cat(parts)
 
 
-def spread_experts(model: Any, ranks: int | None = None) -> Any:
+def spread_experts(model: Any) -> Any:
     """Leave each rank its part of ``model``'s routed experts, and return the model.
 
     By transformers' plan ``ep_dispatch_experts``: whole experts, in their order. Add an adapter
@@ -76,25 +82,38 @@ def spread_experts(model: Any, ranks: int | None = None) -> Any:
 
     Args:
         model: a causal language model with whole experts, equal on all ranks, without an adapter.
-        ranks: how many share all experts, 2 or more; the run's by default.
 
     Raises:
-        UnsupportedModelError: transformers has no such plan for the model.
-        ValueError: ``ranks`` divides neither the experts nor the run's ranks.
+        RecipeError, UnsupportedModelError: see :func:`check_spread`.
     """
-    world = distributed.get_world_size()
-    size = world if ranks is None else ranks
-    experts = model_facts(model).num_experts
-    if size < 2 or experts % size or world % size:
-        raise ValueError(
-            f"ranks: wanted 2 or more that divide {experts} experts and {world} ranks, got {size}"
+    ranks = distributed.get_world_size()
+    check_spread(model, model_facts(model).num_experts, ranks, ranks)
+    return place_experts(model, ranks, next(model.parameters()).device.type)
+
+
+def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
+    """Refuse a number of ranks that cannot share the experts of ``model``, which may be meta.
+
+    Raises:
+        RecipeError: it divides neither the experts nor the run's ranks.
+        UnsupportedModelError: transformers has no plan for the model.
+    """
+    if experts % ranks:  # first: no number of processes would help
+        fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
+        raise RecipeError(
+            f"{KEY}: {experts} experts cannot be divided by {ranks} ranks; choose one of {fit}"
+        )
+    if world == 1 or world % ranks:
+        raise RecipeError(
+            f"{KEY}: {ranks} ranks share all experts, and this run has {world}; start it "
+            f"by accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
+            f"{KEY}: all"
         )
     if DISPATCH not in model.ep_plan.values():
         raise UnsupportedModelError(
-            f"{type(model).__name__}: transformers has no plan {DISPATCH} for it; train it with "
-            "FSDP2 (recipes/hardware)"
+            f"{KEY}: transformers has no plan {DISPATCH} for {type(model).__name__}; shard it with "
+            "FSDP2 (recipes/hardware/fsdp2_8gpu.yaml), or leave the key out"
         )
-    return place_experts(model, size, next(model.parameters()).device.type)
 
 
 def place_experts(model: Any, ranks: int, device: str) -> Any:

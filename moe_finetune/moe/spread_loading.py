@@ -15,35 +15,7 @@ import torch
 from torch import distributed
 from transformers.distributed import DistributedConfig
 
-from moe_finetune.errors import RecipeError, UnsupportedModelError
-from moe_finetune.moe.spread import DISPATCH, place_experts
-
-KEY = "parallel.experts"
-
-
-def check_spread(model: Any, experts: int, ranks: int, world: int) -> None:
-    """Refuse a number of ranks that cannot share the experts of ``model``, which may be meta.
-
-    Raises:
-        RecipeError: it divides neither the experts nor the run's ranks.
-        UnsupportedModelError: transformers has no plan for the model.
-    """
-    if experts % ranks:  # first: no number of processes would help
-        fit = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
-        raise RecipeError(
-            f"{KEY}: {experts} experts cannot be divided by {ranks} ranks; choose one of {fit}"
-        )
-    if world == 1 or world % ranks:
-        raise RecipeError(
-            f"{KEY}: {ranks} ranks share all experts, and this run has {world}; start it "
-            f"by accelerate launch --multi_gpu --num_processes {ranks}, or a multiple, or set "
-            f"{KEY}: all"
-        )
-    if DISPATCH not in model.ep_plan.values():
-        raise UnsupportedModelError(
-            f"{KEY}: transformers has no plan {DISPATCH} for {type(model).__name__}; shard it with "
-            "FSDP2 (recipes/hardware/fsdp2_8gpu.yaml), or leave the key out"
-        )
+from moe_finetune.moe.spread import place_experts
 
 
 def load_spread(

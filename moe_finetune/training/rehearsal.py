@@ -60,7 +60,7 @@ def rehearse(
     from moe_finetune.lora.coverage import lora_coverage
     from moe_finetune.lora.targets import add_lora
     from moe_finetune.moe.layers import model_facts
-    from moe_finetune.moe.spread_loading import check_spread
+    from moe_finetune.moe.spread import check_spread
 
     recipe, tokenizer = start.recipe, start.tokenizer
     # A model notes kernels and dtype in its config, and the run's is the merge's and verify's too.
