@@ -19,8 +19,13 @@ def adapted(model: Any, router: str = "full", lora: LoraSection = LORA) -> Any:
         warnings.simplefilter("ignore")  # of a model that has no shared experts
         model = add_lora(model, lora, router)
     torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.05)
+    random_factors(model, 0.05)
     return model
+
+
+@torch.no_grad()
+def random_factors(model: Any, scale: float) -> None:
+    """Normal LoRA factors of this standard deviation, in the order of the parameters."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, scale)

@@ -7,6 +7,7 @@ import torch
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -16,15 +17,12 @@ TERMS = {
 }
 
 
-def adapted(name: str, router: str = "lora", seed: int = 0):
+def adapted(name: str, router: str = "lora", seed: int = 0, **config):
     """A tiny model with random, non-zero LoRA on attention, experts, shared experts and router."""
-    base = tiny.model(name, seed)
+    base = tiny.model(name, seed, **config)
     torch.manual_seed(seed + 1)
     model = add_lora(base, LoraSection(rank=4, alpha=12.0), router)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     return model.train()
 
 

@@ -22,6 +22,7 @@ from moe_finetune.recipe.schema import Recipe
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 COUPLED_BY_TABLE = "coupling, transition"
 RANK = 3  # not aligned: the grouped path fills it up
@@ -62,10 +63,7 @@ def adapted(family, lora=True, **config):
     if not lora:
         return base.train()
     model = add_lora(base, LoraSection(rank=RANK, alpha=7.0), "full").train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     return model
 
 

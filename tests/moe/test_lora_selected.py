@@ -20,6 +20,7 @@ from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
 from tests.checkpoint.helpers import load
+from tests.tiny_adapter import random_factors
 
 EXPERTS, RANK = 12, 4
 CHOSEN = {
@@ -41,10 +42,7 @@ def selection(tmp_path):
 
 def randomize(model) -> None:
     torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
 
 
 def layer_of(name: str) -> int:

@@ -20,6 +20,7 @@ from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 METHOD = {
     "terms": {
@@ -52,10 +53,7 @@ def adapted(family, checkpointing=False, layers=3, kind=None):
     if kind is not None:
         quantize_model(base, kind)
     model = add_lora(base, LoraSection(rank=3, alpha=7.0), "full").train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

@@ -1,8 +1,9 @@
-"""What each rank of ``test_ranks.py`` runs: a training step on quantized weights that ranks share.
+"""What each rank of ``test_ranks.py`` runs: training steps on quantized weights that ranks share,
+and a recipe on them from start to merge.
 
-``python -m tests.quantization.ranks_worker OUT`` under RANK and WORLD_SIZE 2; rank 0 writes OUT.
-The whole model sees both ranks' batches one after the other, in every process; of the others each
-rank sees its own batch, and gradients are averaged.
+``python -m tests.quantization.ranks_worker FOLDER`` under RANK and WORLD_SIZE 2. Of the steps the
+whole model sees both ranks' batches one after the other, in every process; of the others each rank
+sees its own batch, and gradients are averaged.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from moe_finetune import Specialization, load_model
+from moe_finetune import Specialization, load_model, run_recipe
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.quantization.weight import local_weight
+from moe_finetune.recipe.schema import recipe_from_tree
 from moe_finetune.recipe.sections import LoraSection
+from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
-from tests import tiny, tiny_families
+from tests import fsdp, tiny, tiny_families
+from tests.tiny_adapter import random_factors
 
-WORLD = 2
+WORLD, GLOBAL_BATCH = 2, 4
+ALONE = "alone"
 METHOD = {
     "terms": {
         "erc": {"weight": 0.3},  # reads the gate projections of all experts
@@ -53,10 +58,7 @@ def model(folder: Path, quantization: str, spread: bool) -> Any:
     )
     torch.manual_seed(1)
     adapted = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(adapted, 0.1)
     return adapted.train()
 
 
@@ -137,21 +139,60 @@ def compare(folder: Path, options: dict[str, str], modes: tuple[str, ...]) -> di
     return rows
 
 
-def main(out: Path) -> None:
-    """Run all cases in one job."""
+def recipe(folder: Path, mode: str, world: int) -> Any:
+    terms = {"erc": {"weight": 0.3}, "load_balance": {"weight": 0.3, "scope": "global_batch"}}
+    return recipe_from_tree(
+        Tree(
+            {
+                "model": {
+                    "path": str(folder / "base"),
+                    "dtype": "float32",
+                    "quantization": "nf4",
+                },
+                "method": {"terms": terms},
+                "lora": {"rank": 4, "alpha": 8.0},
+                "data": {
+                    "train": str(folder / "data.jsonl"),
+                    "max_length": 24,
+                    "packing": False,
+                },
+                "trainer": {
+                    "max_steps": 2,
+                    "save_steps": 2,
+                    # Steps in proportion to the gradients: Adam would divide the rounding of a
+                    # small one by its size.
+                    "optim": "sgd",
+                    "learning_rate": 0.5,
+                    "per_device_train_batch_size": GLOBAL_BATCH // world,
+                    "report_to": "none",
+                },
+                "parallel": {"experts": "all" if mode == "spread" else 1},
+            }
+        )
+    )
+
+
+def main(folder: Path) -> None:
+    """Run all cases in one job, then the recipe with experts spread, by FSDP2, and alone."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     ranks.join_group()
     rows = {}
     for case, (family, changes, options, modes) in CASES.items():
-        folder = out.parent / case
         source = tiny if family in tiny.FAMILY_NAMES else tiny_families
-        source.model(family, **changes).save_pretrained(folder)  # rank 0 alone writes
+        source.model(family, **changes).save_pretrained(folder / case)  # rank 0 alone writes
         ranks.barrier()
-        rows[case] = compare(folder, options, modes)
+        rows[case] = compare(folder / case, options, modes)
     if ranks.rank() == 0:
-        out.write_text(json.dumps(rows))
-    ranks.barrier()
+        (folder / "measured.json").write_text(json.dumps(rows))
+    for mode in (*reversed(BOTH), ALONE):
+        world = 1 if mode == ALONE else WORLD
+        if int(os.environ.get("RANK", "0")) >= world:
+            return
+        if mode == "sharded":  # as its launcher's config sets it up
+            fsdp.use()
+        fsdp.regroup(world)
+        run_recipe(recipe(folder, mode, world), folder / mode)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
-from moe_finetune.cli import main
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
 from tests import tiny, tiny_families
 from tests.quantization.formats import as_fp8, as_int4, as_mxfp4, rewrite
@@ -69,45 +68,35 @@ def first(value):
 HEADERS = {
     ("fp8", "weight_scale_inv"): {
         "scales cut to a row": (lambda t: cut(t, 1), r"\[1, 5\]; wanted \[2, 5\]"),
-        "scales of wider blocks": (lambda t: torch.cat([t, t], 1), r"\[2, 10\]; wanted \[2, 5\]"),
         "scales in 8 bits": (lambda t: t.to(torch.float8_e4m3fn), "stored as F8_E4M3; fp8 needs"),
         "scales gone": (None, "is missing, which"),
     },
     ("fp8", "weight"): {
-        "weight gone": (None, "is missing, which"),
         "weight a float": (lambda t: t.float(), "stored as F32; fp8 needs F8_E4M3"),
         "weight flat": (lambda t: t.view(-1), r"\[9216\]; wanted 2 dimensions"),
         "weight without a row": (lambda t: cut(t, 47), r"\[47, 192\], and config.json"),
-        "weight transposed": (lambda t: t.T, r"\[2, 5\]; wanted \[8, 2\]"),
     },
     ("int4", "weight_packed"): {
         "packed transposed": (lambda t: t.T, r"\[24, 48\], which does not pack the 48 x 192"),
-        "packed flat": (lambda t: t.view(-1), "wanted 2 dimensions"),
         "packed as floats": (lambda t: t.view(torch.float32), "stored as F32; .* needs I32"),
-        "packed gone": (None, "is missing, which"),
     },
     ("int4", "weight_scale"): {
         "group scales cut to a row": (lambda t: cut(t, 1), r"\[1, 12\]; wanted \[48, 12\]"),
-        "group scales of a channel": (lambda t: cut(t, None, 1), r"\[48, 1\]; wanted \[48, 12\]"),
         "group scales as whole numbers": (lambda t: t.long(), "stored as I64"),
     },
     ("int4", "weight_shape"): {
-        "declared shape NaN": (lambda t: t.float() * torch.nan, "stored as F32"),
         "declared shape swapped": (lambda t: t.flip(0), r"pack the 192 x 48"),
         "declared shape of three": (lambda t: torch.tensor([48, 192, 1]), r"\[3\]; wanted \[2\]"),
         "declared shape negative": (first(-48), r"pack the -48 x 192"),
         "declared columns no multiple": (lambda t: torch.tensor([48, 191]), "do not divide"),
-        "declared shape gone": (None, "is missing, which"),
     },
     ("mxfp4", "blocks"): {
         "blocks of 8 bytes": (lambda t: t.unflatten(-1, (2, 8)).flatten(2, 3), "must be 16"),
         "blocks transposed": (lambda t: t.transpose(1, 2), r"_scales' has shape .* wanted"),
         "blocks as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
-        "blocks gone": (None, "is missing, which"),
     },
     ("mxfp4", "scales"): {
         "exponents cut": (lambda t: t[:, :, :1], "wanted"),
-        "exponents as floats": (lambda t: t.float(), "stored as F32; mxfp4 needs U8"),
     },
 }
 CASES = {
@@ -128,14 +117,6 @@ def test_parts_that_do_not_fit_are_refused_from_the_headers(case, stored, tmp_pa
         open_checkpoint(tmp_path, stored=True)
     stem = EXPERT if form != "mxfp4" else STACK
     assert f"'{stem}" in str(problem.value)
-
-
-def test_both_experts_cut_alike_do_not_fit_the_config(stored, tmp_path):
-    tensors, config = stored["mxfp4"]
-    changed = tensors | {name: tensors[name][:-1] for name in PARTS["mxfp4"].values()}
-    write(tmp_path, changed, config)
-    with pytest.raises(CheckpointError, match=r"routed experts|config\.json describes"):
-        open_checkpoint(tmp_path, stored=True)
 
 
 def test_more_parts_than_the_format_has_are_refused(stored, tmp_path):
@@ -162,13 +143,10 @@ def test_more_parts_than_the_format_has_are_refused(stored, tmp_path):
 VALUES = {
     "NaN scale": ("fp8", "weight_scale_inv", first(torch.nan)),
     "infinite scale": ("fp8", "weight_scale_inv", first(torch.inf)),
-    "scale that overflows": ("fp8", "weight_scale_inv", first(3e38)),
     "NaN in one expert": ("fp8", "weight", first(torch.nan)),
     "NaN group scale": ("int4", "weight_scale", first(torch.nan)),
-    "infinite group scale": ("int4", "weight_scale", first(-torch.inf)),
     "group scale that overflows": ("int4", "weight_scale", lambda t: t.double().fill_(1e200)),
     "exponent that means NaN": ("mxfp4", "scales", first(255)),
-    "exponents that overflow": ("mxfp4", "scales", lambda t: t.clone().fill_(254)),
 }
 
 
@@ -215,11 +193,9 @@ def weights(**facts):
 
 CONFIGS = {
     "block of another size": ("fp8", {"weight_block_size": [16, 40]}, r"wanted \[12, 2\]"),
-    "block swapped": ("fp8", {"weight_block_size": [40, 24]}, r"wanted \[5, 2\]"),
     "block of zero": ("fp8", {"weight_block_size": [0, 40]}, "only scales of blocks"),
     "method of another": ("fp8", {"quant_method": "mxfp4"}, "no tensor is stored that way"),
     "group of another size": ("int4", weights(group_size=24), r"\[192, 3\]; wanted \[192, 2\]"),
-    "group forgotten": ("int4", weights(group_size=None), "group_size None"),
     "group by channel": (
         "int4",
         weights(strategy="channel", group_size=None),
@@ -227,11 +203,6 @@ CONFIGS = {
     ),
     "group by tensor": ("int4", weights(strategy="tensor", group_size=None), "strategy 'tensor'"),
     "8 bits": ("int4", weights(num_bits=8), "num_bits 8"),
-    "bits forgotten": (
-        "int4",
-        {"config_groups": {"group_0": {"weights": {"group_size": 16}}}},
-        "num_bits 8",
-    ),
     "with zero points": ("int4", weights(symmetric=False), "symmetric False"),
     "groups of two sizes": (
         "int4",
@@ -272,14 +243,6 @@ def test_a_config_that_the_parts_contradict_is_refused(case, stored, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("section", ["fp8", [{"quant_method": "fp8"}]])
-def test_a_section_that_is_no_mapping_is_refused(section, stored, tmp_path):
-    tensors, config = stored["fp8"]
-    write(tmp_path, tensors, config | {SECTION: section})
-    with pytest.raises(UnsupportedModelError, match="an unnamed method"):
-        load_model(tmp_path)
-
-
 def test_scales_of_a_row_and_of_other_floats_are_read(stored, tmp_path):
     tensors, config = stored["int4"]
     ones = {
@@ -294,23 +257,3 @@ def test_scales_of_a_row_and_of_other_floats_are_read(stored, tmp_path):
     digits = torch.stack([(packed >> 4 * place) & 15 for place in range(8)], -1).flatten(1) - 8
     up_ERC = loaded.model.layers[2].mlp.experts.gate_up_proj
     assert torch.equal(up_ERC[5, 48:], digits * 0.5)
-
-
-@pytest.mark.parametrize("case", ["scales cut to a row", "packed transposed"])
-def test_training_ends_before_it_begins(case, stored, tmp_path, capsys):
-    form, part, damage, _ = CASES[case]
-    folder = tiny.save("qwen3_moe", tmp_path / "base")
-    tensors, config = stored[form]
-    name = PARTS[form][part]
-    write(folder, tensors | {name: damage(tensors[name])}, config)
-    (tmp_path / "data.jsonl").write_text('{"text": "one and two"}\n')
-    (tmp_path / "recipe.yaml").write_text(
-        f"model: {{path: {folder}}}\ndata: {{train: {tmp_path / 'data.jsonl'}}}\n"
-        "export: {merge: false}\ntrainer: {max_steps: 1}\n"
-    )
-    command = ["train", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "run")]
-    for verb in (command, ["inspect", str(folder)]):
-        assert main(verb) == 2
-        message = capsys.readouterr().err
-        assert f"'{name}'" in message and "Traceback" not in message
-    assert not (tmp_path / "run").exists()

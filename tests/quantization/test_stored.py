@@ -7,12 +7,12 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_finetune import load_model
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.cli import main
-from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelError
+from moe_finetune.errors import RecipeError, UnsupportedModelError
 from moe_finetune.quantization.weight import QuantizedWeight, quantized
 from moe_finetune.recipe.schema import load_recipe
 from moe_finetune.run import run_recipe
@@ -73,21 +73,6 @@ def test_other_formats_are_refused_by_name(said, words, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
     with pytest.raises(UnsupportedModelError, match=f"quantization_config.*{words}"):
-        load_model(tmp_path)
-
-
-def test_damaged_ones_are_refused(tmp_path):
-    save("qwen3_moe", tmp_path)
-    rewrite(tmp_path, as_fp8)
-    file = tmp_path / "model.safetensors"
-    whole = load_file(file)
-    scale = next(name for name in whole if name.endswith("_scale_inv"))
-    bad = whole | {scale: whole[scale] * torch.inf}
-    save_file(bad, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="NaN or infinity"):
-        load_model(tmp_path)
-    save_file({n: t for n, t in whole.items() if n != scale}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"'{scale}' is missing"):
         load_model(tmp_path)
 
 

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 TEXTS = [(f"Say {i}.", f" It is {i}.", f" No, {i + 7}!") for i in range(4)]
 PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS]
@@ -21,10 +22,7 @@ JUDGED = [
 def adapted(name="qwen3_moe", router="full"):
     torch.manual_seed(1)
     model = add_lora(tiny.model(name), LoraSection(rank=4, alpha=12.0), router)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     return model
 
 

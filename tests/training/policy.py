@@ -11,6 +11,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from moe_finetune.recipe.sections import LoraSection
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 COMMON = {
     "report_to": [],
@@ -28,10 +29,7 @@ COMMON = {
 def adapted(family="qwen3_moe", **changes):
     torch.manual_seed(1)
     model = add_lora(tiny.model(family, **changes), LoraSection(rank=4, alpha=12.0), "full")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     return model
 
 

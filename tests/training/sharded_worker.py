@@ -29,6 +29,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 MODES = ("plain", "checkpointed", "sharded", "both", "spread")
 WORLD = 2
@@ -85,15 +86,16 @@ def model(spread: bool = False) -> torch.nn.Module:
         spread_experts(base)
     torch.manual_seed(1)
     built = add_lora(base, LoraSection(rank=4, alpha=8.0), "full")
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(built, 0.1)
     return built.train()
 
 
 def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
-    """Gradients, logged values and state of one optimizer step."""
+    """Gradients, logged values and state of one optimizer step.
+
+    Strength, whose backwards are a multiple of the step's, is measured where most is at once.
+    """
+    options = {**options, "strength": {"first": mode == "both"}}
     built = model(spread=True) if mode == "spread" else copy.deepcopy(built)
     if mode in ("checkpointed", "both", "spread"):
         built.gradient_checkpointing_enable({"use_reentrant": False})

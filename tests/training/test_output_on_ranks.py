@@ -26,7 +26,7 @@ def log_of(run):
 
 
 @pytest.mark.slow
-def test_two_ranks_and_a_resume_leave_the_same_run(tmp_path, capsys):
+def test_two_ranks_and_a_resume_leave_the_same_run(warm, tmp_path, capsys):
     base = tiny.save("qwen3_moe", tmp_path / "base", num_hidden_layers=2)
     run_ranks("tests.training.output_worker", 2, base, tmp_path)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -13,6 +13,7 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization
 from tests import reference_loop, tiny
+from tests.tiny_adapter import random_factors
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -37,10 +38,7 @@ def wrapped(family, wrapper):
         return base.train()
     router = "full" if wrapper == "router in full" else "lora"
     model = add_lora(base, LoraSection(rank=3, alpha=7.0), router).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(model, 0.1)
     return model
 
 

@@ -23,16 +23,14 @@ from moe_finetune.training import snapshot
 from moe_finetune.training.sample import Sample, evaluation_metrics, evaluation_sample
 from moe_finetune.training.snapshot import sample_examples, take_snapshot
 from tests import tiny
+from tests.tiny_adapter import random_factors
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     made = add_lora(tiny.model("qwen3_moe"), LoraSection(rank=4, alpha=12.0), "full")
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    random_factors(made, 0.1)
     return made
 
 
