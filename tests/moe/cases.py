@@ -17,9 +17,9 @@ TERMS = {
 }
 
 
-def adapted(name: str, router: str = "lora", seed: int = 0, **config):
+def adapted(name: str, router: str = "lora", seed: int = 0):
     """A tiny model with random, non-zero LoRA on attention, experts, shared experts and router."""
-    base = tiny.model(name, seed, **config)
+    base = tiny.model(name, seed)
     torch.manual_seed(seed + 1)
     model = add_lora(base, LoraSection(rank=4, alpha=12.0), router)
     random_factors(model, 0.1)

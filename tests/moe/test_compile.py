@@ -20,9 +20,9 @@ METHOD = {**TERMS, "coupling": {"weight": 0.2}, "specialization": {"weight": 0.3
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["loop", "grouped"])
 def test_compiled_layers(kernel):
-    model = adapted("qwen3_moe", num_hidden_layers=2)
+    model = adapted("qwen3_moe")
     objective = Objective.from_options(METHOD, model_facts(model))
-    batches = [tiny.batch(seed=seed) for seed in (0, 3, 4, 5)]
+    batches = [tiny.batch(seed=seed) for seed in (0, 3, 4, 5, 6)]
     expected, loads = [], []
     with Recorder(
         model,

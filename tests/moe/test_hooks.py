@@ -16,6 +16,7 @@ from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
 from tests import tiny
 from tests.moe.cases import TERMS, adapted, assert_close, gradients
+from tests.training import policy
 
 FAMILIES = tiny.FAMILY_NAMES
 
@@ -53,24 +54,9 @@ def test_restore_is_exact(name):
 
 
 def explicit(model, batch, terms, scale=1.0):
-    """Loss plus the objective, summed by hand from observed records that keep their graph."""
-    objective = Objective.from_options(terms, model_facts(model))
-    totals = []
-
-    def observer(record, _):
-        with torch.enable_grad():
-            from moe_finetune.losses.base import LayerContext, PreviousLayer
-
-            below = totals[-1][1] if totals else None
-            previous = below and PreviousLayer(below.layer, below.distribution_TE, below.index_TK)
-            totals.append((objective(record, LayerContext(previous=previous)).total, record))
-
-    with Recorder(model, observers=[observer], needs=objective.needs):
-        loss = model(**batch).loss
-        for total, _ in totals:
-            if total is not None:
-                loss = loss + scale * total
-        loss.backward()
+    """Gradients of the loss and of the objective, summed by hand from observed records."""
+    model(**batch).loss.backward()
+    policy.explicit(model, batch, terms, scale)
     return gradients(model)
 
 

@@ -68,7 +68,9 @@ def adapted(family, lora=True, **config):
 
 
 def step(model, options, kernel, batch, dropout=0.1):
+    """Values and gradients; strength, several backwards more, is left out."""
     model.zero_grad()
+    options = {**options, "strength": {"first": False}}
     with Specialization(model, options, kernel=kernel, dropout=dropout) as method:
         torch.manual_seed(2)
         loss = model(**batch).loss

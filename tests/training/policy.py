@@ -45,7 +45,7 @@ def explicit(model, inputs, terms, scale):
 
     with Recorder(model, observers=[observer], needs=objective.needs):
         model(**inputs)
-    (scale * sum(totals)).backward()
+    (scale * sum(total for total in totals if total is not None)).backward()
 
 
 def gradients(model):

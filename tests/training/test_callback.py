@@ -12,7 +12,6 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.errors import ObjectiveError
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.losses.base import LayerContext
 from moe_finetune.losses.objective import Objective
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
@@ -21,6 +20,7 @@ from moe_finetune.training.reach import check_reach
 from moe_finetune.training.run_log import RunLog
 from tests import tiny
 from tests.training.cases import adapted, arguments, collate, rows
+from tests.training.policy import explicit, gradients
 
 TERMS = {
     "load_balance": {"weight": 0.3},
@@ -58,26 +58,18 @@ def expected_gradients(model, batches, terms):
     """Token-averaged loss over the window plus each micro-batch's objective over the window."""
     model.zero_grad()
     model.train()
-    objective = Objective.from_options(terms, model_facts(model))
     learned = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
     for batch in batches:
-        totals = []
-
-        def observer(record, _, totals=totals):
-            with torch.enable_grad():
-                totals.append(objective(record, LayerContext()).total)
-
         inputs = {k: v for k, v in batch.items() if k != "labels"}
-        with Recorder(model, observers=[observer], needs=objective.needs):
-            logits = model(**inputs).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1),
-                batch["labels"][:, 1:].flatten(),
-                ignore_index=-100,
-                reduction="sum",
-            )
-            (loss / learned + sum(totals) / len(batches)).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        loss = torch.nn.functional.cross_entropy(
+            model(**inputs).logits[:, :-1].flatten(0, 1),
+            batch["labels"][:, 1:].flatten(),
+            ignore_index=-100,
+            reduction="sum",
+        )
+        (loss / learned).backward()
+        explicit(model, inputs, terms, 1 / len(batches))
+    return gradients(model)
 
 
 @pytest.mark.parametrize(

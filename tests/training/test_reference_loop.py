@@ -44,7 +44,8 @@ def wrapped(family, wrapper):
 
 def ours(model, batches, terms, kernel="auto"):
     model.zero_grad()
-    with Specialization(model, {"terms": terms}, kernel=kernel):
+    method = {"terms": terms, "strength": {"first": False}}
+    with Specialization(model, method, kernel=kernel):
         sum(model(**batch).loss for batch in batches).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
