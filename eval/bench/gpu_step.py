@@ -30,9 +30,9 @@ from saved import add_save, finish
 from step import batch_of, synchronize
 from variants import Variant, adapts_experts, build
 
-from moe_finetune.checkpoint.load_quantized import resident_bytes
 from moe_finetune.errors import ForeignKernelError
 from moe_finetune.models import family_of
+from moe_finetune.quantization.weight import resident_bytes
 
 SCHEMA = 1
 WIDTHS = ("qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v2_lite", "moonlight_16b_a3b")

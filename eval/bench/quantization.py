@@ -27,7 +27,7 @@ from geometries import GEOMETRIES
 from saved import add_save, finish
 from variants import Variant, build
 
-from moe_finetune.checkpoint.load_quantized import resident_bytes
+from moe_finetune.quantization.weight import resident_bytes
 
 PARTS = ("load", "step", "demo")
 VOCABULARY = 4096

@@ -11,9 +11,9 @@ import torch
 from geometries import config_of
 from step import product_tflops, step_flops, synchronize
 
-from moe_finetune.checkpoint.load_quantized import resident_bytes
 from moe_finetune.models import family_of
 from moe_finetune.moe.layers import config_facts
+from moe_finetune.quantization.weight import resident_bytes
 
 SHEETS = {"H100": (989.0, 3.35), "H200": (989.0, 4.8), "A100": (312.0, 2.0)}
 """Dense bfloat16 TFLOP/s and TB/s of the data sheets (SXM), by a part of the device's name."""

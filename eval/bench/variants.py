@@ -11,13 +11,13 @@ from geometries import config_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from moe_finetune.checkpoint.load_quantized import quantize_model
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.grouped import Kernel
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import backbone_of, model_facts
+from moe_finetune.moe.quantized_model import quantize_model
 from moe_finetune.recipe.sections import LoraSection
 
 ALL_TERMS = {

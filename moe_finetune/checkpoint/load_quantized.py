@@ -1,12 +1,8 @@
 """Load a checkpoint tensor by tensor into a model whose large weights are quantized.
 
-The model is built without weights; each tensor is then read, quantized where it is one of
-:func:`quantized_names`, and put into its place. Of an expert stack one expert's matrix is in memory
-at a time, so that loading needs little more than the quantized model.
-
-Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
-Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
-language-model head.
+The model is built without weights; each tensor is then read, quantized where
+:mod:`moe_finetune.moe.quantized_model` says so, and put into its place. Of an expert stack one
+expert's matrix is in memory at a time, so that loading needs little more than the quantized model.
 """
 
 from __future__ import annotations
@@ -33,8 +29,9 @@ from moe_finetune.errors import CheckpointError, RecipeError, UnsupportedModelEr
 from moe_finetune.io.safetensors_header import TensorInfo
 from moe_finetune.models import Family, family_of
 from moe_finetune.models.structure import class_of, pieces_on_disk
+from moe_finetune.moe.quantized_model import quantized_names
 from moe_finetune.quantization.codec import Kind
-from moe_finetune.quantization.weight import QuantizedWeight, local_weight, quantized
+from moe_finetune.quantization.weight import QuantizedWeight, quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -159,10 +156,11 @@ def load_streaming(
                 f"{folder}: {family.title} cannot be loaded tensor by tensor: '{name}' is not "
                 "stored as a tensor of its own; load it without quantization"
             )
-        target, experts = state[name], range(shapes[name][0] if shapes[name] else 0)
-        if hasattr(target, "device_mesh"):  # spread over ranks by transformers' plan
+        target, experts = state[name], None
+        if hasattr(target, "device_mesh"):  # a stack that transformers' plan spreads over ranks
             rank, ranks = target.device_mesh.get_local_rank(), target.device_mesh.size()
-            experts = experts[len(experts) * rank // ranks : len(experts) * (rank + 1) // ranks]
+            count = shapes[name][0]
+            experts = range(count * rank // ranks, count * (rank + 1) // ranks)
         if kind is not None and name in names:
             value: Tensor = _quantized(
                 shapes[name], disk, stored, kind, target.dtype, device, experts
@@ -211,31 +209,6 @@ def skeleton(
     return model
 
 
-def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
-    """Names of the parameters that are quantized; see the head of this file."""
-    router = f".{family.router_path}."
-    stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
-    names = {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and name.endswith(stacks)
-    }
-    for name, module in model.named_modules():
-        linear = isinstance(module, nn.Linear) and module.out_features > 1
-        is_kept = router in f".{name}." or "norm" in name  # norms that a small network computes
-        if linear and name.startswith(f"{family.backbone}.layers.") and not is_kept:
-            names.add(f"{name}.weight")
-    return frozenset(names)
-
-
-def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
-    """Quantize and freeze the large weights of a model that is in memory, in place."""
-    names = quantized_names(model, family_of(model.config))
-    for name, parameter in list(model.named_parameters()):
-        if name in names:
-            _set(model, name, QuantizedWeight.of(parameter, kind))
-
-
 def _quantized(
     shape: tuple[int, ...],
     places: list[str],
@@ -243,14 +216,15 @@ def _quantized(
     kind: Kind,
     dtype: torch.dtype,
     device: Any,
-    experts: range,
+    experts: range | None,
 ) -> QuantizedWeight:
-    """A quantized weight, or these experts of a stack, read one matrix at a time."""
+    """A quantized weight, or only these experts of a stack, read one matrix at a time."""
     if len(shape) == 2:
         weight = QuantizedWeight.empty(shape, kind, dtype, device)
         (name,) = places
         weight.store(0, _placed(name, stored.read(name), dtype, device))
         return weight
+    experts = range(shape[0]) if experts is None else experts
     weight = QuantizedWeight.empty((len(experts), *shape[1:]), kind, dtype, device)
     for slot, expert in enumerate(experts):
         if len(places) == 1:
@@ -268,17 +242,18 @@ def _plain(
     stored: Stored,
     dtype: torch.dtype,
     device: Any,
-    experts: range,
+    experts: range | None,
 ) -> Tensor:
-    """A weight that is not quantized, its pieces one below the other; of a stack these experts."""
+    """A weight that is not quantized, its pieces one below the other; or only these experts."""
     if len(places) == 1:
         tensor = stored.read(places[0]).view(shape)
-        if shape:
+        if experts is not None:
             tensor = tensor[experts.start : experts.stop]
         return _placed(places[0], tensor, dtype, device)
-    if len(experts) < shape[0]:
+    if experts is not None:
         places = [name for expert in experts for name in _places_of(expert, places, shape)]
-    tensor = torch.empty((len(experts), *shape[1:]), dtype=dtype, device=device)
+        shape = (len(experts), *shape[1:])
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     flat, first = tensor.view(-1), 0
     for name in places:
         piece = _placed(name, stored.read(name), dtype, device).reshape(-1)
@@ -336,15 +311,6 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers in memory."""
-    total = 0
-    for tensor in [*model.parameters(), *model.buffers()]:
-        weight = local_weight(tensor)
-        total += tensor.numel() * tensor.element_size() if weight is None else weight.stored_bytes
-    return total
 
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:

@@ -264,6 +264,15 @@ def quantization_of(model: nn.Module) -> Kind | None:
     return next((weight.kind for weight in weights if weight is not None), None)
 
 
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers in memory."""
+    total = 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        weight = local_weight(tensor)
+        total += tensor.numel() * tensor.element_size() if weight is None else weight.stored_bytes
+    return total
+
+
 def _refuse(func: Any, args: tuple, kwargs: dict) -> None:
     """Raise for an operation that would write into a quantized weight, or send its float values."""
     name = str(func)

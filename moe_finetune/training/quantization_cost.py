@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from moe_finetune.checkpoint.load_quantized import resident_bytes
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.quantization.codec import Kind, bitsandbytes
+from moe_finetune.quantization.weight import resident_bytes
 from moe_finetune.recipe.schema import Recipe
 from moe_finetune.training.preflight import check_inputs
 from moe_finetune.training.snapshot import sample_examples

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.checkpoint.load_quantized import quantize_model
 from moe_finetune.errors import CaptureError, RecipeError
 from moe_finetune.lora.targets import add_lora
 from moe_finetune.moe.hooks import Recorder
@@ -16,6 +15,7 @@ from moe_finetune.moe.offload import (
     offload_experts,
 )
 from moe_finetune.moe.offloaded_stack import OffloadedStack
+from moe_finetune.moe.quantized_model import quantize_model
 from moe_finetune.quantization.weight import quantized
 from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training.specialization import Specialization

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from moe_finetune import load_model
-from moe_finetune.checkpoint.load_quantized import PlainTensors, load_streaming, resident_bytes
+from moe_finetune.checkpoint.load_quantized import PlainTensors, load_streaming
 from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import CheckpointError, DependencyError, RecipeError
 from moe_finetune.models import FAMILIES as FACTS
 from moe_finetune.models.loading import load_config
 from moe_finetune.quantization import codec
-from moe_finetune.quantization.weight import QuantizedWeight, quantized
+from moe_finetune.quantization.weight import QuantizedWeight, quantized, resident_bytes
 from tests.quantization.models import FAMILIES, batch, save
 
 # transformers keeps its norms in float32, which its bfloat16 layers do not take as they are.

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_finetune.checkpoint.load_quantized import quantized_names
 from moe_finetune.models import Family
 from moe_finetune.models.structure import meta_model
 from moe_finetune.moe.grouped import DEQUANTIZED_BYTES
 from moe_finetune.moe.layers import backbone_of, causal_lm, family_in
+from moe_finetune.moe.quantized_model import quantized_names
 from moe_finetune.quantization.codec import packed_shapes
 
 if TYPE_CHECKING:

@@ -1,0 +1,45 @@
+"""Which weights of a model are quantized: the large ones that an adapter leaves frozen.
+
+Quantized: the routed experts, and the linear layers of attention, shared experts and dense layers.
+Kept in the model's dtype: routers, gates of a single output, norms, biases, embeddings, and the
+language-model head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from moe_finetune.models import Family, family_of
+from moe_finetune.quantization.codec import Kind
+from moe_finetune.quantization.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def quantized_names(model: nn.Module, family: Family) -> frozenset[str]:
+    """Names of the parameters that are quantized; see the head of this file."""
+    router = f".{family.router_path}."
+    stacks = tuple(f".{family.experts_path}.{name}" for name in family.expert_parameters)
+    names = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and name.endswith(stacks)
+    }
+    for name, module in model.named_modules():
+        linear = isinstance(module, nn.Linear) and module.out_features > 1
+        is_kept = router in f".{name}." or "norm" in name  # norms that a small network computes
+        if linear and name.startswith(f"{family.backbone}.layers.") and not is_kept:
+            names.add(f"{name}.weight")
+    return frozenset(names)
+
+
+def quantize_model(model: PreTrainedModel, kind: Kind) -> None:
+    """Quantize and freeze the large weights of a model that is in memory, in place."""
+    for name in quantized_names(model, family_of(model.config)):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = QuantizedWeight.of(module.get_parameter(leaf), kind)
+        module._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
