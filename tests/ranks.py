@@ -6,7 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600
@@ -43,3 +46,12 @@ def run_ranks(module: str, world: int, *arguments: object) -> None:
         for process in running:  # the others wait for ever for one that failed
             process.kill()
             process.wait()
+
+
+def furthest(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], least: float = 1e-6) -> float:
+    """Largest difference of a tensor, relative to its largest entry, which is ``least`` or more."""
+    assert got.keys() == wanted.keys() and wanted
+    return max(
+        float((got[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp_min(least))
+        for n in wanted
+    )

@@ -28,6 +28,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.recipe.tree import Tree
 from moe_finetune.training import ranks
 from tests import fsdp, tiny, tiny_families
+from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
 WORLD, GLOBAL_BATCH = 2, 4
@@ -105,15 +106,6 @@ def run(folder: Path, mode: str, kernel: str = "loop", **loaded: str) -> dict[st
             if p.grad is not None
         },
     }
-
-
-def furthest(got: dict, expected: dict) -> float:
-    """Largest difference of a tensor, relative to its largest entry."""
-    assert got.keys() == expected.keys()
-    return max(
-        float((got[n] - expected[n]).abs().max() / expected[n].abs().max().clamp_min(1e-6))
-        for n in expected
-    )
 
 
 def compare(folder: Path, options: dict[str, str], modes: tuple[str, ...]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.training import ranks
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
+from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
 MODES = ("plain", "checkpointed", "sharded", "both", "spread")
@@ -133,15 +134,6 @@ def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
     losses = {k: v for k, v in values.items() if k.startswith("losses/")}
     biases = {k: v for k, v in state.items() if k.startswith("bias.")}
     return {"gradients": gradients, "losses": losses, "biases": biases}
-
-
-def furthest(got: dict, wanted: dict) -> float:
-    """Largest difference of a tensor, relative to its largest entry."""
-    assert got.keys() == wanted.keys()
-    return max(
-        float((got[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp_min(1e-6))
-        for n in wanted
-    )
 
 
 def compare(case: str, table: str, built: torch.nn.Module, without: dict) -> dict:
