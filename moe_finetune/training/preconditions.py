@@ -20,35 +20,7 @@ OWN_BALANCE_LOSS = (
 _FP16 = "fp16 scales the trainer's loss and not the injected terms; train in bf16"
 
 
-def check_launcher() -> None:
-    """Refuse a start by DeepSpeed, whose engine keeps gradients and optimizer to itself.
-
-    Raises:
-        RecipeError: says what to use.
-    """
-    if _launched_by("DEEPSPEED"):
-        raise RecipeError(
-            "the launcher's config has distributed_type: DEEPSPEED, with which runs cannot resume "
-            "(it keeps the optimizer in pickle files, which are never loaded); use FSDP2: "
-            "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
-        )
-
-
-def check_parallel(expert_ranks: int) -> None:
-    """Refuse a launch whose processes cannot spread experts.
-
-    Raises:
-        RecipeError: says how to start it.
-    """
-    if expert_ranks > 1 and _launched_by("FSDP"):
-        raise RecipeError(
-            "parallel.experts: does not go with FSDP, which would shard the experts once more; "
-            "start it without that config (accelerate launch --multi_gpu --num_processes "
-            f"{expert_ranks}), or leave the key out"
-        )
-
-
-def _launched_by(name: str) -> bool:
+def launched_by(name: str) -> bool:
     """Whether accelerate's launcher set ``ACCELERATE_USE_...``."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes")
 
@@ -63,7 +35,7 @@ def check_quantization(kind: str) -> None:
         DependencyError: bitsandbytes cannot be used here.
         RecipeError: FSDP1 or CPU offload, which cannot gather or move packed weights.
     """
-    if check_kind(kind, "model.quantization") is None or not _launched_by("FSDP"):
+    if check_kind(kind, "model.quantization") is None or not launched_by("FSDP"):
         return
     problem = None
     if os.environ.get("FSDP_VERSION", "1") != "2":

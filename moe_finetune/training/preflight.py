@@ -80,11 +80,22 @@ def check_inputs(recipe: Recipe, ignore_memory: bool = False, activations: bool 
 
 def check_launch(recipe: Recipe) -> None:
     """Refuse a launcher that the run does not go with."""
-    from moe_finetune.training.preconditions import check_launcher, check_parallel
+    from moe_finetune.training.preconditions import launched_by
 
-    check_launcher()
-    check_parallel(expert_ranks(recipe))
-    if recipe.parallel.experts == "all" and expert_ranks(recipe) == 1:
+    spread = expert_ranks(recipe)
+    if launched_by("DEEPSPEED"):  # whose engine keeps gradients and optimizer to itself
+        raise RecipeError(
+            "the launcher's config has distributed_type: DEEPSPEED, with which runs cannot resume "
+            "(it keeps the optimizer in pickle files, which are never loaded); use FSDP2: "
+            "accelerate launch --config_file recipes/hardware/fsdp2_8gpu.yaml"
+        )
+    if spread > 1 and launched_by("FSDP"):
+        raise RecipeError(
+            "parallel.experts: does not go with FSDP, which would shard the experts once more; "
+            "start it without that config (accelerate launch --multi_gpu --num_processes "
+            f"{spread}), or leave the key out"
+        )
+    if recipe.parallel.experts == "all" and spread == 1:
         log.warning("parallel.experts: all, and one process was started: nothing is spread")
 
 

@@ -110,11 +110,7 @@ def gather_bytes(blob: bytes) -> list[bytes]:
 
 def equal_on_ranks(count: int) -> bool:
     """Whether every rank gives the same number; every rank must ask."""
-    if world_size() == 1:
-        return True
-    ends = torch.tensor([count, -count], device=device())
-    distributed.all_reduce(ends, op=distributed.ReduceOp.MAX)
-    return int(ends[0]) == -int(ends[1])
+    return len(set(gather_bytes(str(count).encode()))) == 1
 
 
 def device() -> torch.device:

@@ -117,11 +117,8 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
                 f"{folder / FOLDER}: {name} has shape {tuple(shapes[name][0])}, and the run's has "
                 f"{tuple(target.shape)}; it belongs to another recipe"
             )
-    reader, without_ranks = (
-        HuggingFaceStorageReader(str(folder / FOLDER)),
-        not ranks.distributed_run(),
-    )
+    reader = HuggingFaceStorageReader(str(folder / FOLDER))
     try:
-        dcp.load(dict(targets), storage_reader=reader, no_dist=without_ranks)
+        dcp.load(dict(targets), storage_reader=reader, no_dist=not ranks.distributed_run())
     except CheckpointException as problem:
         raise CheckpointError(f"{folder / FOLDER}: cannot be read ({problem})") from None

@@ -90,14 +90,17 @@ def step_profile(
             with ExitStack() as stack:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 stack.enter_context(borders.live)
-                stack.enter_context(fused_attention(device))
                 # A row is one sequence; positions without memory could not say so.
                 stack.enter_context(replaced(hooks, "separate", _one_sequence))
                 # The real one's rules for tensors without memory support only bfloat16.
                 stack.enter_context(replaced(grouped, "grouped_mm", _grouped_mm))
                 stack.enter_context(replaced(grouped, "_aligned", lambda _: True))
-                if device == "cuda":  # which takes all tokens at once
+                if device == "cuda":  # which takes all tokens at once, and fuses attention
                     stack.enter_context(replaced(by_token, "CACHED_BYTES", 2**62))
+                    functional = torch.nn.functional
+                    stack.enter_context(
+                        replaced(functional, "scaled_dot_product_attention", _attend)
+                    )
                 _step(model, recipe, device, borders, losses)
                 cache = cache_bytes(model) if step_shape(recipe).generated else []
     except MoeFinetuneError:
@@ -223,13 +226,3 @@ class _Fused(torch.autograd.Function):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     return _Fused.apply(query, key, value)
-
-
-@contextmanager
-def fused_attention(device: str) -> Iterator[None]:
-    """On ``cuda`` let every scaled dot product be a fused one; a CPU's own choice stays."""
-    if device != "cuda":
-        yield
-        return
-    with replaced(torch.nn.functional, "scaled_dot_product_attention", _attend):
-        yield
