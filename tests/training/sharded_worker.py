@@ -26,12 +26,13 @@ from moe_finetune.lora.targets import add_lora
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.spread import spread_experts
 from moe_finetune.recipe.sections import LoraSection
-from moe_finetune.training import ranks
+from moe_finetune.training import ranks, specialization
 from moe_finetune.training.specialization import Specialization
 from tests import tiny
 from tests.ranks import furthest
 from tests.tiny_adapter import random_factors
 
+CHECK_REACH = specialization.check_reach
 MODES = ("plain", "checkpointed", "sharded", "both", "spread")
 WORLD = 2
 # Large enough that a term which is lost or quieter is seen in the gradients.
@@ -94,8 +95,11 @@ def model(spread: bool = False) -> torch.nn.Module:
 def run(built: torch.nn.Module, mode: str, options: dict) -> dict:
     """Gradients, logged values and state of one optimizer step.
 
-    Strength, whose backwards are a multiple of the step's, is measured where most is at once.
+    What comes before a step and costs more is done where most is at once: what each term reaches,
+    and the strength.
     """
+    reaches = CHECK_REACH if mode in ("both", "spread") else lambda *_: {}
+    specialization.check_reach = reaches
     options = {**options, "strength": {"first": mode == "both"}}
     built = model(spread=True) if mode == "spread" else copy.deepcopy(built)
     if mode in ("checkpointed", "both", "spread"):
