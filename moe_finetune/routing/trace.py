@@ -28,6 +28,7 @@ from moe_finetune.routing.trace_writer import TraceWriter
 __all__ = ["RoutingTrace", "TraceChunk", "TraceInfo", "TraceWriter"]
 
 IMPORTED_FIELDS = ("ids", "weights", "seq")
+DEEPSEEK_V2_LITE_EXPERTS = 64
 
 
 @dataclass(frozen=True)
@@ -51,34 +52,19 @@ class RoutingTrace:
         self.info = info
 
     @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        *,
-        model_type: str | None = None,
-        layers: Sequence[int] | None = None,
-        num_experts: int = 64,
-        first_layer: int = 1,
-    ) -> RoutingTrace:
+    def open(cls, path: str | Path) -> RoutingTrace:
         """Open a trace folder, or an ``.npz`` of the published DeepSeek-V2-Lite layout.
 
         Args:
             path: folder with ``trace.json``; or a file with ``ids`` int16 ``(T, L, K)``,
                 ``weights`` float32 of the same shape and ``seq`` ``(T,)``.
-            model_type: raise TraceError unless the trace is of this model type.
-            layers: raise TraceError unless the trace has these decoder layers.
-            num_experts, first_layer: facts that the ``.npz`` layout leaves out; DeepSeek-V2-Lite
-                has 64 experts and its decoder layer 0 is dense.
         """
         path = Path(path)
         if path.is_dir():
-            trace = cls(path, read_manifest(path))
-        elif path.is_file():
-            trace = cls(path, _import(path, num_experts, first_layer))
-        else:
-            raise TraceError(f"{path}: no trace there; wanted a trace folder or an .npz file")
-        trace.check(model_type=model_type, layers=layers)
-        return trace
+            return cls(path, read_manifest(path))
+        if path.is_file():
+            return cls(path, _import(path))
+        raise TraceError(f"{path}: no trace there; wanted a trace folder or an .npz file")
 
     def check(
         self,
@@ -88,22 +74,16 @@ class RoutingTrace:
         num_experts: int | None = None,
     ) -> None:
         """Raise TraceError unless the trace belongs to a model with these facts (None: any)."""
-        info = self.info
-        if model_type is not None and info.model_type != model_type:
-            raise TraceError(
-                f"{self.path}: a trace of model type '{info.model_type}', wanted '{model_type}'; "
-                "record this model's own trace with 'moe-finetune analyze'"
-            )
-        if layers is not None and info.layers != tuple(layers):
-            raise TraceError(
-                f"{self.path}: holds {len(info.layers)} MoE layers {list(info.layers)}, wanted "
-                f"{len(layers)} layers {list(layers)}; record this model's own trace"
-            )
-        if num_experts is not None and info.num_experts != num_experts:
-            raise TraceError(
-                f"{self.path}: {info.num_experts} experts a layer, wanted {num_experts}; "
-                "record this model's own trace"
-            )
+        for what, recorded, expected in (
+            ("model type", self.info.model_type, model_type),
+            ("MoE layers", list(self.info.layers), layers if layers is None else list(layers)),
+            ("experts a layer", self.info.num_experts, num_experts),
+        ):
+            if expected is not None and recorded != expected:
+                raise TraceError(
+                    f"{self.path}: recorded with {what} {recorded}, wanted {expected}; record this "
+                    "model's own trace with 'moe-finetune analyze'"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +144,7 @@ class RoutingTrace:
                 )
 
 
-def _import(path: Path, num_experts: int, first_layer: int) -> TraceInfo:
+def _import(path: Path) -> TraceInfo:
     """The facts of a published ``.npz`` trace; its arrays are checked when they are read."""
     ids = load_arrays(path, IMPORTED_FIELDS)["ids"]
     if ids.ndim != 3 or 0 in ids.shape:
@@ -173,11 +153,11 @@ def _import(path: Path, num_experts: int, first_layer: int) -> TraceInfo:
     return TraceInfo(
         model_type="deepseek_v2",
         checkpoint=path.stem,
-        layers=tuple(range(first_layer, first_layer + layers)),
-        num_experts=num_experts,
+        layers=tuple(range(1, 1 + layers)),  # decoder layer 0 is dense
+        num_experts=DEEPSEEK_V2_LITE_EXPERTS,
         top_k=width,
         hidden_size=None,
         domains=(path.stem.rpartition("routing_")[2],),
         fields=(*IMPORTED_FIELDS, "domain"),
-        chunks=(ChunkInfo(path.name, tokens, 0, path.stat().st_size),),
+        chunks=(ChunkInfo(file=path.name, tokens=tokens, embeddings=0, bytes=path.stat().st_size),),
     )

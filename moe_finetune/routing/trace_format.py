@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_finetune.errors import TraceError
 from moe_finetune.io import write_atomic
 from moe_finetune.io.json_file import parse_json
 
 MANIFEST = "trace.json"
-MAX_EXPERTS, MAX_LAYERS = 1 << 15, 1_000  # ids are int16
 FORMAT = "moe-finetune routing trace"
 VERSION = 1
 
@@ -38,34 +35,21 @@ FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embedding_labels": (("N", "L"), ("int16",)),
     "embeddings": (("N", "L", "H"), ("float16", "float32")),
 }
-# What zipfile and numpy raise for damaged bytes; NotImplementedError and RuntimeError are a zip
-# method and an encryption flag that nobody set.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 EMBEDDING_FIELDS = ("embedding_positions", "embedding_labels", "embeddings")
 
 
-@dataclass(frozen=True)
-class ChunkInfo:
+class ChunkInfo(BaseModel):
     """One file of the trace: its name, the tokens and sampled embeddings in it, its size."""
 
-    file: str
-    tokens: int
-    embeddings: int
+    model_config = ConfigDict(frozen=True)
+
+    file: str = Field(pattern=r"^[^/\\]+$")
+    tokens: int = Field(ge=1)
+    embeddings: int = Field(ge=0)
     bytes: int
 
 
-@dataclass(frozen=True)
-class TraceInfo:
+class TraceInfo(BaseModel):
     """What the manifest says.
 
     Attributes:
@@ -80,15 +64,30 @@ class TraceInfo:
         chunks: the files, in the order of the tokens.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     model_type: str
     checkpoint: str
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
+    layers: tuple[int, ...] = Field(min_length=1, max_length=1000)
+    num_experts: int = Field(ge=1, lt=1 << 15)  # ids are int16
+    top_k: int = Field(ge=1)
     hidden_size: int | None
-    domains: tuple[str, ...]
-    fields: tuple[str, ...]
-    chunks: tuple[ChunkInfo, ...]
+    domains: tuple[str, ...] = Field(min_length=1)
+    fields: tuple[str, ...] = ()
+    chunks: tuple[ChunkInfo, ...] = ()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        unknown = sorted(set(self.fields) - set(FIELDS))
+        if unknown:
+            raise ValueError(f"unknown fields {unknown}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} of {self.num_experts} experts")
+        if self.layers[0] < 0 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers {list(self.layers)} are not ascending")
+        if len(set(self.domains)) < len(self.domains):
+            raise ValueError(f"domains {list(self.domains)}: one is named twice")
+        return self
 
     @property
     def tokens(self) -> int:
@@ -108,7 +107,7 @@ class TraceInfo:
 
 def write_manifest(folder: Path, info: TraceInfo) -> None:
     """Write ``trace.json`` in one step, so that it is either absent or complete."""
-    document = {"format": FORMAT, "version": VERSION, **asdict(info)}
+    document = {"format": FORMAT, "version": VERSION, **info.model_dump()}
     write_atomic(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
 
 
@@ -126,24 +125,19 @@ def read_manifest(folder: Path) -> TraceInfo:
                 f"{path}: got format {document.get('format')!r} version "
                 f"{document.get('version')!r}, wanted {FORMAT!r} version {VERSION}"
             )
-        info = TraceInfo(
-            model_type=str(document["model_type"]),
-            checkpoint=str(document["checkpoint"]),
-            layers=tuple(int(layer) for layer in document["layers"]),
-            num_experts=int(document["num_experts"]),
-            top_k=int(document["top_k"]),
-            hidden_size=None if document["hidden_size"] is None else int(document["hidden_size"]),
-            domains=tuple(str(name) for name in document["domains"]),
-            fields=tuple(str(name) for name in document["fields"]),
-            chunks=tuple(_chunk_info(entry) for entry in document["chunks"]),
-        )
+        info = TraceInfo.model_validate(document)
     except TraceError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(key) for key in first["loc"])
+        raise TraceError(f"{path}: damaged: {where} {first['msg']}; record again") from error
+    except (OSError, ValueError, AttributeError) as error:
         raise TraceError(
             f"{path}: damaged ({type(error).__name__}: {error}); record again"
         ) from error
-    _check_manifest(path, info)
+    if not info.chunks:
+        raise TraceError(f"{path}: damaged: it contains no tokens; record again")
     for chunk in info.chunks:
         file = folder / chunk.file
         if not file.is_file():
@@ -156,42 +150,6 @@ def read_manifest(folder: Path) -> TraceInfo:
                 "restore it or record again"
             )
     return info
-
-
-def _chunk_info(entry: Mapping[str, Any]) -> ChunkInfo:
-    kinds = get_type_hints(ChunkInfo)
-    return ChunkInfo(**{name: kind(entry[name]) for name, kind in kinds.items()})
-
-
-def _check_manifest(path: Path, info: TraceInfo) -> None:
-    unknown = sorted(set(info.fields) - set(FIELDS))
-    ascending = all(a < b for a, b in zip(info.layers, info.layers[1:], strict=False))
-    inside = all(Path(chunk.file).name == chunk.file for chunk in info.chunks)
-    problem = (
-        f"unknown fields {unknown}"
-        if unknown
-        else f"layers {list(info.layers)} are not ascending"
-        if not (info.layers and ascending)
-        else f"top_k {info.top_k} of {info.num_experts} experts"
-        if not 1 <= info.top_k <= info.num_experts
-        else f"{info.num_experts} experts or {len(info.layers)} layers, more than any model has"
-        if info.num_experts > MAX_EXPERTS or len(info.layers) > MAX_LAYERS
-        else "a negative number of tokens, embeddings or layers"
-        if any(chunk.tokens < 0 or chunk.embeddings < 0 for chunk in info.chunks)
-        or info.layers[0] < 0
-        else "a domain, field or chunk is named twice"
-        if any(
-            len(set(names)) < len(names)
-            for names in (info.domains, info.fields, [chunk.file for chunk in info.chunks])
-        )
-        else "a chunk lies outside the folder"
-        if not inside
-        else "it holds no tokens"
-        if info.tokens < 1
-        else None
-    )
-    if problem:
-        raise TraceError(f"{path}: damaged: {problem}; record again")
 
 
 def write_chunk(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -217,7 +175,7 @@ def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
                 # Read whole, so that the checksum is verified before numpy parses anything.
                 member = io.BytesIO(archive.read(f"{name}.npy"))
                 arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-    except UNREADABLE as error:
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds for damaged bytes
         raise TraceError(
             f"{path}: not a trace, or damaged ({type(error).__name__}: {error}); "
             "restore it or record again"
@@ -259,15 +217,5 @@ def _check_values(path: Path, name: str, array: np.ndarray, info: TraceInfo) -> 
             f"{path}: {name}: got values from {array.min()} to {array.max()}, wanted 0 to "
             f"{limits - 1}; the trace is damaged or of another model"
         )
-    if name == "ids" and array.shape[-1] > 1:
-        ordered = np.sort(array, axis=-1)
-        if (ordered[..., 1:] == ordered[..., :-1]).any():
-            token, layer = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1))[0][:2]
-            raise TraceError(
-                f"{path}: ids: token {token} has one expert twice in layer "
-                f"{info.layers[layer]}; the trace is damaged, record again"
-            )
-    if name in ("weights", "probs") and array.min() < 0:
-        raise TraceError(f"{path}: {name}: holds negative values; record again")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise TraceError(f"{path}: {name}: holds NaN or infinite values; record again")

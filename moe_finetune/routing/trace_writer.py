@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -61,12 +60,6 @@ class TraceWriter:
             raise OutputExistsError(
                 f"{self.folder}: already holds something; name another folder for the trace"
             )
-        if weights_dtype not in FIELDS["weights"][1]:
-            raise ValueError(f"weights_dtype: got {weights_dtype!r}, wanted float16 or float32")
-        if not 1 <= top_k <= num_experts <= np.iinfo(np.int16).max:
-            raise ValueError(f"top_k, num_experts: got {top_k} of {num_experts} experts")
-        if not domains or len(set(domains)) != len(domains):
-            raise ValueError(f"domains: got {list(domains)}, wanted different names")
         self._info = TraceInfo(
             model_type=model_type,
             checkpoint=checkpoint,
@@ -75,8 +68,6 @@ class TraceWriter:
             top_k=int(top_k),
             hidden_size=hidden_size,
             domains=tuple(domains),
-            fields=(),
-            chunks=(),
         )
         self._shape = (len(self._info.layers), num_experts, top_k)
         self._weights_dtype = np.dtype(weights_dtype)
@@ -164,7 +155,9 @@ class TraceWriter:
                 "check its data or leave the domain out"
             )
         self._flush()
-        info = replace(self._info, fields=self._fields or (), chunks=tuple(self._chunks))
+        info = self._info.model_copy(
+            update={"fields": self._fields or (), "chunks": tuple(self._chunks)}
+        )
         write_manifest(self.folder, info)
         return info
 
@@ -198,18 +191,15 @@ class TraceWriter:
     ) -> dict[str, np.ndarray]:
         from moe_finetune.metrics.paths import top_choice
 
-        if weights_TLK is None:
-            raise ValueError("weights_TLK: got None, wanted weights to label the embeddings")
+        layers, hidden = self._shape[0], self._info.hidden_size
+        if weights_TLK is None or hidden is None:
+            raise ValueError("embeddings_NLH: needs hidden_size, and weights_TLK, which label them")
         positions = to_numpy(positions_N).astype(np.int64)
-        check_shape("positions_N", positions, ("N",))
-        outside = positions.size and (positions[0] < 0 or positions[-1] >= len(index))
-        if outside or (np.diff(positions) <= 0).any():
+        inside = not positions.size or 0 <= positions[0] <= positions[-1] < len(index)
+        if not inside or (np.diff(positions) <= 0).any():
             raise ValueError(
                 f"positions_N: wanted ascending positions in a batch of {len(index)} tokens"
             )
-        layers, hidden = self._shape[0], self._info.hidden_size
-        if hidden is None:
-            raise ValueError("hidden_size: got None, wanted H to store embeddings")
         values = to_numpy(embeddings_NLH)
         check_shape("embeddings_NLH", values, (len(positions), layers, hidden))
         if positions.size:
@@ -248,6 +238,12 @@ class TraceWriter:
         path = self.folder / f"chunk-{len(self._chunks):05d}.npz"
         write_chunk(path, arrays)
         sampled = len(arrays.get("embedding_positions", ()))
-        size = path.stat().st_size
-        self._chunks.append(ChunkInfo(path.name, len(arrays["ids"]), sampled, size))
+        self._chunks.append(
+            ChunkInfo(
+                file=path.name,
+                tokens=len(arrays["ids"]),
+                embeddings=sampled,
+                bytes=path.stat().st_size,
+            )
+        )
         self._pending, self._pending_bytes = [], 0

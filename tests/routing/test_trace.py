@@ -10,7 +10,7 @@ import torch
 
 from moe_finetune.errors import OutputExistsError, TraceError
 from moe_finetune.routing.trace import RoutingTrace, TraceWriter
-from moe_finetune.routing.trace_format import load_arrays, write_chunk
+from moe_finetune.routing.trace_format import write_chunk
 
 LAYERS, E, K, H = (1, 2, 5, 6), 11, 3, 7
 L = len(LAYERS)
@@ -66,7 +66,7 @@ def record(folder, batches: int = 9, chunk_bytes: int = 6000, **changes):
 @pytest.mark.parametrize("chunk_bytes", [900, 6000, 10**9])
 def test_saved_equals_loaded(tmp_path, chunk_bytes):
     wanted = record(tmp_path / "trace", chunk_bytes=chunk_bytes, weights_dtype="float32")
-    trace = RoutingTrace.open(tmp_path / "trace", model_type="olmoe", layers=LAYERS)
+    trace = RoutingTrace.open(tmp_path / "trace")
     assert (len(trace.info.chunks) == 1) == (chunk_bytes == 10**9)
     assert trace.num_tokens == len(wanted["seq_T"])
     assert np.array_equal(trace.load("ids"), wanted["index_TLK"])
@@ -109,7 +109,8 @@ def test_ids_only(tmp_path):
 
 def test_the_published_layout(data_file):
     path = data_file("deepseek_v2_lite_routing_law.npz")
-    trace = RoutingTrace.open(path, model_type="deepseek_v2", layers=range(1, 27))
+    trace = RoutingTrace.open(path)
+    trace.check(model_type="deepseek_v2", layers=range(1, 27), num_experts=64)
     with np.load(path, allow_pickle=False) as archive:
         for ours, theirs in (("ids", "ids"), ("weights", "weights"), ("seq", "seq")):
             assert np.array_equal(trace.load(ours), archive[theirs])
@@ -119,15 +120,14 @@ def test_the_published_layout(data_file):
     assert not trace.load("domain").any()
 
 
-def test_an_imported_trace_with_too_few_experts(tmp_path):
+def test_an_imported_trace_that_is_another_models(tmp_path):
     path = tmp_path / "routing_x.npz"
     arrays = batch(0, 9)
     ids = arrays["index_TLK"].astype(np.int16)
     weights = arrays["weights_TLK"].astype(np.float32)
-    np.savez(path, ids=ids, weights=weights, seq=arrays["seq_T"])
-    assert RoutingTrace.open(path, num_experts=E).load("ids").shape == ids.shape
-    with pytest.raises(TraceError, match=f"got values from 0 to {E - 1}, wanted 0 to 8"):
-        RoutingTrace.open(path, num_experts=9).load("ids")
+    np.savez(path, ids=ids + 54, weights=weights, seq=arrays["seq_T"])
+    with pytest.raises(TraceError, match="got values from 54 to 64, wanted 0 to 63"):
+        RoutingTrace.open(path).load("ids")
     np.savez(path, ids=ids, weights=weights)
     with pytest.raises(TraceError, match=r"routing_x.npz: not a trace, or damaged .*seq.npy"):
         RoutingTrace.open(path)
@@ -172,9 +172,9 @@ def test_existing_folders_are_not_touched(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"model_type": "mixtral"}, "a trace of model type 'olmoe', wanted 'mixtral'"),
-        ({"layers": range(3)}, "holds 4 MoE layers .* wanted 3 layers"),
-        ({"num_experts": 12}, "11 experts a layer, wanted 12"),
+        ({"model_type": "mixtral"}, "recorded with model type olmoe, wanted mixtral"),
+        ({"layers": range(3)}, r"recorded with MoE layers \[1, 2, 5, 6\], wanted \[0, 1, 2\]"),
+        ({"num_experts": 12}, "recorded with experts a layer 11, wanted 12"),
     ],
 )
 def test_traces_of_another_model(tmp_path, facts, message):
@@ -226,24 +226,33 @@ def test_damage_is_found_and_named(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "value", "message"),
     [
-        (lambda d: d.update(version=9), "version 9"),
-        (lambda d: d.pop("layers"), "damaged .KeyError: 'layers'"),
-        (lambda d: d.update(layers=[3, 1, 5, 6]), "not ascending"),
-        (lambda d: d.update(top_k=12), "top_k 12 of 11"),
-        (lambda d: d.update(fields=["ids", "code"]), r"unknown fields \['code'\]"),
-        (lambda d: d.update(chunks=[]), "holds no tokens"),
-        (lambda d: d["chunks"][0].update(file="../x.npz"), "outside the folder"),
+        ("version", 9, "version 9"),
+        ("layers", None, "layers Input should be"),
+        ("layers", [3, 1, 5, 6], "not ascending"),
+        ("num_experts", 10**400, "num_experts"),
+        ("top_k", 12, "top_k 12 of 11"),
+        ("domains", ["a", "a"], "named twice"),
+        ("fields", ["ids", "code"], r"unknown fields \['code'\]"),
+        ("chunks", [], "no tokens"),
+        (
+            "chunks",
+            [{"file": "../x", "tokens": 5, "embeddings": 0, "bytes": 1}],
+            r"chunks\.0\.file",
+        ),
+        (
+            "chunks",
+            [{"file": "x", "tokens": -5, "embeddings": 0, "bytes": 1}],
+            r"chunks\.0\.tokens",
+        ),
     ],
 )
-def test_damaged_manifests(tmp_path, change, message):
+def test_damaged_manifests(tmp_path, key, value, message):
     record(tmp_path / "t", batches=2)
     path = tmp_path / "t" / "trace.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-    with pytest.raises(TraceError, match=message):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(TraceError, match=rf"trace\.json.*{message}"):
         RoutingTrace.open(tmp_path / "t")
 
 
@@ -253,6 +262,7 @@ def test_damaged_manifests(tmp_path, change, message):
         ("ids", np.full((17, L, K), E, np.int16), "ids: got values from 11 to 11"),
         ("ids", np.zeros((17, L, K), np.int64), "ids: got int64"),
         ("weights", np.full((17, L, K), np.nan, np.float16), "weights: holds NaN"),
+        ("weights", np.ones((17, L, K), np.int32), "wanted float16 or float32"),
         ("seq", np.zeros(16, np.int32), r"seq: got int32 \(16,\), wanted int32 or int64 \(17,\)"),
     ],
 )
@@ -312,59 +322,3 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
     short, long = peak(20), peak(400)
     written = 400 * (ids.astype(np.int16).nbytes * 2)
     assert long < short + written / 20
-
-
-@pytest.mark.parametrize(
-    ("field", "change", "said"),
-    [
-        ("ids", lambda a: np.concatenate([a[..., :1]] * a.shape[-1], -1), "one expert twice"),
-        ("weights", lambda a: -a, "negative"),
-        ("weights", lambda a: a.astype(np.float32).view(np.int32), "wanted float16 or float32"),
-        ("ids", lambda a: a.astype(np.float32), "wanted int16"),
-        ("ids", lambda a: a + 100, "wanted 0 to"),
-    ],
-)
-def test_arrays_that_no_router_gives(tmp_path, field, change, said):
-    record(tmp_path / "trace", chunk_bytes=10**9)
-    trace = RoutingTrace.open(tmp_path / "trace")
-    (chunk,) = trace.info.chunks
-    arrays = load_arrays(tmp_path / "trace" / chunk.file, trace.info.fields)
-    write_chunk(tmp_path / "trace" / chunk.file, arrays | {field: change(arrays[field])})
-    manifest = json.loads((tmp_path / "trace" / "trace.json").read_text())
-    manifest["chunks"][0]["bytes"] = (tmp_path / "trace" / chunk.file).stat().st_size
-    (tmp_path / "trace" / "trace.json").write_text(json.dumps(manifest))
-    with pytest.raises(TraceError, match=said) as caught:
-        RoutingTrace.open(tmp_path / "trace").load(field)
-    assert field in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_experts", 10**9),
-        ("num_experts", 10**400),
-        ("top_k", 0),
-        ("top_k", 99),
-        ("layers", [-3, 1, 2]),
-        ("layers", [1, 1, 2]),
-        ("layers", list(range(5000))),
-        ("domains", ["a", "a"]),
-        ("fields", ["ids", "ids"]),
-        ("chunks", [{"file": "x", "tokens": -5, "embeddings": 0, "bytes": 1}]),
-        ("hidden_size", "1e999"),
-    ],
-)
-def test_manifests_that_nobody_wrote(tmp_path, key, value):
-    record(tmp_path / "trace")
-    file = tmp_path / "trace" / "trace.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(TraceError, match=r"trace\.json"):
-        RoutingTrace.open(tmp_path / "trace")
-
-
-def test_a_manifest_with_a_key_twice(tmp_path):
-    record(tmp_path / "trace")
-    file = tmp_path / "trace" / "trace.json"
-    file.write_text(file.read_text().replace('"top_k"', '"top_k": 1, "top_k"'))
-    with pytest.raises(TraceError, match="'top_k' occurs twice"):
-        RoutingTrace.open(tmp_path / "trace")
