@@ -160,7 +160,7 @@ def _summary(
         note("erc_least_alpha", table["least_alpha"])
         note("noise_level", noise_level(layer.router_EH))
         note("router_cosine", router_cosine(layer.router_EH))
-        rank = conditional_mean_rank(layer["logits"], layer["ids"], frequencies_VE)
+        rank, _ = conditional_mean_rank(layer["logits"], layer["ids"], frequencies_VE)
         note("conditional_mean_rank", rank)
         if index:
             previous = layers[index - 1]

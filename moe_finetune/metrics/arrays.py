@@ -142,17 +142,3 @@ def unit_rows(array: np.ndarray) -> np.ndarray:
     scaled = np.divide(array, largest, out=np.zeros_like(array), where=largest > 0)
     norms = np.linalg.norm(scaled, axis=-1, keepdims=True)
     return np.divide(scaled, norms, out=np.zeros_like(scaled), where=norms > 0)
-
-
-class MeanStd(float):
-    """A mean that also knows its spread: ``float(x)``, ``x.std``, or ``mean, std = x``."""
-
-    std: float
-
-    def __new__(cls, mean: float, std: float) -> MeanStd:
-        mean_std = super().__new__(cls, mean)
-        mean_std.std = float(std)
-        return mean_std
-
-    def __iter__(self) -> Iterator[float]:
-        return iter((float(self), self.std))

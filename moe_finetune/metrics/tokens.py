@@ -8,12 +8,12 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from moe_finetune.metrics.arrays import Array, MeanStd, chunks, floats, integers
+from moe_finetune.metrics.arrays import Array, chunks, floats, integers
 
 
 def conditional_mean_rank(
     logits_TN: Array, token_ids_T: Array, token_frequencies_VN: Array, k: int = 1
-) -> MeanStd:
+) -> tuple[float, float]:
     """CMR_k: mean rank by token frequency of the expert that the router ranks k-th.
 
     ``logits_TN`` ``(T, N)`` router logits (or probabilities) over N experts; ``token_ids_T``
@@ -21,7 +21,7 @@ def conditional_mean_rank(
     rank is 1 + the number of experts with a strictly greater frequency; tokens without counts are
     dropped; equal logits are ranked by expert index. Pool layers by stacking their rows along T.
     1 when the router follows the token counts perfectly (k = 1), about ``(N + 1) / 2`` when they
-    are unrelated, N at worst. Returns a float that also has ``.std`` (population, over tokens).
+    are unrelated, N at worst. Returns the mean and its population standard deviation over tokens.
     Source: P3 section 4.1.
     """
     logits = floats("logits_TN", logits_TN, ("T", "N"), as_given=True)
@@ -40,7 +40,7 @@ def conditional_mean_rank(
         of_token = frequencies[ids[part]]
         chosen_share = np.take_along_axis(of_token, chosen[:, None], axis=-1)
         ranks[part] = 1 + (of_token > chosen_share).sum(-1)
-    return MeanStd(float(ranks.mean()), float(ranks.std()))
+    return float(ranks.mean()), float(ranks.std())
 
 
 def token_consistency(tokens: Sequence[Hashable], experts: Sequence[int]) -> float:

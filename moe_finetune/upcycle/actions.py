@@ -202,8 +202,8 @@ def _train(
 
     chosen = range(len(upcycle.texts.categories)) if categories is None else categories
     attempt.work.mkdir(parents=True, exist_ok=True)
-    length, file = upcycle.recipe.texts.max_length, attempt.work / "rows.bin"
-    rows_RS = upcycle.texts.blocks(chosen, length, seed, file)
-    job = Job(start, rows_RS, trainer, seed, upcycle.recipe.dense.dtype, **options)
+    length, file = upcycle.recipe.texts.max_length, attempt.work / "rows.arrow"
+    rows = upcycle.texts.blocks(chosen, length, seed, file)
+    job = Job(start, rows, trainer, seed, upcycle.recipe.dense.dtype, **options)
     log = RunFolder(upcycle.output / CURVES / curve).metrics
     run_job(job, attempt.work, attempt.target, log)

@@ -8,7 +8,6 @@ and the clusters would overlap (P3 §3.1 wants disjoint ones).
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +30,13 @@ class Category:
     Attributes:
         read: yields every row of the sources.
         used_R: bool, the rows that are texts of this category; R rows.
-        repeated: rows that repeat an earlier one of the category.
-        elsewhere: rows that an earlier category has.
+        repeated: rows that repeat an earlier one, of this category or of one before.
         digest: SHA-256 of the texts.
     """
 
     read: Callable[[], Iterable[str]]
     used_R: np.ndarray
     repeated: int
-    elsewhere: int
     digest: str
 
     def __len__(self) -> int:
@@ -50,7 +47,7 @@ class Category:
 
 
 def read_categories(section: TextSection) -> dict[str, Category]:
-    """Find every category's different texts; a row costs eight bytes of memory, its hash.
+    """Find every category's different texts; only their hashes stay in memory.
 
     Raises:
         DataError: a source that cannot be read, or a category with fewer than three texts.
@@ -64,50 +61,47 @@ def read_categories(section: TextSection) -> dict[str, Category]:
     else:
         sources = section.categories or {}
         readers = {name: partial(_rows, name, paths) for name, paths in sources.items()}
-    hashes = {name: _hashes(read()) for name, read in readers.items()}
-    all_A = np.concatenate(list(hashes.values()))
-    _, first_A, which_A = np.unique(all_A, return_index=True, return_inverse=True)
-    earliest_A = first_A[which_A]
+    seen: set[bytes] = set()
     categories = {}
-    start = 0
-    for name, hashes_R in hashes.items():
-        rows = len(hashes_R)
-        earliest_R = earliest_A[start : start + rows]
-        used_R = earliest_R == np.arange(start, start + rows)
-        elsewhere, different = int((earliest_R < start).sum()), int(used_R.sum())
-        repeated = rows - elsewhere - different
+    for name, read in readers.items():
+        is_new: list[bool] = []
+        digest = hashlib.sha256()
+        different = 0
+        for text in read():
+            # 64 bits: two of ten million different texts meet with a chance of 3e-6.
+            key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            is_new.append(key not in seen)
+            seen.add(key)
+            different += is_new[-1]
+            if is_new[-1] and (section.limit is None or different <= section.limit):
+                digest.update(key)
+        repeated = len(is_new) - different
         if different < LEAST_TEXTS:
-            dropped = [f"{repeated} of {rows} rows repeat others"] if repeated else []
-            dropped += [f"{elsewhere} of {rows} are in earlier categories"] if elsewhere else []
             raise DataError(
-                f"texts.categories.{name}: {different} different texts"
-                + (f" ({', '.join(dropped)})" if dropped else "")
-                + f", expected at least {LEAST_TEXTS} (train, validation and test); add texts or "
-                "leave the category out"
+                f"texts.categories.{name}: {different} different texts ({repeated} of "
+                f"{len(is_new)} rows repeat others, of this category or an earlier one), expected "
+                f"at least {LEAST_TEXTS} (train, validation and test); add texts or leave the "
+                "category out"
             )
+        used_R = np.array(is_new)
         if section.limit is not None:
             used_R &= np.cumsum(used_R) <= section.limit
-        digest = hashlib.sha256(hashes_R[used_R].tobytes()).hexdigest()
-        categories[name] = Category(readers[name], used_R, repeated, elsewhere, digest)
-        start += rows
+        categories[name] = Category(read, used_R, repeated, digest.hexdigest())
     return categories
 
 
 def remark_on_repetitions(categories: Mapping[str, Category]) -> str | None:
     """Say how many repeated rows are dropped; None if there are none."""
-    inside = _counts(categories, "repeated")
-    across = _counts(categories, "elsewhere")
-    lines = [f"rows that repeat another of their category are dropped: {inside}"] if inside else []
-    if across:
-        lines.append(f"rows that are in an earlier category too are dropped: {across}")
-    return "; ".join(lines) or None
-
-
-def _counts(categories: Mapping[str, Category], kind: str) -> str:
-    return ", ".join(
-        f"{name} {count} of {len(category.used_R)}"
+    counts = [
+        f"{name} {category.repeated} of {len(category.used_R)}"
         for name, category in categories.items()
-        if (count := getattr(category, kind))
+        if category.repeated
+    ]
+    if not counts:
+        return None
+    return (
+        "rows that repeat another of their category or of an earlier one are dropped: "
+        + ", ".join(counts)
     )
 
 
@@ -121,12 +115,3 @@ def _rows(category: str, paths: str | list[str]) -> Iterator[str]:
             yield from (former(row_place, row)["text"] for row_place, row in read_rows(source))
         except DataError as error:
             raise DataError(f"texts.categories.{category}: {error}") from error
-
-
-def _hashes(texts: Iterable[str]) -> np.ndarray:
-    """64 bits of each text; two of ten million different texts meet with a chance of 3e-6."""
-    values = array("Q")
-    for text in texts:
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        values.append(int.from_bytes(digest, "little"))
-    return np.frombuffer(values, "<u8") if values else np.zeros(0, "<u8")

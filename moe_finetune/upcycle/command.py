@@ -216,10 +216,6 @@ def _check_pins(upcycle: Upcycle) -> None:
     section, names = upcycle.recipe.clusters, list(upcycle.categories)
     if section.table is not None:
         return
-    for name in section.pinned:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise RecipeError(f"clusters.pinned.{name}: no such category{hint}")
     pinned = {names.index(name): cluster for name, cluster in section.pinned.items()}
     sizes_of(len(names), section.count, pinned, bounds=section.bounds, exclusive=section.exclusive)
 

@@ -114,17 +114,13 @@ class FrequencyTable:
         Raises:
             DataError: other counts, or frequencies that do not follow from them.
         """
-        for column, counts_V in enumerate(counted.counts_VN.T):
-            if (counts_V == self.counts_VN[:, column]).all():
-                continue
-            same = (self.counts_VN == counts_V[:, None]).all(0)
-            reason = (
-                f"the counts of cluster {column} are in column {int(same.argmax())}"
-                if same.any()
-                else f"column {column} counts {int(self.counts_VN[:, column].sum())} tokens, and "
-                f"the training texts of cluster {column} have {int(counts_V.sum())}, or other ones"
+        other_N = (self.counts_VN != counted.counts_VN).any(0)
+        if other_N.any():
+            column = int(other_N.argmax())
+            raise DataError(
+                f"clusters.table: column {column} counts other tokens than the training texts of "
+                f"cluster {column} have{REMEDY} from these texts"
             )
-            raise DataError(f"clusters.table: {reason}{REMEDY} from these texts")
         if not np.allclose(self.frequencies_VN, counted.frequencies_VN, atol=1e-6):
             raise DataError(f"clusters.table: its frequencies are not those of its counts{REMEDY}")
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.metrics import conditional_mean_rank, top_choice
 from moe_finetune.metrics.arrays import entropy
+from moe_finetune.routing.picture import passage, routing_path, snapshot
 from moe_finetune.upcycle.texts import SPLITS, Split
 
 if TYPE_CHECKING:
@@ -55,44 +56,31 @@ class RoutingPool:
     """
 
     def __init__(self, categories: int, layers: int, experts: int):
-        self.ranks = (Pool(), Pool())
-        self.entropy, self.score_entropy = Pool(), Pool()
+        self.pools = {name: Pool() for name in ("cmr_1", "cmr_2", "s_rl", "score_entropy")}
         self.selected_CLN = np.zeros((categories, layers, experts), np.int64)
-        self.first_CLN = np.zeros_like(self.selected_CLN)
 
     def add(self, layer: int, record: Any, category_T: np.ndarray, counts_VN: np.ndarray) -> None:
         """Add one layer's record; ``category_T`` is of the tokens that the mask keeps."""
         keep = record.mask_T
         logits_TN = record.logits_TE[keep].float().cpu().numpy()
-        ids_T = record.token_ids_T[keep].cpu().numpy()
-        index_TK = record.index_TK[keep].cpu().numpy()
-        tokens = len(ids_T)
-        counts_TN = counts_VN[ids_T]
-        counted = int((counts_TN.sum(-1) > 0).sum())
-        if counted:
-            for k, pool in enumerate(self.ranks, start=1):
-                rank = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
-                pool.add(counted, float(rank), rank.std)
-        for pool, of in (
-            (self.entropy, record.distribution_TE),
-            (self.score_entropy, record.scores_TK),
+        counts_TN = counts_VN[record.token_ids_T[keep].cpu().numpy()]
+        tokens, counted = len(counts_TN), int(counts_TN.any(-1).sum())
+        for k in (1, 2) if counted else ():
+            ranks = conditional_mean_rank(logits_TN, np.arange(tokens), counts_TN, k)
+            self.pools[f"cmr_{k}"].add(counted, *ranks)
+        for name, probabilities in (
+            ("s_rl", record.distribution_TE),
+            ("score_entropy", record.scores_TK),
         ):
-            nats_T = entropy(of[keep].cpu().numpy())
-            pool.add(tokens, float(nats_T.mean()), float(nats_T.std()))
-        places_TK = np.broadcast_to(category_T[:, None], index_TK.shape)
-        np.add.at(self.selected_CLN[:, layer], (places_TK, index_TK), 1)
-        np.add.at(self.first_CLN[:, layer], (category_T, logits_TN.argmax(-1)), 1)
+            nats_T = entropy(probabilities[keep].cpu().numpy())
+            self.pools[name].add(tokens, float(nats_T.mean()), float(nats_T.std()))
+        index_TK = record.index_TK[keep].cpu().numpy()
+        np.add.at(self.selected_CLN[:, layer], (category_T[:, None], index_TK), 1)
 
     def summary(self) -> dict[str, Any]:
         """Plain values; selections are counts, ``[category][layer][expert]``."""
-        return {
-            "cmr_1": self.ranks[0].summary(),
-            "cmr_2": self.ranks[1].summary(),
-            "s_rl": self.entropy.summary(),
-            "score_entropy": self.score_entropy.summary(),
-            "selected": self.selected_CLN.tolist(),
-            "first": self.first_CLN.tolist(),
-        }
+        selected = {"selected": self.selected_CLN.tolist()}
+        return {name: pool.summary() for name, pool in self.pools.items()} | selected
 
 
 def measure(
@@ -122,18 +110,17 @@ def measure(
     if not moe:
         return measured, None
     selected_CLN = np.array(measured["splits"]["test"]["routing"]["selected"])
-    facts = model_facts(model)
-    snapshot = {
-        "layers": list(facts.moe_layers),
-        "num_experts": facts.num_experts,
-        "top_k": int(model.config.num_experts_per_tok),
-        "load": selected_CLN.sum(0).tolist(),
-        "domains": dict(zip(texts.categories, selected_CLN.tolist(), strict=True)),
-        "colored_text": passages(
+    top_k, layers = int(model.config.num_experts_per_tok), model_facts(model).moe_layers
+    load_LN = selected_CLN.sum(0)
+    tokens = int(load_LN[0].sum()) // top_k
+    return measured, snapshot(
+        routing_path(layers, load_LN, tokens, top_k),
+        {},
+        domains=dict(zip(texts.categories, selected_CLN, strict=True)),
+        passages=passages(
             model, tokenizer, texts, table.counts_VN, section.passages, section.passage_layer
         ),
-    }
-    return measured, snapshot
+    )
 
 
 def accelerator() -> str:
@@ -165,42 +152,33 @@ def _of_split(
     ordered = numbers_T[np.argsort(lengths_T[numbers_T], kind="stable")].tolist()
     records: list[Any] = []
     pool: RoutingPool | None = None
-    recorder: Recorder | None = None
+    recorder: AbstractContextManager[Any] = nullcontext()
     if moe:
         facts = model_facts(model)
         pool = RoutingPool(len(texts.categories), len(facts.moe_layers), facts.num_experts)
-        observe = [lambda record, _: records.append(record)]
-        recorder = Recorder(model, observers=observe, observe="all")
-        recorder.install()
+        recorder = Recorder(model, observers=[lambda r, _: records.append(r)], observe="all")
     losses: list[tuple[int, float, int]] = []
-    try:
-        with torch.no_grad():
-            for batch in fill(ordered, section.tokens_per_batch, lambda text: lengths_T[text]):
-                records.clear()
-                loss_B = text_losses(model, list(texts.ids(batch, length)))
-                category_B, length_B = texts.category_T[batch], lengths_T[batch]
-                losses += zip(category_B.tolist(), loss_B, length_B.tolist(), strict=True)
-                if pool is not None:
-                    category_T = np.repeat(category_B, length_B)
-                    for layer, record in enumerate(records):
-                        pool.add(layer, record, category_T, table.counts_VN)
-    finally:
-        if recorder is not None:
-            recorder.restore()
-    loss_T = [loss for _, loss, _ in losses]
+    with torch.no_grad(), recorder:
+        for batch in fill(ordered, section.tokens_per_batch, lambda text: lengths_T[text]):
+            records.clear()
+            loss_B = text_losses(model, list(texts.ids(batch, length)))
+            category_B, length_B = texts.category_T[batch], lengths_T[batch]
+            losses += zip(category_B.tolist(), loss_B, length_B.tolist(), strict=True)
+            if pool is not None:
+                category_T = np.repeat(category_B, length_B)
+                for layer, record in enumerate(records):
+                    pool.add(layer, record, category_T, table.counts_VN)
+    categories_T, loss_T, tokens_T = zip(*losses, strict=True)
     perplexities = np.exp(loss_T)
-    weights = [tokens - 1 for _, _, tokens in losses]
     measured: dict[str, Any] = {
         "perplexity": {
             "mean": float(perplexities.mean()),
             "std": float(perplexities.std()),
             "count": len(losses),
-            "of_all_tokens": float(
-                np.exp(np.average([loss for _, loss, _ in losses], weights=weights))
-            ),
+            "of_all_tokens": float(np.exp(np.average(loss_T, weights=np.array(tokens_T) - 1))),
         },
         "losses": [round(loss, 6) for loss in loss_T],
-        "categories": [category for category, _, _ in losses],
+        "categories": list(categories_T),
     }
     return measured | ({"routing": pool.summary()} if pool is not None else {})
 
@@ -232,12 +210,9 @@ def passages(
     """The beginning of ``count`` test texts of different categories, as the report colors them (P3
     Figure 1): by the expert that weighs most in one layer, by default the middle one.
 
-    The paper shows an excerpt of one text in layer 16. Each passage has ``category``, ``layer``,
-    ``tokens`` (their text), ``experts`` and ``frequent``: the expert of the token's largest count,
-    -1 where the training texts have none.
-
-    Raises:
-        RecipeError: the model has no such MoE layer.
+    The paper shows an excerpt of one text in layer 16. Each is a
+    :func:`~moe_finetune.routing.picture.passage` that also has ``frequent``: the expert of the
+    token's largest count, -1 where the training texts have none.
     """
     import torch
 
@@ -245,10 +220,6 @@ def passages(
     from moe_finetune.moe.layers import model_facts
 
     layers = model_facts(model).moe_layers
-    if layer is not None and layer not in layers:
-        raise RecipeError(
-            f"evaluation.passage_layer: {layer}; the MoE layers are {layers[0]} to {layers[-1]}"
-        )
     chosen_layer = len(layers) // 2 if layer is None else layers.index(layer)
     records: list[Any] = []
     chosen = np.linspace(0, len(texts.categories) - 1, count).round().astype(int)
@@ -265,16 +236,9 @@ def passages(
             model(input_ids=ids_1T, use_cache=False)
             counts_TN = counts_VN[ids_T]
             frequent_T = np.where(counts_TN.any(1), counts_TN.argmax(1), -1)
-            shown_passages.append(
-                {
-                    "category": texts.categories[category],
-                    "layer": layers[chosen_layer],
-                    "tokens": [tokenizer.decode([int(i)]) for i in ids_T],
-                    "experts": top_choice(
-                        records[chosen_layer].index_TK.cpu().numpy(),
-                        records[chosen_layer].scores_TK.cpu().numpy(),
-                    ).tolist(),
-                    "frequent": frequent_T.tolist(),
-                }
-            )
+            record, layer_number = records[chosen_layer], layers[chosen_layer]
+            index_TK, scores_TK = (t.cpu().numpy() for t in (record.index_TK, record.scores_TK))
+            top_T, name = top_choice(index_TK, scores_TK), texts.categories[category]
+            shown = passage(tokenizer, layer_number, name, ids_T, top_T, index_TK)
+            shown_passages.append(shown | {"frequent": frequent_T.tolist()})
     return shown_passages

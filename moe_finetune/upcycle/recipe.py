@@ -176,11 +176,6 @@ def _contradictions(recipe: UpcycleRecipe) -> Iterator[str]:
 
 
 def _cluster_problems(clusters: ClusterSection, names: list[str]) -> Iterator[str]:
-    if names and clusters.table is None and len(names) < clusters.count:
-        yield (
-            f"texts.categories: {len(names)} categories are fewer than the {clusters.count} "
-            "clusters; give more categories or lower clusters.count"
-        )
     for name, cluster in clusters.pinned.items():
         if name not in names:
             yield f"clusters.pinned.{name}: no such category{did_you_mean(name, names)}"

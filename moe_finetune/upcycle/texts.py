@@ -1,4 +1,4 @@
-"""Texts by category, split 8:1:1 and tokenized; their ids stay in a file and are read in parts.
+"""Texts by category, split 8:1:1 and tokenized; a dataset maps their ids from its file.
 
 Splits are drawn text by text within each category, so that every category is in all three. A text's
 ids begin as its tokenizer begins a sequence (a BOS token, where the model expects one) and end with
@@ -9,27 +9,24 @@ Shape legend: T texts, C categories, V vocabulary.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from moe_finetune.errors import CheckpointError, DataError
-from moe_finetune.io.json_file import parse_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-TOKENS_FILE, LENGTHS_FILE, INDEX_FILE = "tokens.bin", "lengths.npy", "texts.json"
-BATCH_CHARACTERS = 1 << 18
-"""Characters tokenized at a time: the tokenizer takes some thirty times their memory."""
-SCAN_IDS = 2 << 20
-"""Ids counted at a time."""
-Item = TypeVar("Item", str, np.ndarray)
+TOKENS_FILE = "tokens.arrow"
+AT_ONCE = 32
+"""Texts tokenized together: the tokenizer takes some thirty times their memory."""
 
 
 class SizedTexts(Protocol):
@@ -74,15 +71,14 @@ def opening_ids(tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokenized texts: categories, and where each text's ids are in the file of tokens.
+    """Tokenized texts: a dataset of ids, with each text's number of ids, split and category.
 
-    ``starts_T1`` has one more entry than texts, the end of the last; ``split_T`` are places in
-    :data:`SPLITS` and ``category_T`` in ``categories``.
+    ``split_T`` are places in :data:`SPLITS` and ``category_T`` in ``categories``.
     """
 
     categories: tuple[str, ...]
-    folder: Path
-    starts_T1: np.ndarray
+    rows: Dataset
+    lengths_T: np.ndarray
     split_T: np.ndarray
     category_T: np.ndarray
 
@@ -91,50 +87,50 @@ class Texts:
         cls, categories: Mapping[str, SizedTexts], tokenizer: Any, seed: int, folder: Path
     ) -> Texts:
         """Tokenize into ``folder``, some texts at a time, and open the result."""
+        from datasets import ClassLabel, Features, List, Value
+        from datasets.arrow_writer import ArrowWriter
+
         opening = opening_ids(tokenizer)
         ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        lengths: list[np.ndarray] = []
-        with (folder / TOKENS_FILE).open("wb") as stream:
-            for batch in _batches(chain.from_iterable(categories.values()), BATCH_CHARACTERS):
-                encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
-                rows = [np.array(opening + ids + ending, "<i4") for ids in encoded["input_ids"]]
-                lengths.append(np.array([len(row) for row in rows], np.int64))
-                np.concatenate(rows).tofile(stream)
-        np.save(folder / LENGTHS_FILE, np.concatenate(lengths))
-        counts = {name: len(texts) for name, texts in categories.items()}
-        index = {"categories": counts, "split_seed": seed, "opening": opening, "ending": ending}
-        text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+        features = Features(
+            {
+                "input_ids": List(Value("int32")),
+                "category": ClassLabel(names=list(categories)),
+                "split": ClassLabel(names=list(SPLITS)),
+            }
+        )
+        with ArrowWriter(path=str(folder / TOKENS_FILE), features=features) as writer:
+            for category, texts in categories.items():
+                remaining, splits = iter(texts), iter(splits_of(len(texts), seed).tolist())
+                while batch := list(islice(remaining, AT_ONCE)):
+                    encoded = tokenizer(batch, add_special_tokens=False)["input_ids"]
+                    for ids, split in zip(encoded, splits, strict=False):
+                        row = {"input_ids": opening + ids + ending, "split": split}
+                        writer.write(row | {"category": category})
+            writer.finalize()
         return cls.load(folder)
 
     @classmethod
     def load(cls, folder: Path) -> Texts:
         """Open what :meth:`tokenize` wrote; its ids stay in their file."""
+        import pyarrow.compute as pc
+        from datasets import Dataset
+
         try:
-            index = parse_json((folder / INDEX_FILE).read_bytes())
-            lengths_T = np.load(folder / LENGTHS_FILE, allow_pickle=False)
-            counts = list(index["categories"].values())
-            splits = [splits_of(count, index["split_seed"]) for count in counts]
-            starts_T1 = np.concatenate([[0], np.cumsum(lengths_T)])
-            size = (folder / TOKENS_FILE).stat().st_size
-            if sum(counts) != len(lengths_T) or size != 4 * starts_T1[-1]:
-                raise ValueError(f"{size} bytes of tokens, expected {4 * starts_T1[-1]}")
-            return cls(
-                tuple(index["categories"]),
-                folder,
-                starts_T1,
-                np.concatenate(splits),
-                np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            rows = Dataset.from_file(str(folder / TOKENS_FILE))
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{folder}: the tokenized texts cannot be read ({error}); remove the folder and "
                 "run the stage 'dense' again"
             ) from None
-
-    @property
-    def lengths_T(self) -> np.ndarray:
-        return np.diff(self.starts_T1)
+        labels = rows.select_columns(["split", "category"]).with_format("numpy")[:]
+        return cls(
+            tuple(rows.features["category"].names),
+            rows.select_columns(["input_ids"]).with_format("numpy"),
+            pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64),
+            labels["split"],
+            labels["category"],
+        )
 
     def numbers(self, split: Split, category: int) -> np.ndarray:
         """Numbers of a category's texts in a split, in the order of the sources."""
@@ -142,12 +138,11 @@ class Texts:
         return np.flatnonzero(chosen_T)
 
     def ids(self, numbers: Iterable[int], length: int | None = None) -> Iterator[np.ndarray]:
-        """Ids of some texts, or their first ``length``, read one text at a time."""
-        with (self.folder / TOKENS_FILE).open("rb", buffering=0) as stream:
-            for index in numbers:
-                start, end = (int(offset) for offset in self.starts_T1[index : index + 2])
-                end = end if length is None else min(end, start + length)
-                yield np.frombuffer(os.pread(stream.fileno(), 4 * (end - start), 4 * start), "<i4")
+        """Ids of some texts, or their first ``length``, read some texts at a time."""
+        # A given fingerprint spares a hash of the numbers.
+        chosen = self.rows.select(list(numbers), new_fingerprint="chosen")
+        for batch in chosen.iter(AT_ONCE):
+            yield from (ids[:length] for ids in batch["input_ids"])
 
     def tokens(self, split: Split, category: int) -> int:
         """Number of ids in a category's split."""
@@ -167,24 +162,32 @@ class Texts:
             numbers = numbers[np.linspace(0, len(numbers) - 1, limit).round().astype(int)]
         return numbers
 
-    def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> np.ndarray:
-        """Training texts of some categories in a random order, laid end to end: ``(rows, length)``.
+    def blocks(self, categories: Iterable[int], length: int, seed: int, file: Path) -> Dataset:
+        """Training texts of some categories in a random order, laid end to end in rows of ids.
 
-        They are written to ``file`` and mapped from there, so that a row is in memory only while it
-        is read. The same arguments give the same file.
+        They are written to ``file`` and mapped from there. The same arguments give the same rows.
 
         Raises:
             DataError: together they are shorter than one row.
         """
+        from datasets import Dataset, Features, List, Value
+        from datasets.arrow_writer import ArrowWriter
+
         chosen = list(categories)
         self.check_rows(chosen, length)
         numbers = np.concatenate([self.numbers("train", category) for category in chosen])
         order = np.random.default_rng(seed).permutation(len(numbers))
-        with file.open("wb") as stream:
+        rest = np.zeros(0, np.int32)
+        features = Features({"input_ids": List(Value("int32"))})
+        with ArrowWriter(path=str(file), features=features) as writer:
             for ids in self.ids(numbers[order]):
-                stream.write(ids.data)
-            rows = stream.tell() // (4 * length)
-        return np.memmap(file, "<i4", "r", shape=(rows, length))
+                rest = np.concatenate([rest, ids])
+                whole = len(rest) // length * length
+                for row in rest[:whole].reshape(-1, length):
+                    writer.write({"input_ids": row})
+                rest = rest[whole:]
+            writer.finalize()
+        return Dataset.from_file(str(file))
 
     def check_rows(self, categories: Sequence[int], length: int) -> None:
         """Raise DataError where the categories' training texts are shorter than one row."""
@@ -200,23 +203,9 @@ class Texts:
         """Occurrences of every token id in each category's training texts: ``(C, V)`` int64."""
         counts_CV = np.zeros((len(self.categories), vocabulary), np.int64)
         for category, counts_V in enumerate(counts_CV):
-            for batch in _batches(self.ids(self.numbers("train", category)), SCAN_IDS):
-                counts_V += np.bincount(np.concatenate(batch), minlength=vocabulary)
+            for ids in self.ids(self.numbers("train", category)):
+                np.add.at(counts_V, ids, 1)
         return counts_CV
-
-
-def _batches(items: Iterable[Item], limit: int) -> Iterator[list[Item]]:
-    """Lists of consecutive items; a list ends when the items' lengths reach ``limit``."""
-    batch: list[Item] = []
-    size = 0
-    for item in items:
-        batch.append(item)
-        size += len(item)
-        if size >= limit:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:

@@ -6,13 +6,10 @@ while it runs, so that a killed training resumes; the output folder appears when
 
 from __future__ import annotations
 
-import mmap
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from moe_finetune.io import write_atomic
 from moe_finetune.io.run_folder import RunFolder
@@ -24,9 +21,9 @@ from moe_finetune.recipe.sections import ModelSection
 from moe_finetune.upcycle.recipe import DENSE_TARGETS
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import nn
 
-RELEASE_STEPS = 50
 # A log every fiftieth of a training: enough points for its curve.
 _QUIET = {"report_to": [], "logging_steps": 0.02, "save_strategy": "steps", "save_steps": 200}
 
@@ -37,7 +34,7 @@ class Job:
 
     Attributes:
         start: checkpoint folder to start from, dense or MoE.
-        rows_RS: token ids, ``(rows, length)``; every token is learned.
+        rows: ``input_ids`` of equal length; every token is learned.
         trainer: TRL's arguments by name.
         seed: of the order of rows, of dropout and of new adapters.
         dtype: of the computation and of the stored weights.
@@ -48,7 +45,7 @@ class Job:
     """
 
     start: Path
-    rows_RS: np.ndarray
+    rows: Dataset
     trainer: dict[str, Any]
     seed: int
     dtype: str
@@ -64,7 +61,7 @@ class Job:
             model=ModelSection(path=str(self.start), dtype=self.dtype),  # type: ignore[arg-type]
             method=self.method or Method(),
             lora=router_lora if self.routers_only else self.lora,
-            data=DataSection(train="rows", max_length=self.rows_RS.shape[1]),
+            data=DataSection(train="rows", max_length=len(self.rows[0]["input_ids"])),
             trainer={**_QUIET, **self.trainer, "seed": self.seed},
         )
 
@@ -176,7 +173,7 @@ def build(
     trainer = (RouterTrainer if job.routers_only else plain)(
         model=model,  # type: ignore[arg-type]
         args=arguments,
-        train_dataset=dataset_of(job.rows_RS),
+        train_dataset=job.rows,
         processing_class=tokenizer,
     )
     callback = SpecializationCallback(
@@ -187,42 +184,8 @@ def build(
     if job.method is not None:
         callback.attach(trainer)
     trainer.guard = NumericsGuard(work_folder, "stop", callback)
-    add_callbacks(trainer, RunLog(work_folder), trainer.guard, _released_rows(job.rows_RS))
+    add_callbacks(trainer, RunLog(work_folder), trainer.guard)
     return trainer, callback.close
-
-
-def dataset_of(rows_RS: np.ndarray) -> Any:
-    """A dataset that shares the rows' memory, or their file where they are mapped."""
-    import pyarrow as pa
-    from datasets import Dataset
-    from datasets.fingerprint import generate_random_fingerprint
-    from datasets.table import InMemoryTable
-
-    flat = pa.array(rows_RS.reshape(-1))
-    rows = pa.FixedSizeListArray.from_arrays(flat, rows_RS.shape[1])
-    # Without a given fingerprint, datasets hashes the rows, which copies all of them.
-    name = generate_random_fingerprint()
-    table = InMemoryTable(pa.table({"input_ids": rows, "labels": rows}))
-    return Dataset(table, fingerprint=name)
-
-
-def release(rows_RS: np.ndarray) -> None:
-    """Release the resident pages of mapped rows; they are read again when needed."""
-    mapping = rows_RS.base
-    if isinstance(mapping, mmap.mmap):
-        mapping.madvise(mmap.MADV_DONTNEED)
-
-
-def _released_rows(rows_RS: np.ndarray) -> Any:
-    """A callback that releases the rows already trained on, which otherwise stay resident."""
-    from transformers import TrainerCallback
-
-    class ReleasedRows(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % RELEASE_STEPS == 0:
-                release(rows_RS)
-
-    return ReleasedRows()
 
 
 def dense_lora(model: Any, lora: LoraSection | None) -> Any:

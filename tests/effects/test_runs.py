@@ -81,7 +81,7 @@ def test_measures_are_those_of_the_rows_one_by_one():
 
     def rank(layer):
         ids = joined(layer, "token_ids_T")
-        return conditional_mean_rank(joined(layer, "logits_TE"), ids, frequencies_VE)
+        return conditional_mean_rank(joined(layer, "logits_TE"), ids, frequencies_VE)[0]
 
     expected = {
         "validation_loss": loss / learned,

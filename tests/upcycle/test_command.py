@@ -168,7 +168,7 @@ def test_a_ready_table_of_other_columns_ends_with_2(finished, tmp_path, capsys, 
     recipe = _ready(finished, tmp_path, (0, 1, 2), tmp_path / "table.safetensors")
     code, said = _merge(capsys, recipe, tmp_path / "run")
     wanted = {
-        "permuted": "the counts of cluster 0 are in column 2",
+        "permuted": "column 0 counts other tokens than the training texts of cluster 0 have",
         "permuted with names": "expert n must be the one of cluster n",
         "without names": "does not name the categories of its columns, and 'kind0' is not pinned",
         "frequencies": "its frequencies are not those of its counts",

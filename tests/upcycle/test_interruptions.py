@@ -68,7 +68,7 @@ def test_a_removed_or_half_written_folder_is_made_again(copied, capsys):
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path):
+def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path, capsys):
     recipe, _ = finished
     output = tmp_path / "run"
     saved = {**TRAINER, "save_steps": 1}
@@ -77,8 +77,8 @@ def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path):
     command = [sys.executable, "-m", "moe_finetune.cli", "upcycle", str(recipe)]
     command += ["--output", str(output), "--stage", "experts"]
     for stage in ("dense", "cluster"):
-        assert subprocess.run([*command[:-1], stage, "--resume"][: None if output.exists() else -1],
-                              cwd=ROOT).returncode == 0  # fmt: skip
+        begun = ["--resume"] if output.exists() else []
+        assert run(capsys, "upcycle", recipe, "--output", output, "--stage", stage, *begun)[0] == 0
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--resume", "--expert", "1"], cwd=ROOT, env=environment)
     checkpoints = output / "work/seed-0/experts/1/checkpoints"
@@ -96,9 +96,9 @@ def test_a_killed_training_goes_on_and_ends_the_same(warm, finished, tmp_path):
     straight = tmp_path / "straight"
     shutil.copytree(output, straight, ignore=shutil.ignore_patterns("experts", "work"))
     (straight / "steps/seed-0.experts.1.json").unlink()
-    command[command.index(str(output))] = str(straight)
-    cold = {**environment, "PYTHONHASHSEED": "1"}  # it imports for itself; the others are forked
-    subprocess.run([*command, "--resume", "--expert", "1"], cwd=ROOT, env=cold, check=True)
+    # In this process, whose hash seed is another than that of the programs that are forked.
+    again = ["--output", straight, "--stage", "experts", "--resume", "--expert", "1"]
+    assert run(capsys, "upcycle", recipe, *again)[0] == 0
     ours, theirs = (weights(folder / "seed-0/experts/1") for folder in (output, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -119,70 +119,62 @@ def test_experts_may_be_sharded_and_in_bfloat16(tmp_path):
     assert load_model(tmp_path / "moe").dtype == torch.bfloat16
 
 
-def _other_sizes(folder):
-    dense.save("llama", folder, 1, intermediate_size=96)
+def _other(kind="llama", **changes):
+    """Write another model than the experts'."""
+    return lambda folder: dense.save(kind, folder, 1, **changes)
 
 
-def _other_layers(folder):
-    dense.save("llama", folder, 1, num_hidden_layers=2)
+def _edited(change):
+    """Write an expert whose files ``change`` edits."""
+    return lambda folder: change(dense.save("llama", folder, 1))
 
 
-def _other_type(folder):
-    dense.save("qwen3", folder, 1)
+def _with_tensors(edit):
+    """Write an expert whose tensors ``edit`` changes in place."""
+
+    def spoil(folder):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        edit(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return _edited(spoil)
 
 
-def _other_tokenizer(folder):
-    dense.save("llama", folder, 1)
+def _swap_tokens(folder):
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def _no_tokenizer(folder):
-    dense.save("llama", folder, 1)
-    (folder / "tokenizer.json").unlink()
-
-
-def _missing_tensor(folder):
-    dense.save("llama", folder, 1)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _unknown_tensor(folder):
-    dense.save("llama", folder, 1)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(128)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _other_dtype(folder):
-    dense.save("llama", folder, 1)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _truncated(folder):
-    dense.save("llama", folder, 1)
+def _truncate(folder):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-10])
+
+
+UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.bias"
+NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_other_sizes, "intermediate_size is 96 and 112"),
-        (_other_layers, "num_hidden_layers is 2 and 3"),
-        (_other_type, "a qwen3 and a llama cannot be experts of one model"),
-        (_other_tokenizer, "their tokenizers differ"),
-        (_no_tokenizer, "no tokenizer.json"),
-        (_missing_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
-        (_unknown_tensor, "'model.layers.1.self_attn.q_proj.bias' does not belong to a llama"),
-        (_other_dtype, "'model.norm.weight' is F16"),
-        (_truncated, "truncated, .* copy or download this file again"),
+        (_other(intermediate_size=96), "intermediate_size is 96 and 112"),
+        (_other(num_hidden_layers=2), "num_hidden_layers is 2 and 3"),
+        (_other("qwen3"), "a qwen3 and a llama cannot be experts of one model"),
+        (_edited(_swap_tokens), "their tokenizers differ"),
+        (_edited(lambda folder: (folder / "tokenizer.json").unlink()), "no tokenizer.json"),
+        (_with_tensors(lambda tensors: tensors.pop(UP)), f"'{UP}' is missing"),
+        (
+            _with_tensors(lambda tensors: tensors.update({BIAS: torch.zeros(128)})),
+            f"'{BIAS}' does not belong to a llama",
+        ),
+        (
+            _with_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].half()})),
+            f"'{NORM}' is F16",
+        ),
+        (_edited(_truncate), "truncated, .* copy or download this file again"),
     ],
 )
 def test_an_expert_that_does_not_fit_is_refused(experts, tmp_path, spoil, said):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.lora.targets import add_lora
@@ -16,7 +16,7 @@ from moe_finetune.recipe.sections import LoraSection
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.dense import load_dense
 from moe_finetune.upcycle.frequencies import count_table
-from moe_finetune.upcycle.training import Job, build, dataset_of, dense_lora, release, run_job
+from moe_finetune.upcycle.training import Job, build, dense_lora, run_job
 from tests import tiny
 from tests.upcycle import dense
 
@@ -38,7 +38,8 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path, bat
     counts_EV = generator.integers(0, 5, (EXPERTS, tiny.VOCABULARY))
     table = count_table(counts_EV, np.arange(EXPERTS), EXPERTS, "t")
     table.save(tmp_path / "table.safetensors")
-    rows_RS = generator.integers(4, 260, (ROWS, LENGTH)).astype(np.int32)
+    rows_RS = generator.integers(4, 260, (ROWS, LENGTH))
+    rows = Dataset.from_dict({"input_ids": rows_RS.tolist()})
     trainer = {
         "max_steps": 1,
         "per_device_train_batch_size": batch,
@@ -52,7 +53,7 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path, bat
     }
     term = {"supervised_routing": {"table": str(tmp_path / "table.safetensors")}}
     method = resolve_method("supervised_routing", terms=term)
-    job = Job(merged, rows_RS, trainer, 3, "float32", method=method, routers_only=True)
+    job = Job(merged, rows, trainer, 3, "float32", method=method, routers_only=True)
     curve = tmp_path / "curve.jsonl"
     run_job(job, tmp_path / "work", tmp_path / "routed", curve)
 
@@ -60,7 +61,7 @@ def test_the_router_stage_follows_supervised_routing_alone(merged, tmp_path, bat
     logits = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, args, output: logits.append(output[0]))
-    ids_RS = torch.from_numpy(rows_RS.astype(np.int64))
+    ids_RS = torch.from_numpy(rows_RS)
     model(ids_RS)
     frequencies_VE = torch.from_numpy(table.frequencies_VN)
     loss = sum(supervised_routing_loss(each, ids_RS.reshape(-1), frequencies_VE) for each in logits)
@@ -97,32 +98,9 @@ def test_the_head_is_not_computed_for_the_routers(merged, tmp_path):
     assert gates and all(gate.isfinite().all() for gate in gates)
 
 
-def test_rows_share_the_memory_that_they_come_from():
-    rows_RS = _rows(5)
-    dataset = dataset_of(rows_RS)
-    assert dataset[7]["input_ids"] == dataset[7]["labels"] == rows_RS[7].tolist()
-    assert len(dataset) == len(rows_RS)
-    values = dataset.data.column("input_ids").chunk(0).flatten()
-    assert values.buffers()[1].address == rows_RS.ctypes.data
-
-
-def test_rows_that_were_read_are_released(tmp_path):
-    (np.arange(3_000_000, dtype="<i4") % 251).tofile(tmp_path / "rows.bin")
-    rows_RS = np.memmap(tmp_path / "rows.bin", "<i4", "r", shape=(1000, 3000))
-
-    def resident() -> int:
-        """KiB of the mapping in memory."""
-        lines = Path("/proc/self/smaps").read_text().split(str(tmp_path / "rows.bin"))[1]
-        return int(lines.split("Rss:")[1].split()[0])
-
-    total = int(rows_RS.sum())
-    assert resident() > 10_000
-    release(rows_RS)
-    assert resident() == 0 and int(rows_RS.sum()) == total
-
-
 def _rows(seed):
-    return np.random.default_rng(seed).integers(4, 260, (24, LENGTH)).astype(np.int32)
+    rows_RS = np.random.default_rng(seed).integers(4, 260, (24, LENGTH))
+    return Dataset.from_dict({"input_ids": rows_RS.tolist()})
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
