@@ -4,9 +4,8 @@ from moe_finetune.metrics.coherence import (
     coherence_barrier,
     effective_rank,
     mutual_coherence,
-    token_coherence,
 )
-from moe_finetune.metrics.domains import domain_specialization
+from moe_finetune.metrics.domains import domain_information
 from moe_finetune.metrics.experts import (
     activation_cosine,
     expert_overlap,
@@ -26,16 +25,13 @@ from moe_finetune.metrics.placement import placement_metrics
 from moe_finetune.metrics.router import (
     erc_table,
     noise_level,
-    parameter_norms,
     router_cosine,
-    router_gate_norms,
 )
 from moe_finetune.metrics.routing import (
     rmse,
     routing_entropy,
     routing_information,
     routing_variance,
-    scatter_scores,
     score_variance,
 )
 from moe_finetune.metrics.tokens import conditional_mean_rank
@@ -50,7 +46,7 @@ __all__ = [
     "conditional_activation",
     "conditional_mean_rank",
     "coupling_mass",
-    "domain_specialization",
+    "domain_information",
     "effective_rank",
     "erc_table",
     "expert_load",
@@ -60,18 +56,14 @@ __all__ = [
     "mutual_coherence",
     "noise_level",
     "output_cosine",
-    "parameter_norms",
     "path_stability",
     "placement_metrics",
     "rmse",
     "router_cosine",
-    "router_gate_norms",
     "routing_entropy",
     "routing_information",
     "routing_variance",
-    "scatter_scores",
     "score_variance",
     "silhouette",
-    "token_coherence",
     "top_choice",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_finetune.metrics.arrays import Array, chunks, floats, unit_rows
+from moe_finetune.metrics.arrays import Array, floats, unit_rows
 
 
 def mutual_coherence(features_NH: Array) -> float:
@@ -14,25 +14,12 @@ def mutual_coherence(features_NH: Array) -> float:
     (orthogonal: perfect specialization) to 1 (two experts parallel). A zero feature has cosine 0
     with anything; N = 1 has no pairs and gives 0. Source: P4 def. 5.2.
     """
-    return float(token_coherence(floats("features_NH", features_NH, ("N", "H"))[None])[0])
-
-
-def token_coherence(outputs_TKH: Array) -> np.ndarray:
-    """:func:`mutual_coherence` of every token's K outputs, ``(T,)``."""
-    outputs = floats("outputs_TKH", outputs_TKH, ("T", "K", "H"), as_given=True)
-    tokens, width = outputs.shape[:2]
-    coherence_T = np.zeros(tokens)
-    diagonal = np.arange(width)
-    for part in chunks(tokens, outputs[0].size):
-        unit = unit_rows(outputs[part].astype(np.float64))
-        cosines = np.abs(unit @ unit.transpose(0, 2, 1))
-        cosines[:, diagonal, diagonal] = 0
-        coherence_T[part] = np.minimum(cosines.max((1, 2)), 1.0)
-    return coherence_T
+    unit = unit_rows(floats("features_NH", features_NH, ("N", "H")))
+    return float(gram_coherence((unit @ unit.T)[None])[0])
 
 
 def gram_coherence(gram_TKK: Array) -> np.ndarray:
-    """:func:`token_coherence` from the Gram matrices of the outputs, ``(T, K, K)`` -> ``(T,)``."""
+    """:func:`mutual_coherence` of each token's outputs, from their Gram matrices: ``(T,)``."""
     gram = floats("gram_TKK", gram_TKK, ("T", "K", "K"))
     width = gram.shape[1]
     if gram.shape[2] != width:

@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from moe_finetune.metrics.arrays import Array, entropy, floats, integers
-
-
-def domain_specialization(
-    index_TK: Array, domain_T: Array, num_experts: int, num_domains: int | None = None
-) -> dict:
-    """Expert by domain selection shares, and the mutual information of expert and domain.
-
-    ``index_TK`` ``(T, K)`` selected experts, ``domain_T`` ``(T,)`` the domain of each token,
-    0-based. Returns :func:`domain_information` of the counts. An empty domain raises ValueError.
-    Source: P4 Fig. 3d-e.
-    """
-    index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
-    domain = integers("domain_T", domain_T, (len(index),), limit=num_domains).astype(np.int64)
-    domains = num_domains or int(domain.max()) + 1
-    flat = domain[:, None] * num_experts + index
-    counts = np.bincount(flat.ravel(), minlength=domains * num_experts)
-    return domain_information(counts.reshape(domains, num_experts))
+from moe_finetune.metrics.arrays import Array, entropy, floats
 
 
 def domain_information(counts_GE: Array) -> dict:
@@ -29,13 +10,14 @@ def domain_information(counts_GE: Array) -> dict:
 
     Returns ``shares_GE`` (rows sum to 1) and ``mutual_information`` I(expert; domain) in nats,
     domains weighted by their dispatches: 0 when all domains use the experts alike, the entropy of
-    the domains (``ln`` of their number when equally large) when no expert serves two.
+    the domains (``ln`` of their number when equally large) when no expert serves two. An empty
+    domain raises ValueError. Source: P4 Fig. 3d-e.
     """
     counts = floats("counts_GE", counts_GE, ("G", "E"))
     totals_G = counts.sum(-1)
     if not totals_G.all():
         raise ValueError(
-            f"domain_T: domain {int(totals_G.argmin())} of {len(counts)} has no token, "
+            f"counts_GE: domain {int(totals_G.argmin())} of {len(counts)} has no token, "
             "wanted at least one in each"
         )
     shares = counts / totals_G[:, None]

@@ -110,27 +110,17 @@ def gram_cosine(gram_TKK: Array, mask_T: Array | None = None) -> float:
     norms = np.einsum("tkk->tk", gram)
     scale = norms[:, :, None] * norms[:, None, :]
     squared = np.divide(gram**2, scale, out=np.zeros_like(gram), where=scale > 0)
-    return _mean_off_diagonal(squared.sum(0), len(gram))
+    if width == 1:
+        return 0.0
+    pairs = squared.sum() - np.einsum("tkk->", squared)
+    return float(pairs / (len(gram) * width * (width - 1)))
 
 
 def _mean_squared_cosine(
     name: str, values: Array, expected: tuple[str, str, str], mask_T: Array | None
 ) -> float:
-    vectors = floats(name, values, expected, as_given=True)
-    vectors = vectors[keep("mask_T", mask_T, len(vectors))]
-    tokens, width = vectors.shape[:2]
-    total_KK = np.zeros((width, width))
-    for part in chunks(tokens, vectors[0].size):
-        unit = unit_rows(vectors[part].astype(np.float64))
-        total_KK += ((unit @ unit.transpose(0, 2, 1)) ** 2).sum(0)
-    return _mean_off_diagonal(total_KK, tokens)
-
-
-def _mean_off_diagonal(total_KK: np.ndarray, tokens: int) -> float:
-    width = len(total_KK)
-    if width == 1:
-        return 0.0
-    return float((total_KK.sum() - np.trace(total_KK)) / (tokens * width * (width - 1)))
+    unit = unit_rows(floats(name, values, expected))
+    return gram_cosine(unit @ unit.transpose(0, 2, 1), mask_T)
 
 
 def _foreign(distances_RN: np.ndarray, labels_N: np.ndarray, start: int, neighbors: int) -> int:

@@ -40,16 +40,6 @@ def noise_level(router_weight_EH: Array) -> float:
     return float((nearest / (2 * norms)).mean())
 
 
-def router_gate_norms(router_weight_EH: Array, gate_weight_EDH: Array) -> np.ndarray:
-    """``M (E, E)``, ``M[i, j] = |W_g^j R_i|``: how strongly expert j answers to router row i.
-
-    Source: P2 eq. 3, without noise.
-    """
-    router = _rows(router_weight_EH)
-    gate = floats("gate_weight_EDH", gate_weight_EDH, (len(router), "D", router.shape[1]))
-    return np.stack([np.linalg.norm(router @ weight.T, axis=-1) for weight in gate], axis=1)
-
-
 def erc_table(
     router_weight_EH: Array,
     gate_weight_EDH: Array,
@@ -57,12 +47,15 @@ def erc_table(
 ) -> dict:
     """ERC loss of one layer without noise for several alphas, and the least alpha that gives 0.
 
-    ``1/E^2 sum_{i != j} [max(M_ij - alpha M_ii, 0) + max(M_ji - alpha M_ii, 0)]`` with M of
-    :func:`router_gate_norms`; the gate is the effective one, LoRA included. Returns ``loss``
+    ``1/E^2 sum_{i != j} [max(M_ij - alpha M_ii, 0) + max(M_ji - alpha M_ii, 0)]`` with
+    ``M[i, j] = |W_g^j R_i|``; the gate is the effective one, LoRA included. Returns ``loss``
     ``{alpha: value >= 0}`` and ``least_alpha`` = ``max_{i != j} max(M_ij, M_ji) / M_ii`` (infinite
     when some ``M_ii`` is 0); at most 1 when router and experts agree perfectly. Source: P2 Table 2.
     """
-    return erc_of_norms(router_gate_norms(router_weight_EH, gate_weight_EDH), alphas)
+    router = _rows(router_weight_EH)
+    gate = floats("gate_weight_EDH", gate_weight_EDH, (len(router), "D", router.shape[1]))
+    norms = [np.linalg.norm(router @ weight_DH.T, axis=-1) for weight_DH in gate]
+    return erc_of_norms(np.stack(norms, axis=1), alphas)
 
 
 def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)) -> dict:
@@ -84,24 +77,6 @@ def erc_of_norms(norms_EE: np.ndarray, alphas: Sequence[float] = (1, 2, 3, 4, 5)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(rivals > 0, rivals / own_norm[:, 0], 0.0)
     return {"loss": losses, "least_alpha": float(ratios.max())}
-
-
-def parameter_norms(router_weight_EH: Array, gate_weight_EDH: Array) -> dict[str, float]:
-    """Mean and standard deviation over experts of ``|R_i|`` and ``|W_g^i|`` (Frobenius).
-
-    Keys ``router_mean``, ``router_std``, ``gate_mean``, ``gate_std`` (population std, 0 when all
-    experts weigh alike). Source: P2 Table 3.
-    """
-    router = _rows(router_weight_EH)
-    gate = floats("gate_weight_EDH", gate_weight_EDH, (len(router), "D", router.shape[1]))
-    rows_E = np.linalg.norm(router, axis=-1)
-    gates_E = np.linalg.norm(gate.reshape(len(gate), -1), axis=-1)
-    return {
-        "router_mean": float(rows_E.mean()),
-        "router_std": float(rows_E.std()),
-        "gate_mean": float(gates_E.mean()),
-        "gate_std": float(gates_E.std()),
-    }
 
 
 def _rows(router_weight_EH: Array) -> np.ndarray:

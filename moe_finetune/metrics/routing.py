@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_finetune.metrics.arrays import Array, chunks, entropy, floats, integers
-
-
-def scatter_scores(index_TK: Array, weights_TK: Array, num_experts: int) -> np.ndarray:
-    """``scores_TE``: the selected weights renormalized to sum 1, 0 where not selected.
-
-    A scaling factor in the weights drops out. A token whose weights are all 0 stays all 0.
-    """
-    index = integers("index_TK", index_TK, ("T", "K"), limit=num_experts)
-    weights = floats("weights_TK", weights_TK, index.shape)
-    totals = weights.sum(-1, keepdims=True)
-    scores = np.zeros((len(index), num_experts))
-    shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals > 0)
-    np.put_along_axis(scores, index.astype(np.int64), shares, axis=-1)
-    return scores
+from moe_finetune.metrics.arrays import Array, chunks, entropy, floats
 
 
 def routing_variance(probs_TE: Array) -> float:
@@ -71,16 +57,12 @@ def routing_information(scores_TE: Array) -> dict[str, float]:
     H(Z)). Source: P4 thm 3.3, 4.1, 4.2.
     """
     scores = _distribution("scores_TE", scores_TE)
-    return information(scores.mean(0, dtype=np.float64), routing_entropy(scores))
-
-
-def information(mean_E: np.ndarray, conditional_entropy: float) -> dict[str, float]:
-    """:func:`routing_information` from the mean distribution and H(Z|X)."""
-    total = float(entropy(mean_E))
+    mean_E = scores.mean(0, dtype=np.float64)
+    total, conditional = float(entropy(mean_E)), routing_entropy(scores)
     return {
         "entropy": total,
-        "conditional_entropy": float(conditional_entropy),
-        "mutual_information": total - float(conditional_entropy),
+        "conditional_entropy": conditional,
+        "mutual_information": total - conditional,
         "collision_entropy": float(-np.log((mean_E**2).sum())),
     }
 

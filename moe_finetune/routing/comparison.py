@@ -133,35 +133,15 @@ def _stable(a: RoutingTrace, b: RoutingTrace, units: _Units) -> np.ndarray | Non
     """Tokens per unit and layer that keep their top-1 expert, ``(U, L)``; None without weights."""
     if not (a.has("weights") and b.has("weights")):
         return None
-    stable = np.zeros((units.count, len(a.info.layers)))
-    first, second = _TopChoices(a), _TopChoices(b)
-    position = 0
-    while position < a.num_tokens:
-        count = min(first.ready(), second.ready())
-        same_TL = first.take(count) == second.take(count)
-        unit_T = units.unit_T[position : position + count]
-        for layer in range(stable.shape[1]):
-            stable[:, layer] += np.bincount(unit_T, same_TL[:, layer], units.count)
-        position += count
-    return stable
+    same_TL = _top_choices(a) == _top_choices(b)
+    stable_LU = [np.bincount(units.unit_T, same_T, units.count) for same_T in same_TL.T]
+    return np.stack(stable_LU, axis=1)
 
 
-class _TopChoices:
-    """Top-1 experts of a trace as a stream: chunks of two traces need not end together."""
-
-    def __init__(self, trace: RoutingTrace):
-        self._chunks = trace.chunks("ids", "weights")
-        self._rest = np.empty((0, len(trace.info.layers)), np.int16)
-
-    def ready(self) -> int:
-        if not len(self._rest):
-            chunk = next(self._chunks)
-            self._rest = top_choice(chunk["ids"], chunk["weights"])
-        return len(self._rest)
-
-    def take(self, count: int) -> np.ndarray:
-        rows, self._rest = self._rest[:count], self._rest[count:]
-        return rows
+def _top_choices(trace: RoutingTrace) -> np.ndarray:
+    """Top-1 experts ``(T, L)``; chunks of two traces need not end together, so all of them."""
+    chunks = trace.chunks("ids", "weights")
+    return np.concatenate([top_choice(chunk["ids"], chunk["weights"]) for chunk in chunks])
 
 
 def _draw(rng: np.random.Generator, replicates: int, units: int) -> np.ndarray:

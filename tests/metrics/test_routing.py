@@ -13,11 +13,10 @@ from moe_finetune.metrics import (
     routing_entropy,
     routing_information,
     routing_variance,
-    scatter_scores,
     score_variance,
 )
 from moe_finetune.metrics.arrays import NotFiniteError
-from tests.metrics.drawn import E, K, T, choices, distribution
+from tests.metrics.drawn import E, T, choices, distribution
 
 
 def test_max_violation_by_hand():
@@ -65,7 +64,7 @@ def test_routing_variance_at_the_ends():
 
 
 def test_score_variance_against_loop():
-    scores = scatter_scores(choices(), distribution(3)[:, :K], E)
+    scores = distribution(3)
     wanted = 0.0
     for token in range(T):
         for expert in range(E):
@@ -77,11 +76,6 @@ def test_score_variance_against_loop():
 def test_score_variance_at_the_ends():
     assert score_variance(np.eye(5)) == pytest.approx((1 - 1 / 5) / 5)
     assert score_variance(np.tile([0.5, 0.5, 0.0], (4, 1))) == 0.0
-
-
-def test_scatter_scores():
-    scores = scatter_scores([[2, 0], [1, 2]], [[3.0, 1.0], [0.0, 0.0]], 4)
-    assert scores.tolist() == [[0.25, 0, 0.75, 0], [0, 0, 0, 0]]
 
 
 def test_routing_entropy_by_hand_and_loop():

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from moe_finetune import SpecializationCallback
 from moe_finetune.data.examples import load_examples
 from moe_finetune.lora.targets import add_lora
-from moe_finetune.metrics import coherence_barrier, gram_cosine, token_coherence
+from moe_finetune.metrics import coherence_barrier, gram_cosine, mutual_coherence
 from moe_finetune.metrics.experts import separation
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
@@ -99,7 +99,7 @@ def test_a_snapshot_is_what_the_layers_computed(model, tmp_path, monkeypatch):
         assert found["domains"]["law"][layer] == law
         outputs_TKH = torch.cat([r.outputs_TKH for r in seen[layer]])
         assert outputs_TKH.shape[:2] == (46, top_k)
-        coherence_T = token_coherence(outputs_TKH)
+        coherence_T = np.array([mutual_coherence(outputs_KH) for outputs_KH in outputs_TKH])
         row = found["coherence"]["per_layer"][layer]
         assert row["mean"] == pytest.approx(coherence_T.mean(), rel=1e-4)
         assert row["share_below"] == pytest.approx((coherence_T < barrier).mean())
