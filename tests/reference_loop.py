@@ -1,8 +1,8 @@
-"""All terms and ``W + s B A`` once more, in plain loops that share nothing with the package.
+"""MoE blocks and ``W + s B A`` once more, in plain loops that share nothing with the package.
 
 A copy of the model in float64 keeps transformers' attention and norms; its MoE blocks are replaced
-by a loop over tokens and choices that reads the parameters by their names. Losses are sums over
-tokens and pairs as the papers write them, and gradients are autograd's.
+by a loop over tokens and choices that reads the parameters by their names. Losses are the slow
+loops of ``tests/losses/reference.py``, and gradients are autograd's.
 
 T tokens, E experts, K selected, H hidden, D expert width.
 """
@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import peft
 import torch
 from torch.nn.functional import silu
+
+from tests.losses import reference
 
 
 def gradients(model, batches, terms, scaling, scale=1.0, language=True):
@@ -79,8 +81,8 @@ def moe(block, config, scaling, hidden_BLH, seen):
             logits=logits_TE,
             probs=scores_TE / scores_TE.sum(-1, keepdim=True),
             index=index_TK,
-            z=z_all,
-            y=y_all,
+            z=torch.stack(z_all),
+            y=torch.stack(y_all),
             router=router_EH,
             gate=up_E2DH[:, :width],
         )
@@ -130,111 +132,36 @@ def weights(block, scaling):
 
 def losses(layers, counted_T, terms):
     """Weighted value of each term, summed over layers, mean over the tokens that count."""
-    tokens = counted_T.nonzero().flatten().tolist()
     found = {}
     for name, options in terms.items():
-        values = [TERMS[name](layer, tokens) for layer in layers] if name != "coupling" else []
         if name == "coupling":
-            values = [coupling(*pair, tokens) for pair in pairwise(layers)]
+            values = [
+                reference.coupling(low.probs, low.index, up.probs, up.index.shape[1], counted_T)
+                for low, up in pairwise(layers)
+            ]
+        else:
+            values = [TERMS[name](layer, counted_T) for layer in layers]
         found[name] = options["weight"] * sum(values)
     return found
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
-def load_balance(layer, tokens):
-    experts = layer.probs.shape[1]
-    share = [mean([float((layer.index[t] == e).any()) for t in tokens]) for e in range(experts)]
-    mass = [mean([layer.probs[t, e] for t in tokens]) for e in range(experts)]
-    return experts * sum(f * p for f, p in zip(share, mass, strict=True))
-
-
-def z_loss(layer, tokens):
-    return mean([layer.logits[t].exp().sum().log() ** 2 for t in tokens])
-
-
-def pairs(vectors):
-    count = len(vectors)
-    return [(vectors[j], vectors[k]) for j in range(count) for k in range(count) if j != k]
-
-
-def orthogonality(layer, tokens):
-    def projected(a, b):
-        return ((a @ b) / (b @ b + 1e-8) * b).square().sum()
-
-    return mean([sum(projected(a, b) for a, b in pairs(layer.y[t])) for t in tokens])
-
-
-def variance(layer, tokens):
+def scores(layer):
+    """Scores after top-k: rows sum to 1."""
     rows = []
-    for t in tokens:
-        picked = layer.probs[t, layer.index[t]]
-        row = torch.zeros_like(layer.probs[t])
-        rows.append(row.scatter(0, layer.index[t], picked / picked.sum()))
-    middle = mean(rows)
-    return mean([-(row - middle).square().mean() for row in rows])
-
-
-def cosine(a, b):
-    return (a @ b) / (a.norm() * b.norm())
-
-
-def specialization(layer, tokens):
-    return mean([sum(cosine(a, b) ** 2 for a, b in pairs(layer.z[t])) for t in tokens])
-
-
-def coupling(lower, upper, tokens):
-    values = []
-    for t in tokens:
-        best = upper.probs[t, upper.probs[t].argsort()[-lower.index.shape[1] :]]
-        values.append(-sum(p * q for p in lower.probs[t, lower.index[t]] for q in best))
-    return mean(values)
-
-
-def erc(layer, tokens):
-    table = [[(gate @ row).norm() for gate in layer.gate] for row in layer.router]
-    count, total = len(table), 0.0
-    for i in range(count):
-        for j in range(count):
-            if i != j:
-                total = total + (table[i][j] - table[i][i]).clamp_min(0)
-                total = total + (table[j][i] - table[i][i]).clamp_min(0)
-    return total / count**2
-
-
-def router_orthogonality(layer, tokens):
-    return mean([cosine(a, b) ** 2 for a, b in pairs(layer.router)])
-
-
-def dpp(layer, tokens):
-    values = []
-    for t in tokens:
-        unit = torch.stack([y / y.norm() for y in layer.y[t]])
-        values.append(-(unit @ unit.T + 1e-4 * torch.eye(len(unit)).double()).logdet())
-    return mean(values)
-
-
-def ncl(layer, tokens):
-    values = []
-    for t in tokens:
-        length = mean([y.norm() for y in layer.y[t]])
-        units = [y / length for y in layer.y[t]]
-        away = [unit - mean(units) for unit in units]
-        values.append(sum(a @ b for a, b in pairs(away)))
-    return mean(values)
+    for probs_E, index_K in zip(layer.probs, layer.index, strict=True):
+        picked = probs_E[index_K]
+        rows.append(torch.zeros_like(probs_E).scatter(0, index_K, picked / picked.sum()))
+    return torch.stack(rows)
 
 
 TERMS = {
-    "load_balance": load_balance,
-    "z_loss": z_loss,
-    "orthogonality": orthogonality,
-    "variance": variance,
-    "specialization": specialization,
-    "coupling": coupling,
-    "erc": erc,
-    "router_orthogonality": router_orthogonality,
-    "dpp": dpp,
-    "ncl": ncl,
+    "load_balance": lambda layer, mask: reference.load_balance(layer.probs, layer.index, mask),
+    "z_loss": lambda layer, mask: reference.z_loss(layer.logits, mask),
+    "orthogonality": lambda layer, mask: reference.orthogonality(layer.y, mask_T=mask),
+    "variance": lambda layer, mask: reference.variance(scores(layer), mask),
+    "specialization": lambda layer, mask: reference.specialization(layer.z, mask),
+    "erc": lambda layer, _: reference.erc_from_table(reference.erc_table(layer.router, layer.gate)),
+    "router_orthogonality": lambda layer, _: reference.router_orthogonality(layer.router),
+    "dpp": lambda layer, mask: reference.dpp(layer.y, mask),
+    "ncl": lambda layer, mask: reference.ncl(layer.y, mask),
 }

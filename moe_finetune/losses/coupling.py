@@ -12,14 +12,13 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     blank,
     check_shapes,
     count,
     counted,
     distributed_run,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
@@ -31,8 +30,6 @@ def coupling_loss(
     top_k: int,
     mask_T: Tensor | None = None,
     transitions_EE: Tensor | None = None,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """``-Σ_{e∈A} Σ_{ν∈T(e)} p_e p'_ν`` per token: p of one MoE layer, p' of the next.
 
@@ -48,7 +45,6 @@ def coupling_loss(
         top_k: number of experts in T.
         mask_T: True where a token counts; None counts all.
         transitions_EE: how strongly expert e (row) goes on to ν (column). Carries no gradient.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes, or ``top_k`` outside 1..E.
@@ -71,12 +67,12 @@ def coupling_loss(
     if transitions_EE is None:
         # T does not depend on e, so the double sum is a product of two sums.
         mass_T = picked_TK.sum(-1) * next_TE.topk(top_k, sorted=False).values.sum(-1)
-        return reduce_tokens(-mass_T, mask_T, reduction)
+        return mean_over_tokens(-mass_T, mask_T)
     best_EK = transitions_EE.detach().topk(top_k, sorted=False).indices
     follows_EE = torch.zeros_like(transitions_EE, dtype=next_TE.dtype).scatter(-1, best_EK, 1.0)
     onward_TE = next_TE @ follows_EE.T
     mass_T = (picked_TK * onward_TE.gather(-1, index_TK)).sum(-1)
-    return reduce_tokens(-mass_T, mask_T, reduction)
+    return mean_over_tokens(-mass_T, mask_T)
 
 
 @full_precision

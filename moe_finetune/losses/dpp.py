@@ -10,11 +10,10 @@ from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, cosines, gram, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 SMALLEST_EPS = 1e-5
@@ -25,8 +24,6 @@ def dpp_loss(
     outputs_TKH: Tensor,
     mask_T: Tensor | None = None,
     eps: float = 1e-4,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """``-logdet(Ĝ + eps I)`` per token in nats, Ĝ the Gram matrix of the normalized outputs.
 
@@ -38,7 +35,6 @@ def dpp_loss(
         mask_T: True where a token counts; None counts all.
         eps: added to the diagonal; at least ``SMALLEST_EPS`` unless the outputs are float64:
             float32 can no longer factorize Ĝ of parallel outputs below that.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes or ``eps`` that is not positive, or too small.
@@ -46,7 +42,7 @@ def dpp_loss(
     Source: P4, algorithm 2.
     """
     check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
-    return dpp_from_gram(gram(outputs_TKH, mask_T), mask_T, eps, reduction=reduction)
+    return dpp_from_gram(gram(outputs_TKH, mask_T), mask_T, eps)
 
 
 @full_precision
@@ -54,8 +50,6 @@ def dpp_from_gram(
     gram_TKK: Tensor,
     mask_T: Tensor | None = None,
     eps: float = 1e-4,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """:func:`dpp_loss` from the inner products of each token's outputs."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
@@ -70,7 +64,7 @@ def dpp_from_gram(
     # `cholesky` would wait for the device to see whether it failed.
     factor_TKK, _ = torch.linalg.cholesky_ex(kernel_TKK)
     logdet_T = 2.0 * factor_TKK.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return reduce_tokens(-logdet_T, mask_T, reduction)
+    return mean_over_tokens(-logdet_T, mask_T)
 
 
 class DppOptions(TermOptions):

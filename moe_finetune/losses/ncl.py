@@ -12,11 +12,10 @@ from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import ZERO_SQUARED, gram, lengths, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
@@ -25,8 +24,6 @@ def ncl_loss(
     outputs_TKH: Tensor,
     mask_T: Tensor | None = None,
     normalize: bool = True,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """``Σ_i d_i·Σ_{j≠i} d_j = -Σ_i ‖d_i‖²`` per token, ``d_i = y_i - mean_j y_j``.
 
@@ -36,7 +33,6 @@ def ncl_loss(
         normalize: divide the outputs by the token's mean output norm first, gradient included
             (ours): the value then lies in ``[-K², 0]`` and does not depend on the outputs' scale.
             Without it the loss is the paper's and **unbounded below**: growing outputs lower it.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes.
@@ -44,7 +40,7 @@ def ncl_loss(
     Source: P4, algorithm 3, without its label term.
     """
     check_shapes(outputs_TKH=outputs_TKH, mask_T=mask_T)
-    return ncl_from_gram(gram(outputs_TKH, mask_T), mask_T, normalize, reduction=reduction)
+    return ncl_from_gram(gram(outputs_TKH, mask_T), mask_T, normalize)
 
 
 @full_precision
@@ -52,8 +48,6 @@ def ncl_from_gram(
     gram_TKK: Tensor,
     mask_T: Tensor | None = None,
     normalize: bool = True,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """:func:`ncl_loss` from inner products: ``Σ‖d_i‖² = tr G - (Σ_jk G_jk) / K``."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
@@ -65,7 +59,7 @@ def ncl_from_gram(
         scale_T = lengths(squared_TK).mean(-1).square()
         nonzero_T = scale_T > ZERO_SQUARED
         spread_T = torch.where(nonzero_T, spread_T / torch.where(nonzero_T, scale_T, 1.0), 0.0)
-    return reduce_tokens(-spread_T, mask_T, reduction)
+    return mean_over_tokens(-spread_T, mask_T)
 
 
 class NclOptions(TermOptions):

@@ -11,13 +11,12 @@ from moe_finetune.losses.base import LayerContext, Term, TermOptions
 from moe_finetune.losses.gram import gram, inverse_lengths, off_diagonal, squared_lengths
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     at_least_float32,
     check_choice,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 Form = Literal["projection", "cosine"]
@@ -33,7 +32,6 @@ def orthogonality_loss(
     eps: float = 1e-8,
     *,
     one_sided: bool = False,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Squared overlap of the outputs of a token's experts, over ordered pairs, per token.
 
@@ -50,7 +48,6 @@ def orthogonality_loss(
         tau_gate: threshold of the scores.
         eps: added to the squared length that is divided by.
         one_sided: treat ``y_k``, the vector projected on, as constant (P0 eq. 28).
-        reduction: "mean" over the tokens that count, or "sum" as P0 prints it.
 
     Raises:
         ValueError: for wrong shapes or an unknown form.
@@ -58,15 +55,13 @@ def orthogonality_loss(
     check_shapes(outputs_TKH=outputs_TKH, scores_TK=scores_TK, mask_T=mask_T)
     if not one_sided:
         gram_TKK = gram(outputs_TKH, mask_T)
-        return orthogonality_from_gram(
-            gram_TKK, scores_TK, mask_T, form, tau_gate, eps, reduction=reduction
-        )
+        return orthogonality_from_gram(gram_TKK, scores_TK, mask_T, form, tau_gate, eps)
     moving_TKH = counted(outputs_TKH, mask_T)
     fixed_TKH = moving_TKH.detach()
     inner_TKK = moving_TKH @ fixed_TKH.transpose(-1, -2)
     squared_j_TK = moving_TKH.square().sum(-1)
     overlap_TKK = _overlap(inner_TKK, squared_j_TK, squared_j_TK.detach(), form, eps)
-    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate, reduction)
+    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate)
 
 
 @full_precision
@@ -77,15 +72,13 @@ def orthogonality_from_gram(
     form: Form = "projection",
     tau_gate: float = 0.0,
     eps: float = 1e-8,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """:func:`orthogonality_loss` from the inner products ``⟨y_j, y_k⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, scores_TK=scores_TK, mask_T=mask_T)
     gram_TKK = counted(gram_TKK, mask_T)
     squared_TK = squared_lengths(gram_TKK)
     overlap_TKK = _overlap(gram_TKK, squared_TK, squared_TK, form, eps)
-    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate, reduction)
+    return _sum_pairs(overlap_TKK, scores_TK, mask_T, tau_gate)
 
 
 def _overlap(
@@ -105,7 +98,6 @@ def _sum_pairs(
     scores_TK: Tensor | None,
     mask_T: Tensor | None,
     tau_gate: float,
-    reduction: Reduction,
 ) -> Tensor:
     pairs_TKK = off_diagonal(overlap_TKK)
     if scores_TK is not None:
@@ -113,7 +105,7 @@ def _sum_pairs(
         above_TK = at_least_float32(scores_TK) > tau_gate
         both_TKK = above_TK.unsqueeze(-1) & above_TK.unsqueeze(-2)
         pairs_TKK = pairs_TKK.masked_fill(~both_TKK, 0.0)
-    return reduce_tokens(pairs_TKK.sum((-1, -2)), mask_T, reduction)
+    return mean_over_tokens(pairs_TKK.sum((-1, -2)), mask_T)
 
 
 class OrthogonalityOptions(TermOptions):

@@ -14,12 +14,11 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     at_least_float32,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 EPS = 1e-6
@@ -27,9 +26,7 @@ EPS = 1e-6
 
 
 @full_precision
-def softmax_variance_loss(
-    logits_TE: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
-) -> Tensor:
+def softmax_variance_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``-Var_e softmax(logits_t)_e``, the mean over tokens; the variance divides by E - 1.
 
     Over all experts, before top-k, and within a token. P0's eq. 7 is over tokens, after top-k.
@@ -40,7 +37,7 @@ def softmax_variance_loss(
     check_shapes(logits_TE=logits_TE, mask_T=mask_T)
     probs_TE = counted(logits_TE, mask_T).softmax(-1)
     squares_TE = (probs_TE - probs_TE.mean(-1, keepdim=True)).square()
-    return reduce_tokens(-squares_TE.sum(-1) / (probs_TE.shape[-1] - 1), mask_T, reduction)
+    return mean_over_tokens(-squares_TE.sum(-1) / (probs_TE.shape[-1] - 1), mask_T)
 
 
 @full_precision
@@ -48,8 +45,6 @@ def span_orthogonality_loss(
     outputs_TKH: Tensor,
     mask_T: Tensor | None = None,
     eps: float = EPS,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """``1/K Σ_k ‖projection of y_k on the span of the token's other outputs‖²``, mean over tokens.
 
@@ -84,7 +79,7 @@ def span_orthogonality_loss(
         for direction_TK in basis:
             along_T1 = inner(direction_TK, unit_KK[k].expand_as(direction_TK))
             total_T = total_T + (along_T1.square() * inner(direction_TK, direction_TK)).squeeze(-1)
-    loss = reduce_tokens(total_T / chosen, mask_T, reduction)
+    loss = mean_over_tokens(total_T / chosen, mask_T)
     return loss.to(at_least_float32(outputs_TKH[:0]).dtype)
 
 

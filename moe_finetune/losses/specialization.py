@@ -8,18 +8,15 @@ from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.gram import cosines, gram
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
 @full_precision
-def specialization_loss(
-    activations_TKD: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
-) -> Tensor:
+def specialization_loss(activations_TKD: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``Σ_{e≠ν} cos²(z_e, z_ν)`` per token, over ordered pairs of selected experts.
 
     The paper's sum includes ``e = ν``, a constant K that is dropped.
@@ -28,7 +25,6 @@ def specialization_loss(
         activations_TKD: activations after the gate, before the down projection. A zero vector has
             cosine 0 with anything.
         mask_T: True where a token counts; None counts all.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes.
@@ -36,17 +32,15 @@ def specialization_loss(
     Source: P1, eq. 4.
     """
     check_shapes(activations_TKD=activations_TKD, mask_T=mask_T)
-    return specialization_from_gram(gram(activations_TKD, mask_T), mask_T, reduction=reduction)
+    return specialization_from_gram(gram(activations_TKD, mask_T), mask_T)
 
 
 @full_precision
-def specialization_from_gram(
-    gram_TKK: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
-) -> Tensor:
+def specialization_from_gram(gram_TKK: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """:func:`specialization_loss` from the inner products ``⟨z_e, z_ν⟩`` of each token."""
     check_shapes(gram_TKK=gram_TKK, mask_T=mask_T)
     cosines_TKK = cosines(counted(gram_TKK, mask_T))
-    return reduce_tokens(cosines_TKK.square().sum((-1, -2)), mask_T, reduction)
+    return mean_over_tokens(cosines_TKK.square().sum((-1, -2)), mask_T)
 
 
 class Specialization(Term):

@@ -11,12 +11,11 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, ModelFacts, Term, TermOptions
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     blank,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 TABLE_KEY = "token_frequencies"
@@ -28,8 +27,6 @@ def supervised_routing_loss(
     token_ids_T: Tensor,
     token_frequencies_VE: Tensor,
     mask_T: Tensor | None = None,
-    *,
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """Cross-entropy of ``softmax(logits)`` against the token's frequencies, in nats per token.
 
@@ -39,13 +36,12 @@ def supervised_routing_loss(
         token_frequencies_VE: share of each vocabulary entry's occurrences in every expert's data;
             rows sum to 1. Carries no gradient.
         mask_T: True where a token counts; None counts all.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes.
 
-    Source: *Supervised Routing for MoE* (P3), §3.2. The paper sums over the batch's tokens; the
-    default here is their mean, so that the gradient does not grow with the batch.
+    Source: *Supervised Routing for MoE* (P3), §3.2. The paper sums over the batch's tokens; here it
+    is their mean, so that the gradient does not grow with the batch.
     """
     check_shapes(
         logits_TE=logits_TE,
@@ -56,7 +52,7 @@ def supervised_routing_loss(
     logits_TE = counted(logits_TE, mask_T)
     wanted_TE = token_frequencies_VE.detach().index_select(0, blank(token_ids_T, mask_T))
     entropy_T = -(wanted_TE.to(logits_TE.dtype) * logits_TE.log_softmax(-1)).sum(-1)
-    return reduce_tokens(entropy_T, mask_T, reduction)
+    return mean_over_tokens(entropy_T, mask_T)
 
 
 def load_token_frequencies(path: str | Path) -> Tensor:

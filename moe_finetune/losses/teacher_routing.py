@@ -8,11 +8,10 @@ from moe_finetune.errors import ObjectiveError
 from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord, log_scores
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
@@ -23,7 +22,6 @@ def teacher_routing_loss(
     mask_T: Tensor | None = None,
     *,
     score: str = "softmax",
-    reduction: Reduction = "mean",
 ) -> Tensor:
     """``KL(teacher || student)`` of the routers' distributions over all experts, nats per token.
 
@@ -32,7 +30,6 @@ def teacher_routing_loss(
         teacher_logits_TE: the teacher's, of the same experts; no gradient reaches them.
         mask_T: True where a token counts; None counts all.
         score: of both routers; scores are normalized over the experts, as those of a sigmoid.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes.
@@ -43,7 +40,7 @@ def teacher_routing_loss(
         for logits in (logits_TE, teacher_logits_TE.detach())
     )
     divergence_T = (teacher_TE.exp() * (teacher_TE - student_TE)).sum(-1)
-    return reduce_tokens(divergence_T, mask_T, reduction)
+    return mean_over_tokens(divergence_T, mask_T)
 
 
 class TeacherRouting(Term):

@@ -1,4 +1,4 @@
-"""What all losses share: shape checks, arithmetic type, masked reduction.
+"""What all losses share: shape checks, arithmetic type, masked means.
 
 Shape legend: T tokens, E routed experts, K selected, H hidden, D expert width, V vocabulary,
 X any width.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import is_fake
 
-Reduction = Literal["mean", "sum"]
 Inputs = ParamSpec("Inputs")
 Result = TypeVar("Result")
 
@@ -107,8 +106,6 @@ def count(mask_T: Tensor | None, values_T: Tensor) -> Tensor:
     return mask_T.to(torch.bool).sum().clamp_min(1).to(values_T.dtype)
 
 
-def reduce_tokens(values_T: Tensor, mask_T: Tensor | None, reduction: Reduction) -> Tensor:
-    """Mean or sum over the tokens that count; 0 when none does."""
-    check_choice("reduction", reduction, ("mean", "sum"))
-    total = blank(values_T, mask_T).sum()
-    return total if reduction == "sum" else total / count(mask_T, values_T)
+def mean_over_tokens(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Mean over the tokens that count; 0 when none does."""
+    return blank(values_T, mask_T).sum() / count(mask_T, values_T)

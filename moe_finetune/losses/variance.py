@@ -7,25 +7,21 @@ from torch import Tensor
 from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     count,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
 @full_precision
-def variance_loss(
-    scores_TE: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
-) -> Tensor:
+def variance_loss(scores_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``-(1/E) Σ_e (s_te - s̄_e)²`` per token, ``s̄_e`` the mean over the tokens that count.
 
     Args:
         scores_TE: scores after top-k: rows sum to 1, zeros where an expert was not selected.
         mask_T: True where a token counts; None counts all.
-        reduction: "mean" over the tokens that count, or "sum" as the paper prints it.
 
     Raises:
         ValueError: for wrong shapes.
@@ -35,7 +31,7 @@ def variance_loss(
     check_shapes(scores_TE=scores_TE, mask_T=mask_T)
     scores_TE = counted(scores_TE, mask_T)
     mean_E = scores_TE.sum(0) / count(mask_T, scores_TE)
-    return reduce_tokens(-(scores_TE - mean_E).square().mean(-1), mask_T, reduction)
+    return mean_over_tokens(-(scores_TE - mean_E).square().mean(-1), mask_T)
 
 
 class Variance(Term):

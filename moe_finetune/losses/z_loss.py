@@ -7,31 +7,27 @@ from torch import Tensor
 from moe_finetune.losses.base import LayerContext, Term
 from moe_finetune.losses.record import RoutingRecord
 from moe_finetune.losses.tensors import (
-    Reduction,
     check_shapes,
     counted,
     full_precision,
-    reduce_tokens,
+    mean_over_tokens,
 )
 
 
 @full_precision
-def router_z_loss(
-    logits_TE: Tensor, mask_T: Tensor | None = None, *, reduction: Reduction = "mean"
-) -> Tensor:
+def router_z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """``(logsumexp_e logits)²`` per token, in nats squared.
 
     Args:
         logits_TE: router logits before the score function.
         mask_T: True where a token counts; None counts all.
-        reduction: "mean" or "sum" over the tokens that count.
 
     Raises:
         ValueError: for wrong shapes.
     """
     check_shapes(logits_TE=logits_TE, mask_T=mask_T)
     logits_TE = counted(logits_TE, mask_T)
-    return reduce_tokens(logits_TE.logsumexp(-1).square(), mask_T, reduction)
+    return mean_over_tokens(logits_TE.logsumexp(-1).square(), mask_T)
 
 
 class ZLoss(Term):

@@ -1,7 +1,7 @@
 """Every loss as a slow loop straight from its formula, for float64 tensors.
 
-Nothing here uses a Gram matrix, a gather or a trick; sums are Python loops, so gradients come from
-autograd on scalars. Masked tokens are never read.
+Nothing here uses a Gram matrix, a gather or a trick; sums over tokens, experts and pairs are Python
+loops. Masked tokens are never read.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ def counted(mask_T, tokens):
     return [t for t in range(tokens) if mask_T is None or bool(mask_T[t])]
 
 
-def over_tokens(per_token, mask_T, tokens, reduction="mean"):
+def over_tokens(per_token, mask_T, tokens):
     rows = counted(mask_T, tokens)
     total = sum((per_token(t) for t in rows), zero())
-    return total if reduction == "sum" else total / max(len(rows), 1)
-
-
-def length(vector):
-    squares = sum((x * x for x in vector), zero())
-    return squares.sqrt() if squares > 0 else zero()
+    return total / max(len(rows), 1)
 
 
 def dot(a, b):
-    return sum((x * y for x, y in zip(a, b, strict=True)), zero())
+    return (a * b).sum()
+
+
+def length(vector):
+    squares = dot(vector, vector)
+    return squares.sqrt() if squares > 0 else zero()
 
 
 def cosine(a, b):
@@ -72,14 +72,14 @@ def load_balance(
     return sum(values, zero()) / max(len(values), 1)
 
 
-def z_loss(logits_TE, mask_T=None, reduction="mean"):
+def z_loss(logits_TE, mask_T=None):
     def one(t):
         return sum(x.exp() for x in logits_TE[t]).log() ** 2
 
-    return over_tokens(one, mask_T, logits_TE.shape[0], reduction)
+    return over_tokens(one, mask_T, logits_TE.shape[0])
 
 
-def teacher_routing(logits_TE, teacher_logits_TE, mask_T=None, score="softmax", reduction="mean"):
+def teacher_routing(logits_TE, teacher_logits_TE, mask_T=None, score="softmax"):
     def spread(logits):
         one = {
             "softmax": lambda x: x.exp(),
@@ -93,7 +93,7 @@ def teacher_routing(logits_TE, teacher_logits_TE, mask_T=None, score="softmax", 
         teacher, student = spread(teacher_logits_TE[t].detach()), spread(logits_TE[t])
         return sum(p * (p / q).log() for p, q in zip(teacher, student, strict=True))
 
-    return over_tokens(one, mask_T, logits_TE.shape[0], reduction)
+    return over_tokens(one, mask_T, logits_TE.shape[0])
 
 
 def orthogonality(
@@ -104,7 +104,6 @@ def orthogonality(
     tau_gate=0.0,
     eps=1e-8,
     one_sided=False,
-    reduction="mean",
 ):
     def one(t):
         total = zero()
@@ -118,14 +117,14 @@ def orthogonality(
             if form == "cosine":
                 total = total + cosine(yj, yk) ** 2
             else:
-                projected = [dot(yj, yk) / (dot(yk, yk) + eps) * x for x in yk]
+                projected = dot(yj, yk) / (dot(yk, yk) + eps) * yk
                 total = total + dot(projected, projected)
         return total
 
-    return over_tokens(one, mask_T, outputs_TKH.shape[0], reduction)
+    return over_tokens(one, mask_T, outputs_TKH.shape[0])
 
 
-def variance(scores_TE, mask_T=None, reduction="mean"):
+def variance(scores_TE, mask_T=None):
     tokens, experts = scores_TE.shape
     rows = counted(mask_T, tokens)
     mean = [
@@ -135,10 +134,10 @@ def variance(scores_TE, mask_T=None, reduction="mean"):
     def one(t):
         return -sum((scores_TE[t, e] - mean[e]) ** 2 for e in range(experts)) / experts
 
-    return over_tokens(one, mask_T, tokens, reduction)
+    return over_tokens(one, mask_T, tokens)
 
 
-def softmax_variance(logits_TE, mask_T=None, reduction="mean"):
+def softmax_variance(logits_TE, mask_T=None):
     tokens, experts = logits_TE.shape
 
     def one(t):
@@ -147,7 +146,7 @@ def softmax_variance(logits_TE, mask_T=None, reduction="mean"):
         mean = sum(probs) / experts
         return -sum((p - mean) ** 2 for p in probs) / (experts - 1)
 
-    return over_tokens(one, mask_T, tokens, reduction)
+    return over_tokens(one, mask_T, tokens)
 
 
 def span_projection(vector_H, others, eps=1e-6):
@@ -161,7 +160,7 @@ def span_projection(vector_H, others, eps=1e-6):
     return sum((((d @ vector_H) * d) ** 2).sum() for d in basis) if basis else zero()
 
 
-def span_orthogonality(outputs_TKH, mask_T=None, eps=1e-6, reduction="mean"):
+def span_orthogonality(outputs_TKH, mask_T=None, eps=1e-6):
     chosen = outputs_TKH.shape[1]
 
     def one(t):
@@ -174,20 +173,18 @@ def span_orthogonality(outputs_TKH, mask_T=None, eps=1e-6, reduction="mean"):
             / chosen
         )
 
-    return over_tokens(one, mask_T, outputs_TKH.shape[0], reduction)
+    return over_tokens(one, mask_T, outputs_TKH.shape[0])
 
 
-def specialization(activations_TKD, mask_T=None, reduction="mean"):
+def specialization(activations_TKD, mask_T=None):
     def one(t):
         z = activations_TKD[t]
         return sum((cosine(z[e], z[n]) ** 2 for e, n in pairs(len(z))), zero())
 
-    return over_tokens(one, mask_T, activations_TKD.shape[0], reduction)
+    return over_tokens(one, mask_T, activations_TKD.shape[0])
 
 
-def coupling(
-    probs_TE, index_TK, next_probs_TE, top_k, mask_T=None, transitions_EE=None, reduction="mean"
-):
+def coupling(probs_TE, index_TK, next_probs_TE, top_k, mask_T=None, transitions_EE=None):
     experts = probs_TE.shape[1]
 
     def best(row):
@@ -201,7 +198,7 @@ def coupling(
                 total = total - probs_TE[t, e] * next_probs_TE[t, n]
         return total
 
-    return over_tokens(one, mask_T, probs_TE.shape[0], reduction)
+    return over_tokens(one, mask_T, probs_TE.shape[0])
 
 
 def transitions(probs_TE, index_TK, next_probs_TE, mask_T=None):
@@ -225,12 +222,8 @@ def erc_epsilon(router_EH):
 
 
 def erc_table(router_EH, gate_EDH, delta_EH=None):
-    experts, width, _ = gate_EDH.shape
     proxies = router_EH if delta_EH is None else router_EH * delta_EH
-    return [
-        [length([dot(gate_EDH[j, d], proxies[i]) for d in range(width)]) for j in range(experts)]
-        for i in range(experts)
-    ]
+    return [[length(gate @ proxy) for gate in gate_EDH] for proxy in proxies]
 
 
 def erc_from_table(table, alpha=1.0):
@@ -261,7 +254,7 @@ def determinant(rows):
     return total
 
 
-def dpp(outputs_TKH, mask_T=None, eps=1e-4, reduction="mean"):
+def dpp(outputs_TKH, mask_T=None, eps=1e-4):
     def one(t):
         unit = [y / length(y) if length(y) > 0 else y * 0 for y in outputs_TKH[t]]
         kernel = [
@@ -270,10 +263,10 @@ def dpp(outputs_TKH, mask_T=None, eps=1e-4, reduction="mean"):
         ]
         return -determinant(kernel).log()
 
-    return over_tokens(one, mask_T, outputs_TKH.shape[0], reduction)
+    return over_tokens(one, mask_T, outputs_TKH.shape[0])
 
 
-def ncl(outputs_TKH, mask_T=None, normalize=True, reduction="mean"):
+def ncl(outputs_TKH, mask_T=None, normalize=True):
     def one(t):
         y = outputs_TKH[t]
         if normalize:
@@ -283,13 +276,13 @@ def ncl(outputs_TKH, mask_T=None, normalize=True, reduction="mean"):
         d = [v - mean for v in y]
         return sum((dot(d[i], d[j]) for i, j in pairs(len(d))), zero())
 
-    return over_tokens(one, mask_T, outputs_TKH.shape[0], reduction)
+    return over_tokens(one, mask_T, outputs_TKH.shape[0])
 
 
-def supervised_routing(logits_TE, token_ids_T, token_frequencies_VE, mask_T=None, reduction="mean"):
+def supervised_routing(logits_TE, token_ids_T, token_frequencies_VE, mask_T=None):
     def one(t):
         logits, wanted = logits_TE[t], token_frequencies_VE[token_ids_T[t]]
         partition = sum(x.exp() for x in logits)
         return -sum(wanted[e] * (logits[e].exp() / partition).log() for e in range(len(logits)))
 
-    return over_tokens(one, mask_T, logits_TE.shape[0], reduction)
+    return over_tokens(one, mask_T, logits_TE.shape[0])

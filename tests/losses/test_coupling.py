@@ -216,7 +216,7 @@ def _two_ranks(rank, store):
     distributed.destroy_process_group()
 
 
-def test_tables_are_averaged_over_ranks(tmp_path):
+def test_tables_are_averaged_over_ranks(warm, tmp_path):
     torch.multiprocessing.spawn(_two_ranks, (f"file://{tmp_path}/store",), nprocs=2)
 
 

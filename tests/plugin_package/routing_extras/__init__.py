@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_finetune.losses.base import Term
-from moe_finetune.losses.tensors import reduce_tokens
+from moe_finetune.losses.tensors import mean_over_tokens
 from moe_finetune.metrics import LayerMetric, Word
 
 
@@ -16,7 +16,7 @@ class LogitSpread(Term):
     trains = frozenset({"router"})
 
     def loss(self, record, context):
-        return reduce_tokens(record.logits_TE.square().mean(-1), record.mask_T, "mean")
+        return mean_over_tokens(record.logits_TE.square().mean(-1), record.mask_T)
 
 
 def margin(probabilities_TE):
