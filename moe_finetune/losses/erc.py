@@ -178,12 +178,14 @@ class _Product(torch.autograd.Function):
         grad_weight = torch.empty_like(weight_EOI) if needs_weight else None
         for chunk in _some_experts(weight_EOI, inputs):
             if grad_inputs is not None:
+                # x W^T -> g W: (P, O) x (O, I); all experts read the same x if it has no E.
                 grad = torch.bmm(grad_EPO[chunk], weight_EOI[chunk].to(inputs.dtype))
                 if inputs.dim() == 2:
                     grad_inputs += grad.sum(0)
                 else:
                     grad_inputs[chunk] = grad
             if grad_weight is not None:
+                # g^T x: (O, P) x (P, I), written where the weight's own gradient lies.
                 grad_chunk, input_chunk = grad_EPO[chunk].mT, _batch(inputs, chunk, experts)
                 if grad_weight.dtype == inputs.dtype:
                     torch.bmm(grad_chunk, input_chunk, out=grad_weight[chunk])

@@ -196,12 +196,4 @@ _ALL = (
     ),
 )
 
-RENAMED = {
-    "orthogonal_variance_sum": (
-        "orthogonal_variance",
-        "which sums over the 16,384 tokens of the paper's batch, whatever the batch here",
-    )
-}
-"""Presets of earlier versions: what to write now, and why."""
-
 PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})

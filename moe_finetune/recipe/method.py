@@ -118,11 +118,8 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
 
 
 def _preset(name: str) -> dict[str, Any]:
-    from moe_finetune.losses.presets import PRESETS, RENAMED
+    from moe_finetune.losses.presets import PRESETS
 
-    if name in RENAMED:
-        now, why = RENAMED[name]
-        raise RecipeError(f"method.preset: '{name}' is now '{now}', {why}")
     if name not in PRESETS:
         raise RecipeError(f"method.preset: unknown preset '{name}'{did_you_mean(name, PRESETS)}")
     return PRESETS[name].method()

@@ -12,9 +12,9 @@ from typing import Any
 
 from moe_finetune.checkpoint.loading import read_weights
 from moe_finetune.checkpoint.opened import check_folder
-from moe_finetune.errors import CheckpointError, UnsupportedModelError
+from moe_finetune.errors import UnsupportedModelError
 from moe_finetune.io.checkpoint_files import read_config
-from moe_finetune.models.loading import local_folder
+from moe_finetune.models.loading import local_folder, parse_config
 
 TARGETS = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense ``model_type`` -> ``model_type`` of the MoE that its copies become."""
@@ -101,15 +101,7 @@ def load_dense_config(folder: Path) -> Any:
             f"{folder}: model_type '{model_type}' cannot become a MoE here{reason}; supported: "
             + ", ".join(f"{dense} -> {moe}" for dense, moe in TARGETS.items())
         )
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} has a value that this model type refuses: {error}"
-        ) from error
+    return parse_config(folder)
 
 
 def load_dense(path: str | Path, dtype: str = "auto") -> Any:

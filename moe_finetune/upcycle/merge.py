@@ -10,6 +10,7 @@ Shape legend: N experts, H hidden, D width of the feed-forward.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -199,23 +200,20 @@ def plan(
 def shard(
     shapes: Sequence[tuple[str, str, tuple[int, ...]]], shard_bytes: int
 ) -> dict[str, Header]:
-    """Headers of the weight files; a file ends before it would exceed ``shard_bytes``."""
-    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    filled = 0
-    for entry in shapes:
-        size = ITEM_BYTES[entry[1]]
-        for length in entry[2]:
-            size *= length
-        if groups[-1] and filled + size > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(entry)
-        filled += size
-    count = len(groups)
-    if count == 1:
-        return {"model.safetensors": build_header(Path("model.safetensors"), groups[0])}
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    return {n: build_header(Path(n), group) for n, group in zip(names, groups, strict=True)}
+    """Headers of the weight files of at most ``shard_bytes``, or of one larger tensor."""
+    from huggingface_hub.serialization import split_state_dict_into_shards_factory
+
+    entries = {entry[0]: entry for entry in shapes}
+    split = split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=lambda entry: ITEM_BYTES[entry[1]] * math.prod(entry[2]),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    return {
+        file: build_header(Path(file), [entries[name] for name in names])
+        for file, names in split.filename_to_tensors.items()
+    }
 
 
 def moe_config(facts: DenseFacts, experts: int, top_k: int) -> bytes:

@@ -3,13 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_finetune.errors import RecipeError
 from moe_finetune.losses import TERMS
 from moe_finetune.losses.objective import Objective
 from moe_finetune.losses.presets import PRESETS
 from moe_finetune.moe.hooks import Recorder
 from moe_finetune.moe.layers import model_facts
-from moe_finetune.recipe.method import resolve_method
 from tests import tiny
 
 
@@ -129,8 +127,3 @@ def test_p0_sums_over_the_papers_tokens_whatever_the_batch(name):
     assert per_token.abs().max() > 0
     torch.testing.assert_close(gradient(printed, rows=1), 16384 * per_token)
     torch.testing.assert_close(gradient(printed, rows=3), 16384 * per_token, rtol=1e-3, atol=1e-5)
-
-
-def test_a_preset_of_an_earlier_version_is_refused_with_its_new_name():
-    with pytest.raises(RecipeError, match="'orthogonal_variance_sum' is now 'orthogonal_variance'"):
-        resolve_method("orthogonal_variance_sum")
