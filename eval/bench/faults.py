@@ -36,6 +36,7 @@ from tests.faults.harness import (  # noqa: E402
     train,
     write_inputs,
 )
+from tests.warm import Server, forked_from  # noqa: E402
 
 
 class Bench:
@@ -186,17 +187,19 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     if options.part == "soak":
-        found = soak(options.steps)
+        figures = soak(options.steps)
     else:
-        with tempfile.TemporaryDirectory() as folder:
+        server = Server.begin()
+        with tempfile.TemporaryDirectory() as folder, forked_from(server):
             bench = Bench(Path(folder), options.families)
-            found = globals()[options.part](bench, options.repeat)
+            figures = globals()[options.part](bench, options.repeat)
+        server.close()
     from moe_finetune.io.environment import describe_environment
 
     environment = describe_environment()
     row = {
         "part": options.part,
-        **found,
+        **figures,
         "families": ["qwen3_moe"] if options.part == "soak" else options.families,
         "seconds": round(time.perf_counter() - started, 1),
         "date": datetime.date.today().isoformat(),
