@@ -267,7 +267,7 @@ def read_speed(result: Path, samples: int) -> float:
     if content.get("completed") != samples:
         raise EvaluationError(
             f"{result}: {content.get('completed')} of {samples} samples were answered; see the "
-            "server's error above, and at the rows' lengths against --max-model-len"
+            "server's log, and compare the rows' lengths with --max-model-len"
         )
     return float(content["request_throughput"])
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from moe_finetune.errors import TraceError
 from moe_finetune.routing.trace_format import (
-    EMBEDDING_FIELDS,
-    FIELDS,
     ChunkInfo,
     TraceInfo,
     load_arrays,
@@ -120,8 +118,6 @@ class RoutingTrace:
         self._require((field,))
         if domain is None:
             return np.concatenate([chunk[field] for chunk in self.chunks(field)])
-        if field in EMBEDDING_FIELDS:
-            raise ValueError(f"domain: {field} is stored per sample; select by embedding_positions")
         if domain not in self.info.domains:
             raise TraceError(
                 f"{self.path}: no domain '{domain}'; it holds {', '.join(self.info.domains)}"
@@ -135,8 +131,6 @@ class RoutingTrace:
 
     def _require(self, names: Sequence[str]) -> None:
         for name in names:
-            if name not in FIELDS:
-                raise ValueError(f"fields: got '{name}', wanted some of {', '.join(FIELDS)}")
             if not self.has(name):
                 raise TraceError(
                     f"{self.path}: holds no {name}, only {', '.join(self.info.fields)}; "

@@ -10,6 +10,7 @@ import numpy as np
 
 from moe_finetune.errors import OutputExistsError, TraceError
 from moe_finetune.metrics.arrays import Array, check_shape, floats, integers, to_numpy
+from moe_finetune.metrics.paths import top_choice
 from moe_finetune.routing.trace_format import (
     EMBEDDING_FIELDS,
     FIELDS,
@@ -74,7 +75,7 @@ class TraceWriter:
         self._share = embedding_share
         self._rng = np.random.default_rng(seed)
         self._chunk_bytes = chunk_bytes
-        self._fields: tuple[str, ...] | None = None
+        self._fields: tuple[str, ...] = ()
         self._pending: list[dict[str, np.ndarray]] = []
         self._pending_bytes = 0
         self._chunks: list[ChunkInfo] = []
@@ -91,7 +92,7 @@ class TraceWriter:
         index_TLK: Array,
         weights_TLK: Array | None,
         seq_T: Array,
-        domain: str | None = None,
+        domain: str = "all",
         *,
         probs_TLE: Array | None = None,
         token_ids_T: Array | None = None,
@@ -104,7 +105,7 @@ class TraceWriter:
             index_TLK: selected experts, ``(T, L, K)``.
             weights_TLK: their routing weights, or None when the engine does not give them.
             seq_T: number of the sequence of each token, unique over the trace.
-            domain: its name; may be left out when the trace has one domain.
+            domain: its name.
             probs_TLE: probabilities of all experts, stored as float16.
             token_ids_T: input ids.
             positions_N: ascending positions in this batch of the sampled tokens.
@@ -118,7 +119,7 @@ class TraceWriter:
         arrays: dict[str, np.ndarray] = {
             "ids": index.astype(np.int16),
             "seq": integers("seq_T", seq_T, (tokens,)).astype(np.int32),
-            "domain": np.full(tokens, self._domain(domain), np.int16),
+            "domain": np.full(tokens, self._info.domains.index(domain), np.int16),
         }
         if weights_TLK is not None:
             weights = floats("weights_TLK", weights_TLK, (tokens, layers, width), as_given=True)
@@ -128,17 +129,16 @@ class TraceWriter:
             arrays["probs"] = probs.astype(np.float16)
         if token_ids_T is not None:
             arrays["token_ids"] = integers("token_ids_T", token_ids_T, (tokens,)).astype(np.int32)
-        if (positions_N is None) != (embeddings_NLH is None):
-            raise ValueError("positions_N, embeddings_NLH: got one of them, wanted both or none")
         if positions_N is not None:
-            arrays.update(self._embeddings(index, weights_TLK, positions_N, embeddings_NLH))
-        fields = tuple(name for name in FIELDS if name in arrays)
-        if self._fields is None:
-            self._fields = fields
-        elif self._fields != fields:
-            raise ValueError(
-                f"append: got {list(fields)}, wanted {list(self._fields)} as in the first batch"
-            )
+            positions = to_numpy(positions_N).astype(np.int64)
+            arrays |= {
+                "embedding_positions": positions,
+                "embedding_labels": top_choice(
+                    arrays["ids"][positions], to_numpy(weights_TLK)[positions]
+                ),
+                "embeddings": self._narrowed(to_numpy(embeddings_NLH), len(positions)),
+            }
+        self._fields = tuple(name for name in FIELDS if name in arrays)
         self._domain_tokens[arrays["domain"][0]] += tokens
         self._buffer(arrays, tokens)
 
@@ -155,9 +155,7 @@ class TraceWriter:
                 "check its data or leave the domain out"
             )
         self._flush()
-        info = self._info.model_copy(
-            update={"fields": self._fields or (), "chunks": tuple(self._chunks)}
-        )
+        info = self._info.model_copy(update={"fields": self._fields, "chunks": tuple(self._chunks)})
         write_manifest(self.folder, info)
         return info
 
@@ -174,44 +172,14 @@ class TraceWriter:
         if kind is None:
             self.close()
 
-    def _domain(self, domain: str | None) -> int:
-        names = self._info.domains
-        if domain is None and len(names) == 1:
-            return 0
-        if domain not in names:
-            raise ValueError(f"domain: got {domain!r}, wanted one of {list(names)}")
-        return names.index(domain)
-
-    def _embeddings(
-        self,
-        index: np.ndarray,
-        weights_TLK: Array | None,
-        positions_N: Array,
-        embeddings_NLH: Array | None,
-    ) -> dict[str, np.ndarray]:
-        from moe_finetune.metrics.paths import top_choice
-
-        layers, hidden = self._shape[0], self._info.hidden_size
-        if weights_TLK is None or hidden is None:
-            raise ValueError("embeddings_NLH: needs hidden_size, and weights_TLK, which label them")
-        positions = to_numpy(positions_N).astype(np.int64)
-        inside = not positions.size or 0 <= positions[0] <= positions[-1] < len(index)
-        if not inside or (np.diff(positions) <= 0).any():
-            raise ValueError(
-                f"positions_N: wanted ascending positions in a batch of {len(index)} tokens"
-            )
-        values = to_numpy(embeddings_NLH)
-        check_shape("embeddings_NLH", values, (len(positions), layers, hidden))
-        if positions.size:
-            floats("embeddings_NLH", values, ("N", "L", "H"), as_given=True)
-        fits = np.abs(values).max(initial=0.0) <= np.finfo(np.float16).max
-        return {
-            "embedding_positions": positions,
-            "embedding_labels": top_choice(index[positions], to_numpy(weights_TLK)[positions])
-            .astype(np.int16)
-            .reshape(-1, layers),
-            "embeddings": values.astype(np.float16 if fits else np.float32),
-        }
+    def _narrowed(self, embeddings_NLH: np.ndarray, count: int) -> np.ndarray:
+        """The embeddings in float16, or in float32 where they are too large for it."""
+        shape = (count, self._shape[0], self._info.hidden_size or "H")
+        check_shape("embeddings_NLH", embeddings_NLH, shape)
+        if count:
+            floats("embeddings_NLH", embeddings_NLH, ("N", "L", "H"), as_given=True)
+        fits = np.abs(embeddings_NLH).max(initial=0.0) <= np.finfo(np.float16).max
+        return embeddings_NLH.astype(np.float16 if fits else np.float32)
 
     def _buffer(self, arrays: dict[str, np.ndarray], tokens: int) -> None:
         size = sum(array.nbytes for array in arrays.values())

@@ -97,11 +97,7 @@ def cluster_categories(
 
     Raises:
         RecipeError: fewer categories than clusters, or pins that the sizes do not allow.
-        ValueError: counts that are not a matrix of non-negative numbers.
     """
-    counts_CV = np.asarray(counts_CV)
-    if counts_CV.ndim != 2 or (counts_CV < 0).any():
-        raise ValueError(f"counts_CV: got shape {counts_CV.shape}, expected (C, V) counts >= 0")
     pinned = dict(pinned or {})
     sizes = sizes_of(len(counts_CV), clusters, pinned, bounds=bounds, exclusive=exclusive)
     points_CD = embed(tf_idf(counts_CV), clusters, seed)

@@ -139,10 +139,7 @@ def count_table(
 
     Raises:
         DataError: a cluster without any token.
-        ValueError: wrong shapes.
     """
-    if clusters_C.shape != (len(counts_CV),):
-        raise ValueError(f"clusters_C: got shape {clusters_C.shape}, expected ({len(counts_CV)},)")
     counts_VN = np.stack([counts_CV[clusters_C == n].sum(0) for n in range(experts)], axis=1)
     empty = [n for n in range(experts) if not counts_VN[:, n].any()]
     if empty:

@@ -79,10 +79,6 @@ def test_overlap_refuses():
     broken[7, 3] = math.nan
     with pytest.raises(NotFiniteError, match=r"embeddings_NH: 1 of 205 .* first at \(7, 3\)"):
         expert_overlap(broken, labels)
-    with pytest.raises(ValueError, match=r"labels_N: got shape \(40,\), wanted \(41\)"):
-        expert_overlap(embeddings, labels[1:])
-    with pytest.raises(ValueError, match="labels_N: got dtype float64, wanted integers"):
-        expert_overlap(embeddings, labels.astype(float))
     with pytest.raises(ValueError, match="wanted at least 2"):
         expert_overlap(embeddings[:1], labels[:1])
     with pytest.raises(ValueError, match="k: got 0"):
@@ -134,7 +130,3 @@ def test_cosines_at_the_ends():
     assert output_cosine(np.ones((3, 1, 5))) == 0.0
     with pytest.raises(ValueError, match="mask_T: no token counts"):
         output_cosine(np.ones((3, 2, 5)), np.zeros(3, bool))
-    with pytest.raises(
-        ValueError, match=r"activations_TKD: got shape \(3, 5\), wanted \(T, K, D\)"
-    ):
-        activation_cosine(np.ones((3, 5)))

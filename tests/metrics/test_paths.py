@@ -62,8 +62,6 @@ def test_path_stability():
     assert path_stability([1, 2, 3, 4], torch.tensor([1, 0, 3, 4])) == 0.75
     both = np.array([[1, 2, 3], [4, 5, 6]])
     assert path_stability(both, both + np.array([[0, 0, 1], [0, 1, 0]])) == pytest.approx(4 / 6)
-    with pytest.raises(ValueError, match=r"top1_b_T: got shape \(3,\), wanted \(4\)"):
-        path_stability([1, 2, 3, 4], [1, 2, 3])
 
 
 def test_top_choice_ignores_the_order_of_the_list():
@@ -95,10 +93,6 @@ def test_conditional_mean_rank_against_loop(k):
 def test_conditional_mean_rank_refuses():
     with pytest.raises(ValueError, match="none of the tokens has counts"):
         conditional_mean_rank(np.ones((2, 3)), [0, 1], np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="token_ids_T: got values from 0 to 2, wanted 0 to 1"):
-        conditional_mean_rank(np.ones((2, 3)), [0, 2], np.ones((2, 3)))
-    with pytest.raises(ValueError, match=r"token_frequencies_VN: .* wanted \(V, 3\)"):
-        conditional_mean_rank(np.ones((2, 3)), [0, 1], np.ones((3, 2)))
 
 
 def test_domain_information():
@@ -181,8 +175,6 @@ def test_placement_metrics_by_hand():
 
 
 def test_placement_metrics_refuses():
-    with pytest.raises(ValueError, match=r"index_TLK: got shape \(1, 2, 2\), wanted \(T, 3, K\)"):
-        placement_metrics(np.zeros((1, 2, 2), int), np.zeros((3, 4), int))
     with pytest.raises(ValueError, match="ranks_LE: got values down to -1"):
         placement_metrics(np.zeros((1, 1, 2), int), np.array([[0, -1]]))
     one_layer = placement_metrics(np.zeros((2, 1, 1), int), np.array([[0, 1]]))

@@ -28,8 +28,6 @@ def test_max_violation_by_hand():
 def test_max_violation_refuses_no_load():
     with pytest.raises(ValueError, match="load_E: got values from 0 to 0"):
         max_violation(np.zeros(4))
-    with pytest.raises(ValueError, match=r"load_E: got shape \(2, 3\), wanted \(E\)"):
-        max_violation(np.ones((2, 3)))
 
 
 def test_expert_load_against_loop():
@@ -138,5 +136,3 @@ def test_chunks_join(monkeypatch):
 
 def test_rmse():
     assert rmse([1.0, 2.0, 4.0], [1.0, 4.0, 3.0]) == pytest.approx(math.sqrt(5 / 3))
-    with pytest.raises(ValueError, match=r"curve_b: got shape \(2,\), wanted \(3\)"):
-        rmse([1, 2, 3], [1, 2])

@@ -12,7 +12,6 @@ from moe_finetune.upcycle.clustering import (
     cluster_categories,
     sized_kmeans,
     sizes_of,
-    tf_idf,
 )
 
 
@@ -61,14 +60,6 @@ def test_the_assignment_is_the_cheapest_that_keeps_the_sizes(points, clusters, p
             assert counts.max() - counts.min() <= 1
         if options.get("exclusive"):
             assert all(counts[n] == sum(c == n for c in pinned.values()) for n in pinned.values())
-
-
-@pytest.mark.parametrize(("points", "clusters"), [(24, 8), (11, 4), (5, 5), (9, 2)])
-def test_sizes_are_equal_whatever_the_points(points, clusters):
-    points_CD = np.random.default_rng(0).normal(size=(points, 3)) ** 3
-    labels = sized_kmeans(points_CD, sizes_of(points, clusters, {}), seed=1)
-    least, over = divmod(points, clusters)
-    assert sizes(labels, clusters) == [least] * (clusters - over) + [least + 1] * over
 
 
 def test_more_starts_never_give_a_worse_clustering():
@@ -127,16 +118,6 @@ def test_a_table_of_a_paper_is_taken_as_it_is():
     pinned = dict(enumerate([1, 1, 1, 1, 0, 2, 2]))
     counts_CV, _ = planted(kinds=7, each=1)
     assert cluster_categories(counts_CV, 3, pinned).tolist() == list(pinned.values())
-
-
-def test_tf_idf_is_scikit_learns_formula():
-    counts_CV, _ = planted(kinds=2, each=2, vocabulary=7)
-    counts_CV[:, 3] = [5, 0, 0, 0]
-    present = (counts_CV > 0).sum(0)
-    idf = np.log((1 + 4) / (1 + present)) + 1
-    expected = counts_CV * idf
-    expected = expected / np.sqrt((expected**2).sum(1, keepdims=True))
-    np.testing.assert_allclose(tf_idf(counts_CV), expected)
 
 
 @pytest.mark.parametrize(

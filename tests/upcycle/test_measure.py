@@ -13,7 +13,7 @@ from moe_finetune.data.padding import fill
 from moe_finetune.upcycle import merge_experts
 from moe_finetune.upcycle.frequencies import count_table
 from moe_finetune.upcycle.judgement import PROMPTS, judge, questions
-from moe_finetune.upcycle.measure import Pool, measure, passages, text_losses
+from moe_finetune.upcycle.measure import measure, passages, text_losses
 from moe_finetune.upcycle.recipe import UpcycleRecipe
 from moe_finetune.upcycle.sections import JudgementSection
 from moe_finetune.upcycle.texts import SPLITS, Texts
@@ -159,18 +159,6 @@ def test_batching_and_padding_change_nothing():
             losses = text_losses(model, [ids for _, ids in batch])
             seen |= {i: loss for (i, _), loss in zip(batch, losses, strict=True)}
     assert seen == pytest.approx(alone, abs=1e-5)
-
-
-def test_a_pool_is_the_mean_and_deviation_of_all_values():
-    generator = np.random.default_rng(0)
-    parts = [generator.normal(3, 2, n) for n in (5, 1, 40)]
-    pool = Pool()
-    for part in parts:
-        pool.add(len(part), float(part.mean()), float(part.std()))
-    whole = np.concatenate(parts)
-    assert pool.summary() == pytest.approx(
-        {"mean": whole.mean(), "std": whole.std(), "count": len(whole)}
-    )
 
 
 def test_passages_show_the_first_expert_of_the_middle_layer(moe_folder, texts, table):
