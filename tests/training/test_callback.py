@@ -126,24 +126,6 @@ def test_gradients_under_trl(tmp_path, accumulation, checkpointing, packing, att
             assert error < 2e-5, (name, error)
 
 
-def test_a_plain_trainer_logs_losses_and_routing(tmp_path):
-    model = adapted()
-    trainer = Trainer(
-        model,
-        arguments(tmp_path, logging_steps=1),
-        data_collator=collate,
-        train_dataset=rows(),
-        callbacks=[callback := SpecializationCallback("orthogonal_variance")],
-    )
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    for name in ("losses/load_balance", "losses/orthogonality", "losses/variance"):
-        assert logged[name] == logged[name]
-    assert logged["routing/max_violation"] > 0
-    assert callback.specialization.reached.keys() == {"load_balance", "orthogonality", "variance"}
-    assert "_moe_finetune" not in model.get_base_model().model.layers[0].mlp.experts.__dict__
-
-
 def test_logged_values_equal_a_recount(tmp_path):
     from moe_finetune.losses.functional import load_balancing_loss
     from moe_finetune.metrics import max_violation, routing_entropy, score_variance

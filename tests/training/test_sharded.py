@@ -1,4 +1,4 @@
-"""Every method, checkpointed, sharded on two ranks, and with experts spread over them, has the
+"""Every method, sharded on two ranks, checkpointed too, and with experts spread over them, has the
 gradients of the plain model.
 """
 
