@@ -56,10 +56,13 @@ def check_reach(
     for term in probed.terms:
         term.options = term.options.model_copy(update={"target": None})
     positive = dict.fromkeys((term.name for term in probed.terms), False)
+    connected: set[str] = set()
 
     def note(_: RoutingRecord, loss: LayerLoss) -> None:
-        for name, value in loss.values.items():
+        for name, value in loss.losses.items():
             positive[name] |= bool(value.any())
+            if value.requires_grad:
+                connected.add(name)
 
     joins = PerTermLosses()
     recorder = Recorder(model, probed, observers=[note], kernel=kernel)
@@ -81,7 +84,8 @@ def check_reach(
             gradients = _gradients(loss, list(trained.values()), sharded)
             *acts, value = agreed([*map(_acts, gradients), positive[term.name]])
             names = [name for name, act in zip(trained, acts, strict=True) if act]
-            reached[term.name] = _judged(term, names, not value)
+            met = term.name in connected and not value
+            reached[term.name] = _judged(term, names, met)
     return reached
 
 

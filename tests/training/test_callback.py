@@ -188,6 +188,10 @@ def test_a_hinge_that_is_met_at_the_start_is_said_and_not_refused(caplog):
     with caplog.at_level("WARNING"):
         assert check_reach(model, objective) == {"erc": []}
     assert "method.terms.erc is 0 in every layer from the start" in caplog.text
+    lora = LoraSection(rank=4, alpha=12.0, targets=["attention"])
+    out_of_reach = add_lora(tiny.model("qwen3_moe"), lora, "frozen")
+    with pytest.raises(ObjectiveError, match="erc: its gradient reaches no trainable"):
+        check_reach(out_of_reach, objective)
 
 
 def test_the_trainers_own_balance_loss_is_refused(tmp_path):
