@@ -252,7 +252,7 @@ def evaluate_steps(
     recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None, worker: Worker | None = None
 ) -> None:
     """Evaluate the states of ``evaluation.every``, each once, and delete their weights."""
-    from moe_finetune.evaluation.steps import step_results
+    from moe_finetune.evaluation.results import step_results
 
     scored = step_results(run.path)
     for step, state in run.kept_steps().items():

@@ -101,31 +101,9 @@ def open_backend(
         DependencyError: the backend was asked for and cannot be used.
         EvaluationError: unknown backend, contradictory arguments, server down or wrong model.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise EvaluationError(f"unknown backend '{backend}'{did_you_mean(backend, BACKENDS)}")
-    if dtype not in ("auto", *DTYPES):
-        raise EvaluationError(f"dtype '{dtype}' is unknown{did_you_mean(dtype, ('auto', *DTYPES))}")
-    if backend != "server" and (base_url or model):
-        raise EvaluationError("base_url and model belong to backend 'server'")
+    _refuse_contradictions(backend, dtype, adapter, base_url, model, determinantal, candidates)
     notes = []
-    if determinantal is not None and backend not in (None, "hf"):
-        raise EvaluationError(
-            f"determinantal choice needs backend 'hf'; '{backend}' supports only top-k"
-        )
-    if determinantal is not None and determinantal <= 0:
-        raise EvaluationError(
-            f"determinantal choice: eps is {determinantal:g}, expected more than 0"
-        )
-    if candidates is not None and determinantal is None:
-        raise EvaluationError("candidates belong to the determinantal choice")
-    if adapter is not None and backend in (None, "vllm"):
-        if backend == "vllm":
-            raise EvaluationError(
-                "vLLM evaluates merged checkpoints; run 'moe-finetune merge' first, or use "
-                "backend 'hf' for base + adapter"
-            )
-        backend = "hf"
-    if determinantal is not None:
+    if backend is None and (adapter is not None or determinantal is not None):
         backend = "hf"
     if backend is None:
         try:
@@ -169,3 +147,36 @@ def open_backend(
         size = settings["batch_size"]
         chunk = 64 if isinstance(size, str) else max(size, 64 // size * size)
     return Backend(backend, lm, identity, str(folder), settings, chunk, notes, routing)
+
+
+def _refuse_contradictions(
+    backend: str | None,
+    dtype: str,
+    adapter: str | Path | None,
+    base_url: str | None,
+    model: str | None,
+    determinantal: float | None,
+    candidates: int | None,
+) -> None:
+    """Raise EvaluationError for arguments of :func:`open_backend` that do not fit together."""
+    if backend is not None and backend not in BACKENDS:
+        raise EvaluationError(f"unknown backend '{backend}'{did_you_mean(backend, BACKENDS)}")
+    if dtype not in ("auto", *DTYPES):
+        raise EvaluationError(f"dtype '{dtype}' is unknown{did_you_mean(dtype, ('auto', *DTYPES))}")
+    if backend != "server" and (base_url or model):
+        raise EvaluationError("base_url and model belong to backend 'server'")
+    if adapter is not None and backend not in (None, "hf"):
+        raise EvaluationError(
+            f"backend '{backend}' evaluates merged checkpoints; run 'moe-finetune merge' first, or "
+            "use backend 'hf' for base + adapter"
+        )
+    if determinantal is not None and backend not in (None, "hf"):
+        raise EvaluationError(
+            f"determinantal choice needs backend 'hf'; '{backend}' supports only top-k"
+        )
+    if determinantal is not None and determinantal <= 0:
+        raise EvaluationError(
+            f"determinantal choice: eps is {determinantal:g}, expected more than 0"
+        )
+    if candidates is not None and determinantal is None:
+        raise EvaluationError("candidates belong to the determinantal choice")

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from moe_finetune.errors import EvaluationError
 from moe_finetune.io.json_file import read_object
-from moe_finetune.io.run_folder import RESULTS_FILE
+from moe_finetune.io.run_folder import RESULTS_FILE, RunFolder
 
 SCHEMA = 1
 
@@ -83,6 +83,17 @@ def load_results(path: str | Path) -> Results:
     if not isinstance(tasks, dict) or not all(isinstance(t, dict) for t in tasks.values()):
         raise EvaluationError(f"{path}: 'tasks' is not an object of results; evaluate again")
     return content  # type: ignore[return-value]
+
+
+def step_results(run: Path) -> dict[int, Results]:
+    """The results of the states of ``evaluation.every`` that are scored, by step.
+
+    Raises:
+        EvaluationError: one is damaged.
+    """
+    files = {step: state.results for step, state in RunFolder(run).kept_steps().items()}
+    results = {step: load_results(file) for step, file in files.items() if file.is_file()}
+    return {step: scores for step, scores in results.items() if scores.get("complete")}
 
 
 def samples_file(folder: str | Path, task: TaskResult) -> Path:

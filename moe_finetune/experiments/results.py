@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from moe_finetune.errors import StudyError, did_you_mean
-from moe_finetune.evaluation.results import Results, TaskResult
+from moe_finetune.evaluation.results import Results, TaskResult, step_results
 from moe_finetune.evaluation.results import load_results as load_evaluation
-from moe_finetune.evaluation.steps import step_results
 from moe_finetune.experiments import folder as disk
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log

@@ -25,9 +25,14 @@ def report_numbers(runs: Iterable[Path | str], labels: list[str] | None = None) 
     Raises:
         DataError, TraceError: a folder without results or a damaged file, by name and line.
     """
-    baseline, *others = loaded = read_runs(runs, labels)
+    return numbers_of(read_runs(runs, labels))
+
+
+def numbers_of(runs: list[Run]) -> dict[str, Any]:
+    """:func:`report_numbers` of runs that were read."""
+    baseline, *others = runs
     comparisons = [_comparison(baseline, run) for run in others]
-    return finite({"runs": [_run(run) for run in loaded], "comparisons": comparisons})
+    return finite({"runs": [_run(run) for run in runs], "comparisons": comparisons})
 
 
 def _run(run: Run) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moe_finetune.evaluation.score import Score
 from moe_finetune.io.run_folder import RESULTS_FILE
 from moe_finetune.io.tables import aligned
-from moe_finetune.io.terminal import finite, terminal
+from moe_finetune.io.terminal import terminal
 from moe_finetune.metrics.words import word
 from moe_finetune.report.context import Report
 from moe_finetune.report.markup import DASH
+from moe_finetune.report.numbers import numbers_of
 from moe_finetune.report.runs import Run, read_results, read_runs
 from moe_finetune.report.sections.answer import answer_text
 
@@ -34,24 +34,6 @@ LOGGED = tuple(
 
 Changes = dict[str, dict[str, float]]
 """Metric -> ``before``, ``after`` and, of what the trainer logs, the ``step`` of the first log."""
-
-
-def outcome(runs: Mapping[str, Run], base: Mapping[str, Score]) -> dict[str, Any]:
-    """Scores and changes of runs as plain values.
-
-    Args:
-        runs: the runs by label.
-        base: scores of the checkpoint before training.
-
-    Returns ``scores`` (task -> label -> value, stderr, n, metric) and ``changes`` (label ->
-    :data:`Changes`).
-    """
-    scores: dict[str, dict[str, Any]] = {}
-    for label, by_task in {"base": base, **{k: run.scores for k, run in runs.items()}}.items():
-        for task, score in by_task.items():
-            fields = ("value", "stderr", "n", "metric")
-            scores.setdefault(task, {})[label] = {key: getattr(score, key) for key in fields}
-    return {"scores": scores, "changes": {label: changes_of(run) for label, run in runs.items()}}
 
 
 def changes_of(run: Run) -> Changes:
@@ -73,31 +55,37 @@ def changes_of(run: Run) -> Changes:
     return changes
 
 
-def outcome_text(results: Mapping[str, Any]) -> str:
-    """The tables of :func:`outcome` for a reader; empty if nothing was measured."""
-    parts = [_score_table(results["scores"]), _change_table(results["changes"])]
-    return "\n\n".join(part for part in parts if part)
+def outcome_text(runs: Mapping[str, Run], base: Mapping[str, Score]) -> str:
+    """Tables of the scores and changes of runs for a reader; empty if nothing was measured.
+
+    Args:
+        runs: the runs by label.
+        base: scores of the checkpoint before training.
+    """
+    scores = {"base": base, **{label: run.scores for label, run in runs.items()}}
+    changes = {label: changes_of(run) for label, run in runs.items()}
+    return "\n\n".join(filter(None, [_score_table(scores), _change_table(changes)]))
 
 
-def _score_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    labels = list(dict.fromkeys(label for row in scores.values() for label in row))
-    if not labels:
+def _score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
+    by_label = {label: by_task for label, by_task in scores.items() if by_task}
+    if not by_label:
         return ""
-    rows = [["scores", "n", *labels]]
-    for task, row in scores.items():
-        one = next(iter(row.values()))
-        cells = [_score(row.get(label)) for label in labels]
-        rows.append([f"{task} ({one['metric']})", str(one["n"]), *cells])
+    rows = [["scores", "n", *by_label]]
+    for task in dict.fromkeys(task for by_task in by_label.values() for task in by_task):
+        of_task = [by_task.get(task) for by_task in by_label.values()]
+        one = next(score for score in of_task if score is not None)
+        rows.append([f"{task} ({one.metric})", str(one.n), *map(_score, of_task)])
     return aligned(rows)
 
 
-def _score(score: Mapping[str, Any] | None) -> str:
+def _score(score: Score | None) -> str:
     if score is None:
         return DASH
-    if math.isnan(score["value"]):
+    if math.isnan(score.value):
         return "not scored"
-    error = "" if math.isnan(score["stderr"]) else f" ± {score['stderr']:.3f}"
-    return f"{score['value']:.3f}{error}"
+    error = "" if math.isnan(score.stderr) else f" ± {score.stderr:.3f}"
+    return f"{score.value:.3f}{error}"
 
 
 def _change_table(changes: Mapping[str, Changes]) -> str:
@@ -142,14 +130,14 @@ def end_run(runs: Mapping[str, Path], base: Path | None, following: str) -> None
     labels = list(runs) if len(runs) > 1 else None  # a single run is called by its folder
     report = Report(read_runs(runs.values(), labels), "")
     by_label = dict(zip(runs, report.runs, strict=True))
-    _, scores = read_results(base / RESULTS_FILE) if base else ({}, {})
-    results = outcome(by_label, scores) | {"answer": answer_text(report)}
+    answer = answer_text(report)
     if terminal().style == "json":
-        print(json.dumps(finite(results)))
+        print(json.dumps({**numbers_of(report.runs), "answer": answer}))
         return
-    if text := outcome_text(results):
+    _, scores = read_results(base / RESULTS_FILE) if base else ({}, {})
+    if text := outcome_text(by_label, scores):
         print(f"\n{text}")
-    for paragraph in results["answer"]:
+    for paragraph in answer:
         title, *findings = paragraph.splitlines()
         wrapped = [textwrap.fill(finding, WIDTH, initial_indent="  ", subsequent_indent="    ")
                    for finding in findings]  # fmt: skip

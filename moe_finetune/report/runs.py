@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_finetune.errors import DataError
+from moe_finetune.evaluation.results import step_results
 from moe_finetune.evaluation.score import Score
-from moe_finetune.evaluation.steps import step_results
 from moe_finetune.io.json_file import read_object
 from moe_finetune.io.run_folder import RunFolder, read_log
 from moe_finetune.io.yaml_file import read_yaml

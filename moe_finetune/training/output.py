@@ -7,7 +7,7 @@ import logging
 import shutil
 
 from moe_finetune.errors import RecipeError
-from moe_finetune.evaluation.steps import step_results
+from moe_finetune.evaluation.results import step_results
 from moe_finetune.io import write_atomic
 from moe_finetune.io.environment import describe_environment
 from moe_finetune.io.folder import enter_folder

@@ -34,6 +34,9 @@ def test_it_is_the_merged_model(tiny_checkpoint, tmp_path):
         assert opened.lm.model.get_input_embeddings().weight.shape[0] == tiny.VOCABULARY
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert (found - plain).abs().max() > 0.1
+    for backend in ("server", "vllm"):  # which would leave the adapter out
+        with pytest.raises(EvaluationError, match=f"backend '{backend}' evaluates merged"):
+            open_backend(base, backend, adapter=adapter)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])

@@ -121,16 +121,6 @@ def test_a_metric_that_the_task_does_not_report(tmp_path, change, said):
     refused(tmp_path, EXACT | {"files": files} | change, EvaluationError, said)
 
 
-@pytest.mark.slow
-def test_a_metric_that_a_group_does_not_report(tmp_path):
-    tasks = [{"task": "mmlu", "metric": "acc_norm"}, {"task": "glue", "metric": "acc"}]
-    tasks.append({"task": "glue", "label": "mean", "metric": "mean_acc", "aggregate": "mean_acc"})
-    mmlu, glue, mean = check_suite(Suite(name="s", tasks=tasks))
-    assert not mmlu.runnable and "it reports acc with filter none" in mmlu.problem
-    assert not glue.runnable and "no score of its own; name its tasks one by one" in glue.problem
-    assert not mean.runnable and "reports no metric 'mean_acc'" in mean.problem  # CoLA's is mcc
-
-
 def test_from_the_command_line(tmp_path, checkpoint, capsys):
     files = write(tmp_path, [ROW, ROW | {"answer": None}])
     path = tmp_path / "s.yaml"

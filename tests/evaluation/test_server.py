@@ -140,7 +140,8 @@ def test_wrong_model_and_wrong_checkpoint(server, checkpoint, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_a_server_that_dies_keeps_what_it_answered(server, checkpoint, tmp_path):
+def test_a_server_that_dies_keeps_what_it_answered(server, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_finetune.evaluation.server.TRIES", 2)
     suite = write_suite(tmp_path / "data", items=6)
     server.left = 6 + 5  # all of the first task, some of the second
     arguments = {"output": tmp_path / "out", "base_url": server.url, "progress": False}

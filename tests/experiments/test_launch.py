@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_finetune.cli import main
 from moe_finetune.errors import StudyError
 from moe_finetune.experiments import expand, load_results, load_study
 from moe_finetune.experiments.launch import starter
@@ -46,11 +47,9 @@ def wait_for(condition, seconds: float = 240.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_killed_study_ends_with_the_same_table(study_file, tmp_path, request):
-    whole = tmp_path / "whole"  # by a process that imports for itself; the others are forked
-    subprocess.run([*STUDY, study_file, "launch.kind=inline", "--output", whole], check=True)
-
-    request.getfixturevalue("warm")
+def test_a_killed_study_ends_with_the_same_table(warm, study_file, tmp_path):
+    whole = tmp_path / "whole"
+    assert main(["study", str(study_file), "launch.kind=inline", "--output", str(whole)]) == 0
     killed = tmp_path / "killed"
     first = subprocess.Popen(
         [*STUDY, study_file, "--output", killed], start_new_session=True, stderr=subprocess.DEVNULL

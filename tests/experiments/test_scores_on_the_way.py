@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from moe_finetune.evaluation.results import load_results
-from moe_finetune.evaluation.steps import step_results
+from moe_finetune.evaluation.results import load_results, step_results
 from moe_finetune.experiments import load_results as load_study_results
 from moe_finetune.experiments import load_study, run_study
 from moe_finetune.io.run_folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moe_finetune.io.terminal import Terminal, use_terminal
-from moe_finetune.report.outcome import end_run, next_commands, outcome, outcome_text
+from moe_finetune.report.outcome import end_run, next_commands, outcome_text
 from moe_finetune.report.runs import read_results, read_run
 
 
@@ -27,7 +27,7 @@ def _run(folder, score, overlap, losses):
 def text_of(folders, base=None):
     """The tables at the end of these runs."""
     runs = {label: read_run(folder, label) for label, folder in folders.items()}
-    return outcome_text(outcome(runs, read_results(base / "results.json")[1] if base else {}))
+    return outcome_text(runs, read_results(base / "results.json")[1] if base else {})
 
 
 def test_scores_and_changes_of_two_runs_and_their_base(tmp_path):
@@ -87,8 +87,9 @@ def test_a_run_without_scores_says_what_it_has(tmp_path, capsys):
         out = capsys.readouterr().out
         assert "scores  " not in out
         if style == "json":
-            change = json.loads(out)["changes"]["after"]["expert_overlap"]
-            assert change == {"before": 0.4, "after": 0.2}
+            routing = json.loads(out)["runs"][0]["routing"]
+            means = [r["metrics"]["expert_overlap"]["mean"] for r in routing.values()]
+            assert means == [0.4, 0.2]
             (answer,) = json.loads(out)["answer"]
             assert answer.startswith("a b against the checkpoint")
             assert "\nExperts: expert overlap −50 %" in answer

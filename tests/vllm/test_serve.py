@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_a_real_server_gives_the_answers_of_transformers_and_stops(warm_vllm, ch
         children = engines_of(process.pid)
         assert children
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(60)
         finally:
