@@ -34,7 +34,7 @@ class Catalog:
 
     def __init__(self, suite: Suite, data_dir: str | Path | None = None):
         self.suite = suite
-        self._found: set[tuple[Any, Any]] = set()
+        self._on_hub: set[tuple[Any, Any]] = set()
         self.data_dir = Path(data_dir) if data_dir is not None else None
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise DataError(f"data folder {self.data_dir} does not exist")
@@ -136,7 +136,7 @@ class Catalog:
         path, name = leaf.config.get("dataset_path"), leaf.config.get("dataset_name")
         # Offline, a single configuration may be missing; the hub has all or none.
         key = (path, name if constants.HF_HUB_OFFLINE else None)
-        if path is None or key in self._found:
+        if path is None or key in self._on_hub:
             return
         options = dict(leaf.config.get("dataset_kwargs") or {})
         options.pop("trust_remote_code", None)
@@ -148,7 +148,7 @@ class Catalog:
                 "where there is a network, or put its rows into a folder for --data-dir "
                 f"({path}/{name + '/' if name else ''}SPLIT.jsonl)"
             ) from None
-        self._found.add(key)
+        self._on_hub.add(key)
 
     def _names(self, name: str) -> Iterator[str]:
         entry = self._index[name]
@@ -195,23 +195,21 @@ class Catalog:
                 "only the tested rows to take them from; name others under files: "
                 "{train: FILE}, or set shots: 0"
             )
-        found_files: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         missing = []
         for split in sorted({split for split in (tested, examples) if split}):
             path = local_file(self.suite, entry, config, split, self.data_dir)
-            if path is None and found_files:
+            if path is None and files:
                 raise EvaluationError(
                     f"suite {self.suite.name}: task '{entry.task}' has a local file for "
-                    f"'{next(iter(found_files))}' and none for '{split}', where its examples come "
+                    f"'{next(iter(files))}' and none for '{split}', where its examples come "
                     "from; name both under files, or set shots: 0"
                 )
             if path is not None and path.is_file():
-                found_files[split] = path
+                files[split] = path
             elif path is not None:
                 missing.append(path)
-        return Leaf(
-            config["task"], config, found_files, tuple(missing), entry.template, tested, examples
-        )
+        return Leaf(config["task"], config, files, tuple(missing), entry.template, tested, examples)
 
     def load(self, entry: SuiteTask, leaves: list[Leaf], seed: int = 0) -> Any:
         """Return lm-eval's tasks of a line, which read local files where ``leaves`` have them."""

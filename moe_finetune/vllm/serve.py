@@ -54,13 +54,13 @@ def serve_command(
     Raises:
         RecipeError: an option that is never allowed, or that ``adapters`` set.
     """
-    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    if "--trust-remote-code" in given:
+    user_options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if "--trust-remote-code" in user_options:
         raise RecipeError(
             "--trust-remote-code: code from a checkpoint is never executed; leave it out"
         )
     for option in adapters or ():
-        if option in given:
+        if option in user_options:
             raise RecipeError(f"{option}: is set by --adapter; leave one of the two out")
     defaults: dict[str, Sequence[str]] = {
         "--host": ["127.0.0.1"],
@@ -69,11 +69,11 @@ def serve_command(
     }
     if cpu:
         defaults |= {"--dtype": ["float32"], "--enforce-eager": []}
-        if "--dtype" not in given:  # see engine_arguments: AMX's kernel has no float32
+        if "--dtype" not in user_options:  # see engine_arguments: AMX's kernel has no float32
             defaults["--attention-backend"] = ["CPU_MLA"]
     command = [sys.executable, "-m", VLLM, "serve", str(folder)]
     for option, values in defaults.items():
-        if option not in given:
+        if option not in user_options:
             command += [option, *values]
     return [*command, *arguments]
 

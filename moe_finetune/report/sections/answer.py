@@ -51,12 +51,12 @@ def answer_text(report: Report) -> list[str]:
 
 def _answer(report: Report, run: Run) -> Answer:
     changes, scores = expert_changes(report, run), comparisons(report, run)
-    findings = [("Warning", run.collapse), ("Experts", _experts(changes)),
-                ("Scores", _scores(scores)), *_objective(report, run)]  # fmt: skip
-    found = [(label, text) for label, text in findings if text]
+    parts = [("Warning", run.collapse), ("Experts", _experts(changes)),
+             ("Scores", _scores(scores)), *_objective(report, run)]  # fmt: skip
+    findings = [(label, text) for label, text in parts if text]
     compared = scores or any(math.isfinite(change.share) for change in changes)
     reference = baseline_label(report) if compared else ""
-    return Answer(run.label, reference, found or [("Experts", "nothing was measured")])
+    return Answer(run.label, reference, findings or [("Experts", "nothing was measured")])
 
 
 def _experts(changes: list[Change]) -> str | None:
