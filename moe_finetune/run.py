@@ -205,11 +205,14 @@ def exported_bias(recipe: Recipe, run: RunFolder) -> dict[int, list[float]] | No
 
 def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None) -> None:
     """Compare the merged checkpoint with base + adapter; raise when they differ."""
+    from moe_finetune.checkpoint import open_checkpoint
+    from moe_finetune.checkpoint.adapter import open_adapter
     from moe_finetune.checkpoint.verify import verify_merge
     from moe_finetune.checkpoint.verify_quantized import verify_quantized
 
     base, bias = base or base_folder(recipe), exported_bias(recipe, run)
-    result = verify_merge(base, run.adapter, run.merged, bias=bias)
+    parts = base, open_adapter(run.adapter), open_checkpoint(run.merged, stored=True)
+    result = verify_merge(*parts, bias=bias)
     log.info(
         "verified: %s of merged and base + adapter differ by %.1e (allowed %.0e)",
         result.mode,
@@ -221,7 +224,7 @@ def verify(recipe: Recipe, run: RunFolder, base: Path | Checkpoint | None = None
         "max_rel": result.max_rel,
         "tolerance": result.tolerance,
     }
-    quantized = verify_quantized(base, run.adapter, run.merged, bias)
+    quantized = verify_quantized(*parts, bias)
     if quantized is not None:
         log.info("verified: %s", quantized.text())
         note["quantized"] = asdict(quantized)

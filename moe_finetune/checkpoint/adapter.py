@@ -64,13 +64,17 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
 
-def open_adapter(path: str | Path) -> Adapter:
+def open_adapter(path: str | Path | Adapter) -> Adapter:
     """Open an adapter folder written by PEFT (or by this toolkit), reading headers only.
+
+    One that is open already is returned.
 
     Raises:
         AdapterError: the folder or a file is missing or damaged, or the adapter is of a kind that
             cannot be merged as LoRA.
     """
+    if isinstance(path, Adapter):
+        return path
     folder = Path(path)
     if not folder.is_dir():
         raise AdapterError(f"{folder}: no such adapter folder")

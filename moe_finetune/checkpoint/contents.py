@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_finetune.io.safetensors_header import Header, TensorInfo
 from moe_finetune.models import Family
+from moe_finetune.models.structure import name_on_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +45,12 @@ class Checkpoint:
         """Number of routed experts of each MoE layer."""
         layers = self.family.moe_layers(self.model_config)
         return dict.fromkeys(layers, self.family.num_experts(self.model_config))
+
+    def name_in_files(self, name: str) -> str:
+        """Name in the files of the loaded model's tensor ``name``, or of one that is named so."""
+        if name in self.tensors:
+            return name
+        return name_on_disk(self.config, name, self.family.disk.spelling)
 
     def parts_left_out(self) -> dict[str, tuple[int, int]]:
         """Number of tensors and bytes of each part that no loader reads."""

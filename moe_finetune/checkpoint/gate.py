@@ -30,7 +30,6 @@ from moe_finetune.checkpoint.values import check_values, fingerprint
 from moe_finetune.errors import AdapterError, CheckpointError, did_you_mean, reason_of
 from moe_finetune.io.checkpoint_files import tensors_of
 from moe_finetune.io.safetensors_header import TensorInfo
-from moe_finetune.models.structure import name_on_disk
 
 log = logging.getLogger(__name__)
 _warned: set[Path] = set()
@@ -109,8 +108,7 @@ def named_tensors(base: Checkpoint) -> tuple[str, list[TensorInfo]]:
 def _check_tables(adapter: Adapter, base: Checkpoint) -> None:
     """Integer tensors of a saved module must equal the base's, which a merge keeps."""
     for key, info in adapter.tables.items():
-        spelling = base.family.disk.spelling
-        name = key if key in base.tensors else name_on_disk(base.config, key, spelling)
+        name = base.name_in_files(key)
         table = base.tensors.get(name)
         if (
             table is None

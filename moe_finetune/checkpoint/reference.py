@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import Adapter
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.expand import peft_folder
+from moe_finetune.checkpoint.peft_form import peft_folder
 from moe_finetune.models.base import CORRECTION_BIASES
 from moe_finetune.models.structure import class_of
 

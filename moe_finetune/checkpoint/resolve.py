@@ -19,7 +19,7 @@ from moe_finetune.checkpoint.adapter_layout import grouped_by_expert, outputs_fi
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.updates import LowRank, Magnitude, Replace, Update
 from moe_finetune.errors import AdapterError
-from moe_finetune.models.structure import name_on_disk, pieces_on_disk
+from moe_finetune.models.structure import pieces_on_disk
 
 _LORA = re.compile(r"(?P<path>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 _MAGNITUDE = ".lora_magnitude_vector"
@@ -50,8 +50,8 @@ class _Resolver:
         family = base.family
         layers = re.escape(f"{family.backbone}.layers.")
         self.experts = re.compile(rf"{layers}(\d+)\.{re.escape(family.experts_path)}")
-        self.head = self._disk_name("lm_head.weight")
-        self.embedding = self._disk_name(f"{family.backbone}.embed_tokens.weight")
+        self.head = self.base.name_in_files("lm_head.weight")
+        self.embedding = self.base.name_in_files(f"{family.backbone}.embed_tokens.weight")
         self.used: list[str] = []
 
     def run(self) -> Iterator[tuple[str, Update]]:
@@ -95,14 +95,9 @@ class _Resolver:
         match = self.experts.fullmatch(path)
         return int(match[1]) if match else None
 
-    def _disk_name(self, name: str) -> str:
-        """Name in the base's files of a tensor with the loaded model's ``name``."""
-        spelling = self.base.family.disk.spelling
-        return name if name in self.base.tensors else name_on_disk(self.base.config, name, spelling)
-
     def _target(self, name: str, key: str) -> str:
         """The base tensor that ``key`` changes, which must exist and not be tied to another."""
-        disk = self._disk_name(name)
+        disk = self.base.name_in_files(name)
         tied = self.base.config.get("tie_word_embeddings") or self.head not in self.base.tensors
         if tied and disk in (self.head, self.embedding):
             raise self._error(
@@ -133,7 +128,7 @@ class _Resolver:
 
     def _linear_names(self, parameter: str, key: str) -> list[str]:
         """Tensors in the files that make up a linear layer's weight, one below the other."""
-        pieces = [self._disk_name(parameter)]
+        pieces = [self.base.name_in_files(parameter)]
         if pieces == [parameter] and parameter not in self.base.tensors:
             # Such as the two halves of a gate_up_proj, one below the other.
             spelling = self.base.family.disk.spelling

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from moe_finetune.checkpoint.adapter import PREFIX, Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
-from moe_finetune.checkpoint.expand import peft_folder
+from moe_finetune.checkpoint.peft_form import peft_folder
 from moe_finetune.checkpoint.stored import PlainTensors
 from moe_finetune.checkpoint.tensors import read_tensor
 from moe_finetune.errors import CheckpointError
-from moe_finetune.models.structure import class_of, name_on_disk
+from moe_finetune.models.structure import class_of
 
 
 def compare_tensors(
@@ -77,11 +77,6 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
     return stored.read_expert(name, int(expert.rstrip("]"))).float()
 
 
-def _stored_name(base: Checkpoint, name: str) -> str:
-    spelling = base.family.disk.spelling
-    return name if name in base.tensors else name_on_disk(base.config, name, spelling)
-
-
 def _peft_modules(base: Checkpoint, adapter: Adapter) -> dict[str, tuple[str, Any]]:
     """PEFT's LoRA modules on the meta device: adapted parameter -> (path in the keys, module).
 
@@ -128,7 +123,7 @@ def _deltas(
     """(base tensor name, PEFT's delta) of one module; two experts of a fused stack."""
     family, clean = base.family, path.replace(".base_layer", "")
     if module is None:
-        name = _stored_name(base, path)
+        name = base.name_in_files(path)
         saved = read_tensor(adapter.tensors[path]).float()
         yield name, saved - _read(base, name)
         return
@@ -138,7 +133,7 @@ def _deltas(
     head, experts, _ = clean.rpartition(f".{family.experts_path}")
     if not experts or not clean.endswith(experts):
         lora_a, lora_b = (getattr(module, f)["default"].weight for f in ("lora_A", "lora_B"))
-        name = _stored_name(base, f"{clean}.weight")
+        name = base.name_in_files(f"{clean}.weight")
         delta = module.scaling["default"] * (lora_b @ lora_a)
         norms = adapter.tensors.get(f"{path}.lora_magnitude_vector")
         if norms is not None:

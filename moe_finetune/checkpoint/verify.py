@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moe_finetune.checkpoint.adapter import open_adapter
+from moe_finetune.checkpoint.adapter import Adapter, open_adapter
 from moe_finetune.checkpoint.contents import Checkpoint
 from moe_finetune.checkpoint.merge_plan import plan_merge
 from moe_finetune.checkpoint.opened import open_checkpoint
@@ -61,8 +61,8 @@ class VerifyReport:
 
 def verify_merge(
     base: str | Path | Checkpoint,
-    adapter: str | Path | Sequence[tuple[str | Path, float]],
-    merged: str | Path,
+    adapter: str | Path | Adapter | Sequence[tuple[str | Path, float]],
+    merged: str | Path | Checkpoint,
     prompts: Sequence[str] | None = None,
     bias: Mapping[int, Sequence[float]] | None = None,
     mode: Literal["auto", "logits", "tensors"] = "auto",
@@ -73,7 +73,7 @@ def verify_merge(
     """Compare ``merged`` with ``base`` + ``adapter``.
 
     Args:
-        adapter: adapter folder, or (folder, weight) pairs as they were merged.
+        adapter: adapter, its folder, or (folder, weight) pairs as they were merged.
         prompts: texts for the logits; fixed random token ids without them.
         bias: the routing bias that was merged; None where there is none or it was dropped.
         mode: "auto" takes logits when a float32 model fits into 60 % of the free memory, and where
@@ -86,7 +86,8 @@ def verify_merge(
         NumericsError: the difference is over the tolerance; names the worst tensor where known.
         CheckpointError: an untouched tensor has other bytes than the base's, or is missing.
     """
-    pairs = [(adapter, 1.0)] if isinstance(adapter, str | Path) else list(adapter)
+    single = isinstance(adapter, str | Path | Adapter)
+    pairs: Any = [(adapter, 1.0)] if single else adapter
     opened, result = open_checkpoint(base, stored=True), open_checkpoint(merged, stored=True)
     adapters = [(open_adapter(path), float(weight)) for path, weight in pairs]
     plans = plan_merge(opened, adapters, bias=bias).changed

@@ -59,10 +59,9 @@ def trained_with(adapter: Adapter) -> Kind | None:
 
 def verify_quantized(
     base: str | Path | Checkpoint,
-    adapter: str | Path,
-    merged: str | Path,
+    adapter: str | Path | Adapter,
+    merged: str | Path | Checkpoint,
     bias: Mapping[int, Sequence[float]] | None = None,
-    seed: int = 0,
 ) -> QuantizedReport | None:
     """Compare ``merged`` with the quantized base + ``adapter`` in float32, one model at a time.
 
@@ -76,19 +75,21 @@ def verify_quantized(
     kind = trained_with(trained)
     if kind is None or not fits(opened):
         return None
-    ids = random_tokens(opened, seed)
+    ids = random_tokens(opened, 0)
     plain = logits_of(load(opened), ids, opened, bias)
     rounded = logits_of(_quantized(opened, kind), ids, opened, bias)
     with tempfile.TemporaryDirectory() as scratch:
         model = apply_adapters(_quantized(opened, kind), opened, [(trained, 1.0)], Path(scratch))
         adapted = logits_of(model, ids, opened, bias)
         del model
-    merged_logits = logits_of(load(open_checkpoint(merged)), ids)
+    result = open_checkpoint(merged)
+    merged_logits = logits_of(load(result), ids)
     shift, difference = _relative(rounded, plain), _relative(merged_logits, adapted)
     report = QuantizedReport(kind, shift, difference, FACTOR * shift)
     if not difference <= report.tolerance:
         raise NumericsError(
-            f"{merged}: {report.text()}: not within it; merge again, and report this if it stays"
+            f"{result.folder}: {report.text()}: not within it; merge again, and report this if it "
+            "stays"
         )
     return report
 

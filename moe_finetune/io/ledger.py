@@ -88,7 +88,6 @@ class Ledger:
         folder: what they are done in; the caller keeps others out of it, or lets them share it.
         steps: each after those that it builds on.
         replace: delete costly products that were made from other inputs.
-        keep_failures: note in ``logs/`` why a step failed.
     """
 
     def __init__(
@@ -97,9 +96,8 @@ class Ledger:
         steps: Sequence[Step],
         *,
         replace: bool = False,
-        keep_failures: bool = True,
     ):
-        self.folder, self.replace, self.keep_failures = folder, replace, keep_failures
+        self.folder, self.replace = folder, replace
         self.steps = {step.name: step for step in steps}
         self._keys: dict[str, str] = {}
         for step in steps:
@@ -278,8 +276,6 @@ class Ledger:
         return DoneNote(self.folder / "steps" / f"{name.replace('/', '.')}.json")
 
     def _note_failure(self, name: str, error: Exception) -> None:
-        if not self.keep_failures:
-            return
         reason = str(error)
         if not isinstance(error, MoeFinetuneError):
             file = self.log_file(name)

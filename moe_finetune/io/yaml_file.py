@@ -63,31 +63,28 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     return node, value
 
 
-def read_yaml(file: Path, refused: type[MoeFinetuneError], remedy: str = "") -> Any:
+def read_yaml(file: Path, refused: type[MoeFinetuneError]) -> Any:
     """The value in ``file``, None when it is empty.
 
     Raises:
-        refused: it cannot be read or see :func:`parse_yaml`; the message ends with ``remedy``.
+        refused: it cannot be read, or see :func:`parse_yaml`.
     """
-    return parse_file(file, refused, remedy)[1]
+    return parse_file(file, refused)[1]
 
 
-def parse_file(
-    file: Path, refused: type[MoeFinetuneError], remedy: str = ""
-) -> tuple[yaml.Node | None, Any]:
+def parse_file(file: Path, refused: type[MoeFinetuneError]) -> tuple[yaml.Node | None, Any]:
     """:func:`parse_yaml` of a file, with its errors as ``refused`` and by file and line."""
-    end = f"; {remedy}" if remedy else ""
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         return parse_yaml(raw.decode("utf-8"))
     except OSError as problem:
-        raise refused(f"{file}: cannot be read ({problem.strerror}){end}") from None
+        raise refused(f"{file}: cannot be read ({problem.strerror})") from None
     except UnicodeDecodeError as problem:
-        raise refused(f"{file}: not UTF-8 at byte {problem.start}{end}") from None
+        raise refused(f"{file}: not UTF-8 at byte {problem.start}") from None
     except YamlError as problem:
         location = file if problem.line is None else f"{file}:{problem.line}"
-        raise refused(f"{location}: {problem.problem}{end}") from None
+        raise refused(f"{location}: {problem.problem}") from None
 
 
 def _check_keys(node: yaml.Node, checked: dict[int, bool], path: tuple[str, ...] = ()) -> None:

@@ -48,7 +48,7 @@ class Tree:
 
 
 def merge_mappings(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``below`` with ``above`` laid over it; neither is changed."""
+    """Return ``base`` with ``changes`` laid over it; neither is changed."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)

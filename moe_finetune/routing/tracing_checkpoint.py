@@ -56,8 +56,8 @@ def with_adapter(model: Any, base: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     from moe_finetune.checkpoint import open_checkpoint
-    from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.peft_form import peft_folder
     from moe_finetune.moe.lora_factors import quiet_patterns
 
     checkpoint = open_checkpoint(base)

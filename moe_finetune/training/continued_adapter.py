@@ -34,8 +34,8 @@ def continue_adapter(model: Any, path: Path, checkpoint: Checkpoint) -> None:
     from peft.tuners.lora.layer import LoraLayer
 
     from moe_finetune.checkpoint.adapter import PREFIX, open_adapter
-    from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
+    from moe_finetune.checkpoint.peft_form import peft_folder
     from moe_finetune.checkpoint.tensors import read_tensor
     from moe_finetune.training.full_weights import live_weights
 

@@ -6,6 +6,7 @@ device; no weight is read.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +101,9 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: str, recipe: Recipe | None = None, gpu: float | None = None, gpus: int = 1
+    source: str | Checkpoint, recipe: Recipe | None = None, gpu: float | None = None, gpus: int = 1
 ) -> Inspection:
-    """Describe a checkpoint folder or hub id, and what ``recipe`` would do with it.
+    """Describe a checkpoint folder, hub id or opened checkpoint, and what ``recipe`` does with it.
 
     Args:
         gpu: GiB of one, to say whether the recipe fits.
@@ -116,8 +117,9 @@ def inspect_checkpoint(
     from moe_finetune.models.loading import load_config
 
     memory, verdict, unknown = None, None, None
-    stored = _stored(path)
-    config = load_config(path)
+    checkpoint = _opened(source)
+    config = load_config(str(source)) if checkpoint is None else checkpoint.model_config
+    config = copy.deepcopy(config)
     model = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     coverage = coverage_of_all = counted(shapes, config)
@@ -144,7 +146,7 @@ def inspect_checkpoint(
     experts, top_k = family.num_experts(config), family.top_k(config)
     routed = coverage_of_all.groups["routed experts"].parameters
     return Inspection(
-        path=path,
+        path=str(source if checkpoint is None else checkpoint.folder),
         family=family.name,
         title=family.title,
         model_type=family.model_type,
@@ -165,21 +167,24 @@ def inspect_checkpoint(
         memory=memory,
         verdict=verdict,
         memory_unknown=unknown,
-        **stored,
+        **_in_files(checkpoint),
     )
 
 
-def _stored(path: str) -> dict[str, Any]:
+def _opened(source: str | Checkpoint) -> Checkpoint | None:
+    """The checkpoint; None of a hub id, whose weights are not fetched."""
     from moe_finetune.checkpoint.opened import open_checkpoint
 
-    if not Path(path).exists():
-        if path.startswith((".", "/", "~")):
-            raise CheckpointError(f"there is no checkpoint folder {path}")
+    if isinstance(source, str) and not Path(source).exists():
+        if source.startswith((".", "/", "~")):
+            raise CheckpointError(f"there is no checkpoint folder {source}")
+        return None
+    return open_checkpoint(source, stored=True)
+
+
+def _in_files(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    if checkpoint is None:
         return {"stored_bytes": None, "stored_tensors": None, "stored_dtypes": []}
-    return _in_files(open_checkpoint(path, stored=True))
-
-
-def _in_files(checkpoint: Checkpoint) -> dict[str, Any]:
     in_files = [info for header in checkpoint.files.values() for info in header.tensors.values()]
     return {
         "stored_bytes": checkpoint.size,

@@ -46,9 +46,9 @@ def checked_adapters(
             model; the reason is named.
     """
     from moe_finetune.checkpoint.adapter import BIAS_FILE, open_adapter
-    from moe_finetune.checkpoint.expand import peft_folder
     from moe_finetune.checkpoint.gate import check_adapter
     from moe_finetune.checkpoint.opened import open_checkpoint
+    from moe_finetune.checkpoint.peft_form import peft_folder
 
     base = open_checkpoint(folder)
     readable: list[tuple[str, Adapter]] = []

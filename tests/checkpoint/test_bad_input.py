@@ -177,6 +177,16 @@ CHECKPOINTS = {
     ),
     "more experts": (experts(13), "experts.12.", "is missing"),
     "fewer experts": (experts(11), "experts.11.", "not belong"),
+    "vocabulary": (
+        lambda base: configure(base / "config.json", vocab_size=401), "vocab_size",
+    ),
+    "heads": (
+        lambda base: configure(base / "config.json", num_key_value_heads=-4),
+        "num_key_value_heads is -4; wanted a whole number from 1 to 65,536",
+    ),
+    "index that is a list": (
+        lambda base: (base / INDEX).write_text("[]"), "contains list instead of an object",
+    ),
     "config": (lambda base: (base / "config.json").write_text("{"), "config.json"),
     "only pickles": (pickled, "pytorch_model.bin", "convert it"),
     "twice": (twice, "extra.safetensors", SHARD),

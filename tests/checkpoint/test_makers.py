@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_finetune.checkpoint import merge_adapter, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
-from moe_finetune.checkpoint.expand import peft_folder
+from moe_finetune.checkpoint.peft_form import peft_folder
 from moe_finetune.checkpoint.verify import verify_merge
 from moe_finetune.cli import main
 from moe_finetune.errors import AdapterError

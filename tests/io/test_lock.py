@@ -174,53 +174,6 @@ def test_an_empty_folder_below_one_that_cannot_be_written(tmp_path, monkeypatch)
         output_lock(tmp_path / "new").__enter__()
 
 
-def test_many_at_once_make_one_whole_output_and_clear_refusals(tmp_path):
-    """Eight processes write one folder and one file, four times each, in the order they come."""
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from moe_finetune.errors import MoeFinetuneError\n"
-        "from moe_finetune.io import output_folder, output_lock, write_new\n"
-        "number = sys.argv[2]\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "for turn in range(4):\n"
-        "    folder = Path(sys.argv[1], str(turn))\n"
-        "    try:\n"
-        "        with output_lock(folder), output_folder(folder, 1) as made:\n"
-        "            for name in 'abc':\n"
-        "                (made / name).write_text(number)\n"
-        "        write_new(Path(sys.argv[1], f'{turn}.json'), number)\n"
-        "    except MoeFinetuneError as error:\n"
-        "        print(f'{turn} refused: {type(error).__name__}')\n"
-        "    else:\n"
-        "        print(f'{turn} won')\n"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(8)
-    ]
-    for process in processes:
-        process.stdout.readline()
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate()[0].splitlines() for process in processes]
-    for turn in range(4):
-        won = [number for number, lines in enumerate(said) if f"{turn} won" in lines]
-        assert len(won) == 1
-        written = {(tmp_path / str(turn) / name).read_text() for name in "abc"}
-        assert written == {str(won[0])} == {(tmp_path / f"{turn}.json").read_text()}
-    refused = {line.split()[-1] for lines in said for line in lines if "refused" in line}
-    assert refused <= {"OutputBusyError", "OutputExistsError"}
-    assert names(tmp_path) == sorted([str(t) for t in range(4)] + [f"{t}.json" for t in range(4)])
-
-
 def test_the_decorator_reads_output_and_dry_run(tmp_path):
     seen = []
 

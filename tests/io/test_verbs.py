@@ -14,7 +14,6 @@ from moe_finetune.checkpoint import merge_adapter
 from moe_finetune.checkpoint.convert import convert_checkpoint
 from moe_finetune.checkpoint.permute import permute_experts
 from moe_finetune.errors import OutputBusyError
-from moe_finetune.experiments import runner
 from moe_finetune.io import output_lock
 from moe_finetune.io.run_folder import RunFolder
 from moe_finetune.recipe.schema import recipe_from_tree
@@ -82,34 +81,6 @@ def test_a_command_is_refused_beside_a_live_one(held, tmp_path, verb, capsys):
 def test_a_function_is_refused_beside_a_live_one(held, name):
     with pytest.raises(OutputBusyError, match=f"process {os.getpid()}"):
         FUNCTIONS[name](held)
-
-
-def test_shards_of_a_study_work_side_by_side(tmp_path):
-    """They share the study's lock; a whole study does not join them."""
-    with output_lock(tmp_path / "study", shared=True):
-        assert _refused(lambda: output_lock(tmp_path / "study").__enter__())
-        assert not _refused(lambda: _taken(tmp_path / "study"))
-    assert runner.output_lock is output_lock
-
-
-def _taken(target):
-    with output_lock(target, shared=True):
-        pass
-
-
-def _refused(function) -> bool:
-    raised = []
-
-    def call():
-        try:
-            function()
-        except OutputBusyError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    return bool(raised)
 
 
 def _recipe():

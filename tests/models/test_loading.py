@@ -8,13 +8,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from moe_finetune.checkpoint.convert import write_tokenizer
 from moe_finetune.checkpoint.loading import load_model
 from moe_finetune.errors import CheckpointError, UnsupportedModelError
-from moe_finetune.io.checkpoint_files import read_headers
 from moe_finetune.models import deepseek_moe
 from moe_finetune.models.loading import load_config, load_tokenizer, local_folder
 from tests import tiny
@@ -40,63 +38,13 @@ def test_a_saved_model_comes_back_whole(family, tiny_checkpoint):
     assert load_tokenizer(tiny_checkpoint(family)).decode([*range(100, 110)])
 
 
-def test_index_missing_shard(sharded):
+def test_a_truncated_shard(sharded):
     victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(CheckpointError, match=rf"{victim.name} is missing; copy"):
-        load_model(sharded)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 200, -1])
-def test_truncated_shard(sharded, kept):
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    data = victim.read_bytes()
-    victim.write_bytes(data[:kept])
+    victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(
         CheckpointError, match=rf"{victim.name}: .*copy or download this file again"
     ):
         load_model(sharded)
-
-
-def test_shard_that_lacks_a_tensor_of_the_index(sharded):
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    tensors = load_file(victim)
-    dropped = sorted(tensors)[0]
-    del tensors[dropped]
-    save_file(tensors, victim)
-    with pytest.raises(CheckpointError, match=rf"'{dropped}' in {victim.name}, which does not"):
-        load_model(sharded)
-
-
-def test_tensor_that_the_config_asks_for_is_in_no_file(tmp_path):
-    folder = tiny.save("qwen3_moe", tmp_path / "m")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.post_attention_layernorm.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.post_attention_layernorm\.weight"):
-        load_model(folder)
-
-
-def test_tensors_that_do_not_fit_the_config(tmp_path):
-    folder = tiny.save("qwen3_moe", tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    config["vocab_size"] = 401
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="vocab_size"):
-        load_model(folder)
-
-
-def test_index_that_leaves_its_folder_or_is_no_index(sharded):
-    index = sharded / "model.safetensors.index.json"
-    whole = json.loads(index.read_text())
-    name = next(iter(whole["weight_map"]))
-    whole["weight_map"][name] = "../other.safetensors"
-    index.write_text(json.dumps(whole))
-    with pytest.raises(CheckpointError, match="not a file of its folder"):
-        read_headers(sharded)
-    index.write_text("[]")
-    with pytest.raises(CheckpointError, match="contains list instead of an object"):
-        read_headers(sharded)
 
 
 def test_missing_folder_config_and_weights(tmp_path):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_finetune.checkpoint import Checkpoint, open_checkpoint
 from moe_finetune.checkpoint.adapter import open_adapter
 from moe_finetune.checkpoint.merge_plan import plan_merge
-from moe_finetune.checkpoint.opened import open_checkpoint
 from moe_finetune.errors import MoeFinetuneError, UnsupportedModelError
 from moe_finetune.lora import targets
 from moe_finetune.lora.targets import add_lora
@@ -28,6 +28,7 @@ def run(published: Published, folder: Path) -> dict[str, str]:
     """What each verb answers: nothing where it passes, else its refusal."""
     folder = generate.write(published, folder / "base")
     adapted: list[Any] = []
+    opened: list[Checkpoint] = []
 
     def keep(*arguments: Any) -> Any:
         adapted.append(add_lora(*arguments))
@@ -35,10 +36,10 @@ def run(published: Published, folder: Path) -> dict[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "add_lora", keep)  # a merge takes the model that inspect adapts
-        inspected = _answer(lambda: inspect(published, folder))
+        inspected = _answer(lambda: inspect(published, folder, opened))
     return {
         "inspect": inspected,
-        "merge": _answer(lambda: merge(published, folder, adapted)),
+        "merge": _answer(lambda: merge(published, folder, opened, adapted)),
     }
 
 
@@ -52,9 +53,10 @@ def _answer(verb: Callable[[], None]) -> str:
     return ""
 
 
-def inspect(published: Published, folder: Path) -> None:
+def inspect(published: Published, folder: Path, opened: list[Checkpoint]) -> None:
     """Sizes, LoRA's reach and the memory of a recipe."""
-    inspection = inspect_checkpoint(str(folder), _recipe(folder))
+    opened.append(open_checkpoint(folder, stored=True))
+    inspection = inspect_checkpoint(opened[0], _recipe(folder))
     assert inspection.stored_bytes == published.bytes
     assert inspection.stored_tensors == published.counted["tensors"]
     assert inspection.stored_dtypes == sorted({row.dtype for row in published.rows})
@@ -73,9 +75,9 @@ def inspect(published: Published, folder: Path) -> None:
     assert inspection.memory.weights >= published.count(*fixture.MODEL_PARTS)
 
 
-def merge(published: Published, folder: Path, adapted: list[Any]) -> None:
+def merge(published: Published, folder: Path, opened: list[Checkpoint], adapted: list[Any]) -> None:
     """The plan of a LoRA on everything changes just those parts, and copies all else."""
-    base = open_checkpoint(folder)
+    base = open_checkpoint(opened[0] if opened else folder)  # refuses a quantized one
     plan = plan_merge(base, [(open_adapter(_adapter(folder, adapted)), 1.0)])
     changed = {tensor.target.name for tensor in plan.changed}
     assert changed == {name for name, row in published.tensors if row.adapted}
