@@ -73,23 +73,27 @@ def test_before_is_measured_before_training_and_evaluations_change_nothing(
 
 
 def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
-    """From the checks to the verified merge: one config, one tokenizer."""
+    """From the checks to the verified merge: config, headers and tokenizer are read once."""
+    from moe_finetune.checkpoint import opened
     from moe_finetune.models import loading
 
     base, calls = tiny_checkpoint("qwen3_moe"), []
 
-    def counted(name):
-        real = getattr(loading, name)
+    def counted(module, name):
+        real = getattr(module, name)
 
-        def call(path):
+        def call(path, *options, **named):
             if path == base:
                 calls.append(name)
-            return real(path)
+            return real(path, *options, **named)
 
-        monkeypatch.setattr(loading, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    counted("parse_config")
-    counted("load_tokenizer")
+    for module, name in (
+        *((opened, "read_config"), (opened, "read_headers")),
+        *((loading, "load_tokenizer"), (loading, "parse_config"), (loading, "read_config")),
+    ):
+        counted(module, name)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n} " * 4} for n in range(4)])
     tree = {
         "model": {"path": str(base), "dtype": "float32"},
@@ -99,7 +103,7 @@ def test_the_base_is_opened_once(tiny_checkpoint, tmp_path, monkeypatch):
         "trainer": {"max_steps": 1, "save_strategy": "no", "report_to": []},
     }
     run_recipe(recipe_from_tree(Tree(tree)), tmp_path / "run")
-    assert sorted(calls) == ["load_tokenizer", "parse_config"]
+    assert sorted(calls) == ["load_tokenizer", "parse_config", "read_config", "read_headers"]
 
 
 def test_a_trained_model_is_reported_when_its_base_is_gone(tiny_checkpoint, tmp_path):

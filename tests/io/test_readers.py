@@ -90,11 +90,3 @@ def test_a_column_twice(tmp_path, read):
     file.write_text("prompt,answer,answer\na,b,c\n")
     with pytest.raises(DataError, match=r"rows.csv:1: the column 'answer' is there twice"):
         read(file)
-
-
-@pytest.mark.parametrize("read", [lambda file: list(read_rows(str(file))), read_task_rows])
-def test_a_row_with_a_key_twice(tmp_path, read):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "a", "prompt": "b"}\n')
-    with pytest.raises(DataError, match="occurs twice"):
-        read(file)

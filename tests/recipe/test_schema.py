@@ -72,11 +72,6 @@ def test_circle_missing_parent_duplicate_key_and_bad_yaml(write):
     assert "there is no recipe file" in refused("nowhere.yaml")[0]
 
 
-def test_yaml_cannot_build_objects(write):
-    lines = refused(write("x.yaml", "model: !!python/object/apply:os.getcwd []"))
-    assert "not YAML" in lines[0]
-
-
 def test_every_problem_is_one_line_with_its_place(write):
     file = write(
         "bad.yaml",
