@@ -82,7 +82,7 @@ def limited() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGPROF, handler)
+        signal.signal(signal.SIGPROF, handler or signal.SIG_DFL)
 
 
 def _out_of_time(signum: int, frame: FrameType | None) -> None:
