@@ -21,6 +21,12 @@ PANELS = (
 )
 
 
+PLACES = [
+    (5 * x, y, side) for y in (2, -9, 11, -18, 20) for x, side in ((1, "left"), (-1, "right"))
+]
+"""Where a point's label may stand, in points from it: the first that hides no other label."""
+
+
 def draw_routing(results: Mapping[Shard, Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw what the results have; return the files, ``p0_figure1.png`` and ``frontier.png``."""
     runs: dict[str, list[Probes]] = {}
@@ -59,23 +65,44 @@ def draw_figure1(balance: list[Probes], method: list[Probes], path: Path) -> Pat
 def draw_frontier(runs: Mapping[str, list[Probes]], path: Path) -> Path:
     """A point for each arm: mean overlap against mean MaxVio at the end of training."""
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.6, 5.2), layout="constrained")
     axes = figure.subplots()
+    families = sorted({arm.split("_")[0] for arm in runs})
     for arm, probes in runs.items():
-        violation, overlap = (
-            np.mean([row[-1][metric] for row in probes])
-            for metric in ("max_violation", "expert_overlap")
-        )
-        color = f"C{sorted({name.split('_')[0] for name in runs}).index(arm.split('_')[0]) % 10}"
-        axes.plot(violation, overlap, "o", color=color, markersize=5)
-        axes.annotate(
-            f"{arm} ({len(probes)})", (violation, overlap), fontsize=7,
-            xytext=(4, 3), textcoords="offset points", color=color,
-        )  # fmt: skip
+        point = _end(probes)
+        color = f"C{families.index(arm.split('_')[0]) % 10}"
+        axes.plot(*point, "o", color=color, markersize=5)
+    axes.margins(0.15)
     axes.set(xlabel="MaxVio (0: even load)", ylabel="expert overlap")
     axes.set_title("means over seeds; the number of seeds in brackets", fontsize=9)
+    figure.draw_without_rendering()  # places of labels are in pixels
+    pixels = axes.transData.transform([_end(probes) for probes in runs.values()])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixels]
+    for arm, probes in sorted(runs.items(), key=lambda item: _end(item[1])):
+        for x, y, side in PLACES:
+            label = axes.annotate(
+                f"{arm} ({len(probes)})", _end(probes), fontsize=7, ha=side,
+                xytext=(x, y), textcoords="offset points",
+                color=f"C{families.index(arm.split('_')[0]) % 10}",
+            )  # fmt: skip
+            box = label.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            if (x, y, side) != PLACES[-1]:
+                label.remove()
+        taken.append(box)
     return _save(figure, path)
+
+
+def _end(probes: list[Probes]) -> tuple[float, float]:
+    """MaxVio and overlap of the last probe, means over seeds."""
+    violation, overlap = (
+        float(np.mean([row[-1][metric] for row in probes]))
+        for metric in ("max_violation", "expert_overlap")
+    )
+    return violation, overlap
 
 
 def _save(figure: Any, path: Path) -> Path:
