@@ -119,8 +119,8 @@ def prepare(
         for source, identity in zip(chosen, identities, strict=True):
             if _identity(source, data) != identity:
                 raise DataError(
-                    f"data.{name}: {source.path} changed while it was being prepared; start again "
-                    "when nothing writes to it"
+                    f"data.{name}: {source.path} changed during preparation; start again when no "
+                    "program writes to it"
                 )
         return counts
 
@@ -190,9 +190,12 @@ def _source_rows(
 
 def _check_form(source: str, form: Form | str, data: DataSection) -> None:
     if form == "text" and data.completion_only_loss:
-        raise DataError(f"{source} holds texts, which data.completion_only_loss=true cannot mask")
+        raise DataError(
+            f"{source} contains plain texts, which have no completion to mask for; remove "
+            "data.completion_only_loss=true"
+        )
     if form != "text" and data.packing and data.packing_strategy != "bfd":
         raise DataError(
-            f"{source} holds {form}, and data.packing_strategy '{data.packing_strategy}' cuts "
-            "examples apart; use 'bfd'"
+            f"{source} contains {form}, and data.packing_strategy '{data.packing_strategy}' "
+            "splits examples; set it to 'bfd'"
         )

@@ -84,9 +84,9 @@ class Learner:
                 others.append(pieces)
         if rewritten and train[answers[-1]] and not spans[-1]:
             raise RenderingError(
-                "the chat template does not render the conversation before the last answer as the "
-                "beginning of the whole; name another with data.chat_template, or set "
-                "data.completion_only_loss=false"
+                "the chat template renders the turns before the last answer differently once "
+                "the answer follows, so the answer cannot be located; choose another with "
+                "data.chat_template, or set data.completion_only_loss=false"
             )
         learned_spans, other_spans = (
             [span for pieces in answers_pieces for span in pieces]
@@ -153,7 +153,7 @@ class Learner:
         ours = [now[a:b] for a, b in pieces]
         if moved is not None and [other[a:b] for a, b in moved] != ours:
             raise RenderingError(
-                "the chat template writes other turns' text into the assistant's answer, and it "
-                "would be learned; name another with data.chat_template"
+                "the chat template writes other turns' text into the assistant's answer, where "
+                "it would be learned; choose another with data.chat_template"
             )
         self._checked_answers.add(key)

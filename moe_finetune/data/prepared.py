@@ -63,11 +63,11 @@ def prepared_once(
             if not was_prepared:
                 _fill(folder, make)
     except OSError as error:
-        problem = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be made"
+        problem = "no space left" if isinstance(error, DiskSpaceError) else "it cannot be created"
         reason = problem if isinstance(error, OutputError) else error.strerror or error
         raise DataError(
-            f"data: {folder.parent} cannot hold the prepared data ({reason}); "
-            "make room there, or name another folder in MOE_FINETUNE_CACHE"
+            f"data: the prepared data cannot be stored in {folder.parent} ({reason}); free some "
+            "space, or set MOE_FINETUNE_CACHE to another folder"
         ) from error
     counts = read_object(folder / _COUNTS, DataError, "remove the folder")
     dataset: Any = load_from_disk(str(folder / "rows"))

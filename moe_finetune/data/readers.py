@@ -21,7 +21,7 @@ def listed(sources: Paths, name: str) -> list[DataSource]:
         DataError: there is none.
     """
     if not sources:
-        raise DataError(f"data.{name} is an empty list; name a file, folder or hub dataset")
+        raise DataError(f"data.{name} is an empty list; give a file, folder or hub dataset")
     entries = [sources] if isinstance(sources, str) else sources
     return [DataSource(path=source) if isinstance(source, str) else source for source in entries]
 
@@ -69,7 +69,7 @@ class SourceReader:
             empty = False
             yield location, self.former(location, _worded(location, row, source.words))
         if empty:
-            raise DataError(f"{source.path} is empty; wanted at least one row")
+            raise DataError(f"{source.path} is empty; it needs at least one row")
 
     def _matching(self) -> Iterator[Placed]:
         source, any_match = self.source, False
@@ -79,7 +79,7 @@ class SourceReader:
                 yield location, row
         if not any_match and source.where:
             raise DataError(
-                f"{source.path} has no row where "
+                f"{source.path} has no row whose "
                 + " and ".join(
                     f"{field} is one of {values}" for field, values in source.where.items()
                 )
@@ -103,9 +103,7 @@ def draw(rows: Iterator[Placed], limit: int, seed: int, requested_by: str) -> It
         elif (slot := int(generator.integers(seen))) < limit:
             reservoir[slot] = (seen, row)
     if seen < limit:
-        raise DataError(
-            f"{requested_by}: asks for {limit} rows, and there are only {seen}; lower it"
-        )
+        raise DataError(f"{requested_by}: is {limit}, but there are only {seen} rows; lower it")
     for _, row in sorted(reservoir, key=lambda item: item[0]):
         yield row
 
@@ -120,8 +118,8 @@ def _worded(location: str, row: Row, words: dict[str, list[str]]) -> Row:
         label = _field(location, row, field, "words")
         if not isinstance(label, int) or not 0 <= label < len(names):
             raise DataError(
-                f"{location}: '{field}': wanted a number from 0 to {len(names) - 1} (data words), "
-                f"got {label!r}"
+                f"{location}: '{field}': must be a number from 0 to {len(names) - 1} (data "
+                f"words), not {label!r}"
             )
         changed[field] = names[label]
     return changed

@@ -198,8 +198,8 @@ class Template:
                     break
             else:
                 raise RenderingError(
-                    "'tool_calls': the chat template does not render them; name another with "
-                    "data.chat_template, or leave them out with data.ignore: [tool_calls]"
+                    "'tool_calls': the chat template does not render them; choose another with "
+                    "data.chat_template, or ignore them with data.ignore: [tool_calls]"
                 )
         return self._calls
 
@@ -222,7 +222,7 @@ class Template:
         try:
             return self.render(turns, extra, prompt)
         except Exception as error:  # templates raise what they like, through jinja
-            raise RenderingError(f"the chat template refuses these messages: {error}") from error
+            raise RenderingError(f"the chat template rejects these messages: {error}") from error
 
 
 def _call(text: bool) -> dict[str, Any]:

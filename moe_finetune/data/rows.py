@@ -80,14 +80,15 @@ class Former:
         for field in FIELDS[self.form]:
             if field not in row:
                 raise DataError(
-                    f"{location}: no field '{field}', wanted {' and '.join(FIELDS[self.form])} "
-                    f"(data.format {self.form}); the row has {', '.join(row) or 'no fields'}"
+                    f"{location}: no field '{field}'; data.format {self.form} needs "
+                    f"{' and '.join(FIELDS[self.form])}, and the row has "
+                    f"{', '.join(row) or 'no fields'}"
                 )
             if not isinstance(row[field], str):
-                raise DataError(f"{location}: '{field}': wanted text, got {short(row[field])}")
+                raise DataError(f"{location}: '{field}': must be text, not {short(row[field])}")
         last = FIELDS[self.form][-1]
         if not row[last].strip():
-            raise DataError(f"{location}: '{last}' is empty; there is nothing to learn from it")
+            raise DataError(f"{location}: '{last}' is empty, so the row has nothing to learn")
         return {field: row[field] for field in FIELDS[self.form]}
 
     def _note_unread(self, row: Row) -> None:
@@ -118,8 +119,8 @@ class Former:
         last = formed["messages"][-1]["role"]
         if last != "assistant":
             raise DataError(
-                f"{location}: the last message is from '{last}'; wanted the assistant's answer, "
-                "which is what is learned"
+                f"{location}: the last message is from '{last}', but it must be the assistant's "
+                "answer, which is learned"
             )
         return formed
 
@@ -127,7 +128,7 @@ class Former:
         template = self.template
         if not template and not self.columns and not _has_form(row):
             if isinstance(row.get("conversations"), list):
-                self.detected = "ShareGPT: 'conversations' are taken as messages"
+                self.detected = "ShareGPT: 'conversations' are read as messages"
                 return {**row, "messages": row["conversations"]}
             template = self._known(row)
         if template:
@@ -153,7 +154,7 @@ class Former:
             more = row.get("input")
             if self.form == "messages":  # the chat template says who speaks
                 asked_with = "{instruction}\n\n{input}" if more else "{instruction}"
-                self.detected = "Alpaca: instruction, input and output are taken as a chat"
+                self.detected = "Alpaca: instruction, input and output are read as a chat"
                 return {"prompt": asked_with, "completion": "{output}"}
             template = _ALPACA_INPUT if more else _ALPACA
             self.detected = self.detected or _wrapped("Alpaca", template)
@@ -174,7 +175,7 @@ def renamed(location: str, row: Row, columns: Mapping[str, str]) -> Row:
 
 def _wrapped(name: str, template: Mapping[str, str]) -> str:
     text = template["prompt"] + template["completion"]
-    return f"{name}, wrapped as {text!r}; data.template changes that"
+    return f"{name}, wrapped as {text!r}; set data.template to change that"
 
 
 def _has_form(row: Row) -> bool:
@@ -188,11 +189,12 @@ def _detect(location: str, row: Row) -> Form:
         return "messages" if form == "prompt_completion" and _is_chat(row) else form
     has = f"the row has {', '.join(map(str, row)) or 'no fields'}"
     if fitting:
-        raise DataError(f"{location}: fits {' and '.join(fitting)}; set data.format. {has}")
+        raise DataError(f"{location}: could be {' or '.join(fitting)}; set data.format. {has}")
     raise DataError(
-        f"{location}: wanted 'messages', 'conversations' (ShareGPT), 'prompt' and 'completion', "
-        f"'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; {has}. "
-        "Name yours with data.columns, for example data.columns={prompt: ask, completion: reply}"
+        f"{location}: no known fields: 'messages', 'conversations' (ShareGPT), 'prompt' and "
+        "'completion', 'instruction' and 'output' (Alpaca), 'question' and 'answer', or 'text'; "
+        f"{has}. Map your fields with data.columns, for example data.columns={{prompt: ask, "
+        "completion: reply}"
     )
 
 
@@ -208,10 +210,10 @@ def _names(pattern: str, location: str) -> list[str]:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None]
     except ValueError as error:
-        raise DataError(f"{location}: {error}; write a literal brace twice") from error
+        raise DataError(f"{location}: {error}; double literal braces") from error
     for name in names:
         if not name.isidentifier():
-            raise DataError(f"{location}: '{{{name}}}' is not a field's name")
+            raise DataError(f"{location}: '{{{name}}}' is not a field name")
     return names
 
 

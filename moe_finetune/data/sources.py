@@ -30,7 +30,7 @@ def read_rows(source: str, split: str = "train") -> Iterator[Placed]:
     elif path.is_dir():
         yield from _read_folder(path, split)
     elif _names_a_file(source):
-        raise DataError(f"there is no data file or folder {source} (looked from {Path.cwd()})")
+        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
     else:
         yield from _from_datasets(source, _hub_dataset(source, split), split)
 
@@ -51,7 +51,7 @@ def source_identity(source: str, split: str = "train") -> list[Any]:
         files = sorted(p for p in path.rglob("*") if p.is_file())
         return [split, *([str(p.relative_to(path)), sha256_file(p)] for p in files)]
     if _names_a_file(source):
-        raise DataError(f"there is no data file or folder {source} (looked from {Path.cwd()})")
+        raise DataError(f"no data file or folder {source} (relative to {Path.cwd()})")
     return [source, split, _hub_dataset(source, split)._fingerprint]
 
 
@@ -69,7 +69,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Placed]:
         return
     files = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) in _SUFFIXES)
     if not files:
-        raise DataError(f"the folder {folder} holds none of {', '.join(_SUFFIXES)}")
+        raise DataError(f"the folder {folder} has no files of type {', '.join(_SUFFIXES)}")
     tables = [file for file in files if kind_of(file) in TABLES]
     for file in tables or files:
         yield from placed_rows(file)
@@ -94,6 +94,6 @@ def _hub_dataset(source: str, split: str) -> Any:
     except Exception as error:  # the libraries raise a dozen unrelated types here
         reason = reason_of(error)
         raise DataError(
-            f"'{source}' is not a file or folder here (looked from {Path.cwd()}), and as a hub "
-            f"dataset it cannot be loaded: {reason}"
+            f"'{source}' is not a file or folder (relative to {Path.cwd()}), and it cannot be "
+            f"loaded as a hub dataset: {reason}"
         ) from error

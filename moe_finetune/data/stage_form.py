@@ -66,22 +66,28 @@ class StageFormer:
         for field in self._fields:
             if field not in row:
                 raise DataError(
-                    f"{location}: no field '{field}', wanted {' and '.join(self._fields)}; the row "
-                    f"has {', '.join(map(str, row)) or 'no fields'}. Name yours with data.columns"
+                    f"{location}: no field '{field}'; a row needs {' and '.join(self._fields)}, "
+                    f"and this one has {', '.join(map(str, row)) or 'no fields'}. Map your "
+                    "fields with data.columns"
                 )
         texts = [field for field in self._fields if field != "label"]
         if len({type(row[field]) for field in texts}) > 1:
             raise DataError(
-                f"{location}: {', '.join(texts)} are texts and turns mixed; wanted all texts, or "
-                "all lists of {role, content}"
+                f"{location}: {', '.join(texts)} mix texts and turns; use only texts, or only "
+                "lists of {role, content}"
             )
         formed = {field: row[field] for field in self._fields}
         for field in texts:
             formed |= self._checked(location, field, row)
         if "label" in self._fields and not isinstance(row["label"], bool):
-            raise DataError(f"{location}: 'label': wanted true or false, got {short(row['label'])}")
+            raise DataError(
+                f"{location}: 'label': must be true or false, not {short(row['label'])}"
+            )
         if self.form == "preference" and row["chosen"] == row["rejected"]:
-            raise DataError(f"{location}: 'chosen' and 'rejected' are equal; nothing is preferred")
+            raise DataError(
+                f"{location}: 'chosen' and 'rejected' are equal, so neither is preferred; remove "
+                "the row"
+            )
         for field, reward in self._read.items():
             _check_read(location, row, field, reward)
         read = {*self._fields, *self.columns.values(), *self.ignore, *_BESIDE}
@@ -97,7 +103,7 @@ class StageFormer:
             return {field: value}
         if not isinstance(value, list) or not value:
             raise DataError(
-                f"{location}: '{field}': wanted text or a list of turns, got {short(value)}"
+                f"{location}: '{field}': must be text or a list of turns, not {short(value)}"
             )
         extras = {} if answer else {name: row[name] for name in _BESIDE if name in row}
         formed = conversation(location, value, extras, self.ignore, field)
@@ -105,12 +111,13 @@ class StageFormer:
         last = turns[-1]["role"]
         if answer and last != "assistant":
             raise DataError(
-                f"{location}: '{field}': the last turn is from '{last}'; wanted the assistant's "
-                "answer"
+                f"{location}: '{field}': the last turn is from '{last}', but it must be the "
+                "assistant's answer"
             )
         if not answer and last == "assistant":
             raise DataError(
-                f"{location}: '{field}': ends with the assistant's turn; wanted what it answers to"
+                f"{location}: '{field}': ends with the assistant's turn, but it must end with "
+                "the turn to answer"
             )
         for index, turn in enumerate(turns if answer else ()):
             if turn["role"] != "assistant":
@@ -119,7 +126,9 @@ class StageFormer:
                     "learned with the answer; move the turns before the last answer to 'prompt'"
                 )
             if not turn.get("train", True):
-                raise DataError(f"{location}: '{field}'[{index}]: an answer that is not learned")
+                raise DataError(
+                    f"{location}: '{field}'[{index}]: this answer is marked as not learned"
+                )
         return {field: [_without_train(turn) for turn in turns], **formed}
 
 
@@ -128,7 +137,7 @@ def _check_read(location: str, row: Row, field: str, reward: str) -> None:
     if field not in row:
         raise DataError(
             f"{location}: no field '{field}', which rewards: '{reward}' reads; the row has "
-            f"{', '.join(map(str, row))}{did_you_mean(field, row)}. Name yours with "
+            f"{', '.join(map(str, row))}{did_you_mean(field, row)}. Map your fields with "
             f"data.columns: {{{field}: ...}}"
         )
     value = row[field]
@@ -142,7 +151,7 @@ def _check_read(location: str, row: Row, field: str, reward: str) -> None:
         expected = "text or a number"
     if not good:
         raise DataError(
-            f"{location}: '{field}': wanted {expected}, which rewards: '{reward}' reads, got "
+            f"{location}: '{field}': must be {expected}, which rewards: '{reward}' reads, not "
             f"{short(value)}"
         )
 
@@ -162,7 +171,7 @@ def _common_prompt(location: str, row: Row) -> Row:
                                                 zip(chosen, rejected, strict=False))]  # fmt: skip
     if not common or len(common) in (len(chosen), len(rejected)):
         raise DataError(
-            f"{location}: 'chosen' and 'rejected' do not begin with the same turns and then "
+            f"{location}: 'chosen' and 'rejected' must start with the same turns and then "
             "differ; add the field 'prompt'"
         )
     cut = len(common)

@@ -130,23 +130,23 @@ def _read(
         parts.append((source.path, fitting[first : first + MEASURED]))
     if not fitting:
         raise DataError(
-            f"data.{name}: none of its rows fits data.max_length {data.max_length}; raise it"
+            f"data.{name}: all rows are longer than data.max_length {data.max_length}; raise it"
         )
     log.info("%s data: %d rows of %s", name, len(fitting), " and ".join(FIELDS[stage.form]))
     if overlong:
         log.warning(
-            "%s data: %d rows are longer than data.max_length %d and were left out",
+            "%s data: %d rows are longer than data.max_length %d and were dropped",
             name,
             overlong,
             data.max_length,
         )
     if unread:
-        log.warning("%s data: nothing reads %s", name, ", ".join(sorted(unread)))
+        log.warning("%s data: not used: %s", name, ", ".join(sorted(unread)))
     try:
         return Dataset.from_list(fitting, features=_features(fitting)), parts
     except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors or TypeErrors
         raise DataError(
-            f"data.{name}: a field holds values of different kinds in different rows: {error}"
+            f"data.{name}: a field has values of different types in different rows: {error}"
         ) from error
 
 
@@ -159,7 +159,7 @@ def _source(
 ) -> SourceReader:
     if source.template or data.template:
         raise DataError(
-            f"data.template: stage {stage.name} takes fields as they are; use data.columns"
+            f"data.template: stage {stage.name} uses fields unchanged; use data.columns"
         )
     former: Any = StageFormer(stage, source.columns or data.columns, rewards, data.ignore)
     return SourceReader(source, former, source.split or data.split, seed)

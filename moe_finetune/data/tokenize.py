@@ -78,8 +78,8 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
         marked = _marked(text)
         if marked is None:
             raise DataError(
-                "data.chat_template: TRL has no training template for this tokenizer's; leave the "
-                "key out, or name a Jinja file"
+                "data.chat_template: TRL has no training version of this tokenizer's template; "
+                "leave the key out, or give a Jinja file"
             )
         tokenizer.chat_template = marked
         return
@@ -189,13 +189,13 @@ def _learner(row: Mapping[str, Any], tokenizer: Any) -> Iterator[Learner]:
     """The chat template for ``row``, to be used inside; its errors become DataErrors."""
     if not tokenizer.chat_template:
         raise DataError(
-            "the data are chat messages and the tokenizer has no chat template; name one with "
-            f"data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
+            "the data are chat messages, but the tokenizer has no chat template; choose one "
+            f"with data.chat_template ({', '.join(CHAT_TEMPLATES)}, or a Jinja file)"
         )
     try:
         template = tokenizer.get_chat_template(None, row.get("tools") or None)
     except ValueError as error:
-        raise DataError(f"the tokenizer's chat templates: {error}") from error
+        raise DataError(f"the tokenizer's chat templates cannot be read: {error}") from error
     tokens = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     learner = _learner_of(template, tuple(sorted(tokens.items())))
     with limited():

@@ -47,16 +47,16 @@ class Counts:
         lines = [f"{self.rows} rows, {self.tokens} tokens, {self.learned} of them learned"]
         if self.truncated:
             lines.append(
-                f"{self.truncated} rows are longer than data.max_length {max_length} and were cut, "
-                f"{self.cut} tokens in all"
+                f"{self.truncated} rows are longer than data.max_length {max_length} and were "
+                f"truncated by {self.cut} tokens in total"
             )
         if self.dropped:
             lines.append(
-                f"{self.dropped} rows are longer than data.max_length {max_length} and were left "
-                "out (data.overlong 'drop', or the cut left nothing to learn)"
+                f"{self.dropped} rows are longer than data.max_length {max_length} and were "
+                "dropped (data.overlong is 'drop', or no learned token would remain)"
             )
         if self.unlearned:
-            lines.append(f"{self.unlearned} rows have no answer to learn and were left out")
+            lines.append(f"{self.unlearned} rows have no answer to learn and were dropped")
         if self.rewritten:
             lines.append(
                 f"{self.rewritten} rows: the chat template renders earlier answers differently "
@@ -70,8 +70,8 @@ class Counts:
             )
         if self.unread:
             lines.append(
-                f"nothing reads {', '.join(self.unread)}; data.ignore leaves them out without this "
-                "line"
+                f"not used: {', '.join(self.unread)}; list them in data.ignore to silence this "
+                "message"
             )
         return lines
 
@@ -120,7 +120,7 @@ def write_tokenized(
     kept_rows = ~(columns["dropped"] | columns["unlearned"])
     if not kept_rows.any():
         raise DataError(
-            f"data.{name}: none of the {len(kept_rows)} rows has anything to learn within "
+            f"data.{name}: none of the {len(kept_rows)} rows has a learned token within "
             f"data.max_length {data.max_length}; raise it"
         )
     chosen = tokenized if kept_rows.all() else tokenized.select(kept_rows.nonzero()[0])
@@ -150,7 +150,7 @@ def _chat_text(location: str, row: Row) -> str:
     try:
         return as_text({name: value for name, value in row.items() if name != "source"})
     except (TypeError, ValueError) as error:
-        raise DataError(f"{location}: a value that is neither text nor number: {error}") from error
+        raise DataError(f"{location}: a value is neither text nor a number: {error}") from error
 
 
 def _tokenize(

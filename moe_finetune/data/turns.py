@@ -57,11 +57,11 @@ def conversation(
     for column in _MEDIA:
         if row.get(column) and column not in ignore:
             raise DataError(
-                f"{where}: '{column}': only text is trained; leave the rows out, or the column "
-                f"with data.ignore: [{column}]"
+                f"{where}: '{column}': only text can be trained; remove the rows, or ignore the "
+                f"column with data.ignore: [{column}]"
             )
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: '{field}': wanted a list of turns, got {short(turns)}")
+        raise DataError(f"{where}: '{field}': must be a list of turns, not {short(turns)}")
     formed: Row = {"messages": []}
     for index, turn in enumerate(turns):
         checked = turn_of(f"{where}: {field}[{index}]", turn, ignore)
@@ -74,14 +74,14 @@ def conversation(
     system = row.get("system")
     if system and "system" not in ignore:
         if not isinstance(system, str):
-            raise DataError(f"{where}: 'system': wanted text, got {short(system)}")
+            raise DataError(f"{where}: 'system': must be text, not {short(system)}")
         first = formed["messages"][0]
         if first["role"] != "system":
             formed["messages"].insert(0, {"role": "system", "content": system})
         elif first["content"] != system:
             raise DataError(
-                f"{where}: 'system' and the first turn are two different system prompts; leave "
-                "one out with data.ignore: [system]"
+                f"{where}: 'system' and the first turn are two different system prompts; ignore "
+                "the first with data.ignore: [system]"
             )
     tools = _tools(where, row, ignore)
     if tools:
@@ -90,7 +90,7 @@ def conversation(
     if variables and "chat_template_kwargs" not in ignore:
         if not isinstance(variables, dict):
             raise DataError(
-                f"{where}: 'chat_template_kwargs': wanted an object, got {short(variables)}"
+                f"{where}: 'chat_template_kwargs': must be an object, not {short(variables)}"
             )
         formed["variables"] = variables
     return formed
@@ -137,14 +137,16 @@ def turn_of(where: str, turn: Any, ignore: Collection[str] = ()) -> Row:
         fields["tool_calls"] = [fields.pop("function_call")]
     if fields.get("tool_calls"):
         if role != "assistant":
-            raise DataError(f"{where}: 'tool_calls' in a turn of '{role}'; only assistants call")
+            raise DataError(
+                f"{where}: 'tool_calls' in a turn of '{role}'; only the assistant may call tools"
+            )
         fields["tool_calls"] = _calls(f"{where}: tool_calls", fields["tool_calls"])
     else:
         fields.pop("tool_calls", None)
     if fields.get("train_detail"):
         raise DataError(
-            f"{where}: 'train_detail': an answer is learned whole or not at all; leave the field "
-            "out with data.ignore: [train_detail], or the answer with train: false"
+            f"{where}: 'train_detail': part of an answer cannot be learned; ignore the field "
+            "with data.ignore: [train_detail], or skip the answer with train: false"
         )
     train = _trained(where, role, fields)
     content = _content(where, role, content, fields, ignore)
@@ -165,9 +167,7 @@ def _trained(where: str, role: str, fields: Row) -> bool:
         if value is None:
             continue
         if value not in (0, 1):
-            raise DataError(
-                f"{where}: '{name}': wanted 0 or 1, or true or false, got {short(value)}"
-            )
+            raise DataError(f"{where}: '{name}': must be 0, 1, true or false, not {short(value)}")
         train = train and bool(value)
         if value and role != "assistant" and name != "weight":
             raise DataError(
@@ -181,12 +181,12 @@ def _content(where: str, role: str, content: Any, fields: Row, ignore: Collectio
     if isinstance(content, list):
         content = _parts(f"{where}: content", content, ignore)
     if content is not None and not isinstance(content, str | list):
-        raise DataError(f"{where}: content: wanted text, got {short(content)}")
+        raise DataError(f"{where}: content: must be text, not {short(content)}")
     text = content if isinstance(content, str) else "".join(p["text"] for p in content or ())
     thought = any(fields.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     if role != "assistant":
         if content is None:
-            raise DataError(f"{where}: content: wanted text, got None")
+            raise DataError(f"{where}: content: must be text, not None")
     elif not text.strip() and not fields.get("tool_calls") and not thought:
         raise DataError(f"{where}: the assistant's content is empty")
     elif content is None and not fields.get("tool_calls"):
@@ -209,8 +209,8 @@ def _parts(where: str, parts: list[Any], ignore: Collection[str]) -> list[Row]:
         if {kind, medium, f"{medium}s"} & set(ignore):
             continue
         raise DataError(
-            f"{where}[{index}]: a part of kind '{kind}'; only text is trained; leave the rows "
-            f"out, or such parts with data.ignore: [{medium}]"
+            f"{where}[{index}]: a part of type '{kind}'; only text can be trained; remove the "
+            f"rows, or ignore such parts with data.ignore: [{medium}]"
         )
     return checked
 
@@ -226,7 +226,7 @@ def _calls(where: str, calls: Any) -> list[Row]:
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list):
-        raise DataError(f"{where}: wanted a list of calls, got {short(calls)}")
+        raise DataError(f"{where}: must be a list of calls, not {short(calls)}")
     checked = []
     for index, call in enumerate(calls):
         location = f"{where}[{index}]"
@@ -239,14 +239,14 @@ def _calls(where: str, calls: Any) -> list[Row]:
         if function is None:
             function = {k: call.pop(k) for k in ("name", "arguments", "parameters") if k in call}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{location}: no name of a function; got {short(function)}")
+            raise DataError(f"{location}: the call has no function name: {short(function)}")
         arguments = function.get("arguments", function.get("parameters"))
         function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
         if isinstance(arguments, str):
             function["arguments"] = _parsed(f"{location}: arguments", arguments)
             function["arguments_text"] = arguments
         if not isinstance(function["arguments"], dict):
-            raise DataError(f"{location}: arguments: wanted an object, got {short(arguments)}")
+            raise DataError(f"{location}: arguments: must be an object, not {short(arguments)}")
         checked.append({"type": "function", **call, "function": function})
     return checked
 
@@ -264,7 +264,7 @@ def _tools(where: str, row: Mapping[str, Any], ignore: Collection[str]) -> list[
     if isinstance(tools, str):
         tools = (_parsed(f"{where}: '{name}'", tools) if tools.strip() else None) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: '{name}': wanted a list of JSON schemas, got {short(tools)}")
+        raise DataError(f"{where}: '{name}': must be a list of JSON schemas, not {short(tools)}")
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
         for tool in tools
@@ -275,7 +275,7 @@ def _parsed(where: str, text: str) -> Any:
     try:
         return parse_json(text)
     except JsonError as error:
-        raise DataError(f"{where}: {error.problem}; got {short(text)}") from None
+        raise DataError(f"{where}: {error.problem}: {short(text)}") from None
 
 
 def as_text(formed: Mapping[str, Any]) -> str:

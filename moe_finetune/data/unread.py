@@ -32,8 +32,8 @@ class UnreadFields:
         if extra.get("tools") and "tools" not in self._unread:
             if self._same(turns, extra, turns, {**extra, "tools": None}):
                 raise RenderingError(
-                    "'tools': the chat template does not read them; name another with "
-                    "data.chat_template, or leave them out with data.ignore: [tools]"
+                    "'tools': the chat template does not read them; choose another with "
+                    "data.chat_template, or ignore them with data.ignore: [tools]"
                 )
             self._unread["tools"] = False
         for i, turn in enumerate(turns):
@@ -66,13 +66,13 @@ class UnreadFields:
                     return True
                 if field == "content":
                     raise RenderingError(
-                        f"turn {index}: 'content': the chat template leaves it out, or a part of "
-                        "it; name another with data.chat_template"
+                        f"turn {index}: 'content': the chat template omits all or part of it; "
+                        "choose another with data.chat_template"
                     )
                 read = "all of them" if field == "tool_calls" else "it"  # some read one call
                 raise RenderingError(
                     f"turn {index}: '{field}': the chat template does not read {read}; "
-                    f"{self._other_name(turns[: index + 1], field, extra)}, or leave it out with "
+                    f"{self._other_name(turns[: index + 1], field, extra)}, or ignore it with "
                     f"data.ignore: [{field}]"
                 )
         return False
@@ -87,8 +87,8 @@ class UnreadFields:
                 and name not in last
                 and not self._same(turns, extra, [*earlier, renamed], extra)
             ):
-                return f"rename it to '{name}', which this one reads"
-        return "name another with data.chat_template"
+                return f"rename it to '{name}', which this template reads"
+        return "choose another with data.chat_template"
 
     def _same(
         self,

@@ -100,13 +100,13 @@ def check_trainer(trainer: Mapping[str, Any], stage: Stage) -> Iterator[str]:
             expected = _mismatch(fields[name], value) or _out_of_range(name, value)
             if expected:
                 quotes = (
-                    '; YAML reads an unquoted no as false: write "no"' if value is False else ""
+                    '; YAML reads an unquoted no as false, so write "no"' if value is False else ""
                 )
                 yield f"trainer.{name}: must be {expected}, not {value!r}{quotes}"
     if trainer.get("fp16") is True or trainer.get("fp16_full_eval") is True:
         yield (
-            "trainer.fp16: its loss scaling would scale the main loss and not the losses added "
-            "inside the layers; use bf16 (model.dtype: bfloat16)"
+            "trainer.fp16: its loss scaling would not scale the losses that are added inside "
+            "the layers; use bf16 (model.dtype: bfloat16)"
         )
     yield from _liger(trainer)
     kwargs = trainer.get("gradient_checkpointing_kwargs")

@@ -78,11 +78,11 @@ class DataSection(Section):
     )
     turns: Literal["all", "each"] = Field(
         default="all",
-        description="one example of a conversation, or one of each of its answers",
+        description="one example per conversation, or one per answer",
     )
     ignore: list[str] = Field(
         default=[],
-        description="columns, fields of turns and kinds of content to ignore: [images, name]",
+        description="columns, turn fields and content types to ignore, such as [images, name]",
     )
     date: str | None = Field(
         default=None,
@@ -119,7 +119,7 @@ class DataSection(Section):
         try:
             return datetime.date.fromisoformat(str(value)).isoformat()
         except ValueError:
-            raise ValueError(f"wanted a day such as 2026-11-23, got {value!r}") from None
+            raise ValueError(f"must be a date such as 2026-11-23, not {value!r}") from None
 
     def for_pretraining(self) -> DataSection:
         """The section as pretraining takes it where a key is unset: texts, cut to rows, packed."""
@@ -130,7 +130,10 @@ class DataSection(Section):
     def conflicts(self, recipe: Any) -> Iterator[str]:
         stage = STAGES[recipe.stage]
         if stage.name == "pretrain" and self.format != "text":
-            yield f"data.format: '{self.format}' has answers, but stage pretrain learns from text"
+            yield (
+                f"data.format: '{self.format}' has prompts and answers, but stage pretrain needs "
+                "text; set it to text"
+            )
         if stage.form != "tokens":
             if self.packing:
                 yield f"data.packing: stage {stage.name} does not pack; leave it out"
@@ -142,6 +145,6 @@ class DataSection(Section):
             yield "data.completion_only_loss: true needs completions, and data.format is 'text'"
         if self.packing and self.packing_strategy != "bfd" and self.format not in ("text", "auto"):
             yield (
-                f"data.packing_strategy: '{self.packing_strategy}' cuts examples apart and is for "
-                f"data.format 'text'; wanted 'bfd' for '{self.format}'"
+                f"data.packing_strategy: '{self.packing_strategy}' splits examples and is only "
+                f"for data.format 'text'; set 'bfd' for '{self.format}'"
             )

@@ -29,7 +29,7 @@ class DiskSection(Section):
     )
     gate_up: str | None = Field(default=None, description="where one tensor contains all experts")
     transposed: bool = Field(default=False, description="stacks are stored (expert, in, out)")
-    per_expert: list[str] = Field(default=[], description="further tensors with one row an expert")
+    per_expert: list[str] = Field(default=[], description="further tensors with one row per expert")
 
 
 class RowsSection(Section):
@@ -39,13 +39,13 @@ class RowsSection(Section):
         default=True, description="attention ends where positions start again"
     )
     per_sequence: list[str] = Field(
-        default=[], description="classes of modules with a state, which run one sequence at a time"
+        default=[], description="classes of stateful modules, which run one sequence at a time"
     )
     padding: Literal["unseen", "moves", "read"] = Field(
-        default="unseen", description="what padding on the left changes that a mask hides"
+        default="unseen", description="whether left padding behind a mask changes the other tokens"
     )
     generates_padded: bool = Field(
-        default=True, description="generates the same with padding on the left"
+        default=True, description="whether generation is the same with left padding"
     )
 
 
@@ -64,7 +64,9 @@ class FamilySection(Section):
     renormalize: bool | str = Field(description="whether selected scores are divided by their sum")
     scaling: float | str = Field(description="factor of the selected scores")
     attention_targets: list[str] = Field(min_length=1, description="linear layers that LoRA adapts")
-    shared_targets: list[str] = Field(default=[], description="those of shared experts")
+    shared_targets: list[str] = Field(
+        default=[], description="linear layers of shared experts that LoRA adapts"
+    )
     disk: DiskSection = DiskSection()
     block_path: str = Field(
         default="mlp", description="module with router and experts, in a decoder layer"
@@ -77,7 +79,7 @@ class FamilySection(Section):
         description="what it returns, in order",
     )
     router_logits: str | None = Field(
-        default=None, description="the module in it whose output the logits are"
+        default=None, description="the module in it whose output is the logits"
     )
     gated: bool = Field(default=True, description="experts have a gate projection")
     experts_name: str = Field(default="experts", description="the experts' module in the block")

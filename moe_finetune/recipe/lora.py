@@ -71,7 +71,10 @@ class LoraSection(Section):
     @classmethod
     def _known(cls, value: str) -> str:
         if value in _NEEDS_DATA:
-            raise ValueError(f"'{value}' needs activations or gradients of data; use {_INITS}")
+            raise ValueError(
+                f"'{value}' needs activations or gradients from data and is not supported; use "
+                f"{_INITS}"
+            )
         if value not in ("kaiming", "gaussian", "orthogonal") and not _RESIDUAL.fullmatch(value):
             raise ValueError(f"must be {_INITS}, not {value!r}")
         return value
@@ -127,11 +130,14 @@ class LoraSection(Section):
     def problems(self, router: str) -> Iterator[str]:
         """Combinations of the section's keys that cannot run, one line each."""
         if self.rank is None:
-            yield "lora.rank: required, but missing; wanted a whole number such as 32"
+            yield "lora.rank: required, but missing; set a whole number such as 32"
         if not self.targets and router == "frozen":
-            yield "lora.targets: with an empty list and router.train 'frozen' nothing trains"
+            yield (
+                "lora.targets: nothing trains with an empty list and router.train 'frozen'; add "
+                "a target, or set router.train: full"
+            )
         if self.experts != "all" and "experts" not in self.targets:
-            yield "lora.experts: a selection of experts needs 'experts' in lora.targets"
+            yield "lora.experts: needs 'experts' in lora.targets; add it, or leave lora.experts out"
         for part in self.parts:
             if part not in self.adapted(router):
                 remedy = "set router.train: lora" if part == "router" else "add it to lora.targets"
@@ -145,8 +151,8 @@ class LoraSection(Section):
             )
         if self.use_dora and self.changes_base:
             yield (
-                f"lora.use_dora: does not go with lora.init '{self.init}', which changes the "
-                "weights whose norms DoRA learns; set one of them to its default"
+                f"lora.use_dora: cannot be combined with lora.init '{self.init}', which changes "
+                "the weights whose norms DoRA learns; set one of them to its default"
             )
         if self.init == "orthogonal":
             ranks = {"lora.rank": self.rank} | {
@@ -157,8 +163,9 @@ class LoraSection(Section):
                     yield f"{key}: lora.init 'orthogonal' needs an even rank, not {rank}"
         if self.start is not None and (self.changes_base or self.experts != "all" or self.use_dora):
             yield (
-                "lora.start: goes with the default lora.init, all experts and no DoRA only; leave "
-                "one of them out, or merge the adapter and train from the merged checkpoint"
+                "lora.start: works only with the default lora.init, all experts and no DoRA; "
+                "leave one of them out, or merge the adapter and train from the merged "
+                "checkpoint"
             )
         if self.loraplus_lr_ratio is not None and not self.adapted(router):
-            yield "lora.loraplus_lr_ratio: nothing has an adapter; add a part to lora.targets"
+            yield "lora.loraplus_lr_ratio: no module has an adapter; add a part to lora.targets"

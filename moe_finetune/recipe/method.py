@@ -40,9 +40,7 @@ class StrengthSection(Section):
     """
 
     first: bool = Field(default=True, description="measure in the first optimizer step")
-    every: int | None = Field(
-        default=None, ge=1, description="and again each time that so many steps are done"
-    )
+    every: int | None = Field(default=None, ge=1, description="measure again every so many steps")
 
 
 class Method(Section):
@@ -105,11 +103,13 @@ def resolve_method(method: str | dict[str, Any] | Method | None, **overrides: An
     options = merge_mappings(options, overrides)
     preset = options.get("preset")
     if preset is not None and not isinstance(preset, str):
-        raise RecipeError(f"method.preset: {preset!r} is not the name of a preset")
+        raise RecipeError(f"method.preset: {preset!r} must be the name of a preset")
     if preset:
         options = merge_mappings(_preset(preset), _with_share(preset, options))
     elif options.get("share") is not None:
-        raise RecipeError("method.share: needs a preset; without one give each term its share")
+        raise RecipeError(
+            "method.share: needs method.preset; without one, give each term its own share"
+        )
     options["terms"] = _terms(options.get("terms") or {})
     try:
         return Method.model_validate(options).model_copy(update={"share": None})
@@ -136,7 +136,10 @@ def _with_share(preset: str, method: dict[str, Any]) -> dict[str, Any]:
         return method
     aims = [name for name in _preset(preset).get("terms", {}) if name not in WEIGHTED]
     if not aims:
-        raise RecipeError(f"method.share: preset '{preset}' has no loss that a share could set")
+        raise RecipeError(
+            f"method.share: preset '{preset}' has only losses that share does not set (balance "
+            "and z-loss); leave share out"
+        )
     changes = method.get("terms") or {}
     if not isinstance(changes, dict):
         return method
@@ -153,16 +156,14 @@ def _terms(terms: Any) -> dict[str, BaseModel]:
     from moe_finetune.losses import TERMS
 
     if not isinstance(terms, dict):
-        raise RecipeError(f"method.terms: {terms!r} is not a mapping of losses to their options")
+        raise RecipeError(f"method.terms: {terms!r} must be a mapping of losses to their options")
     resolved: dict[str, BaseModel] = {}
     for name, options in terms.items():
         key = ("method", "terms", name)
         if name not in TERMS:
             raise RecipeError(f"{dotted(key)}: unknown loss{did_you_mean(str(name), TERMS)}")
         if not isinstance(options, dict):
-            raise RecipeError(
-                f"{dotted(key)}: {options!r} is not a mapping such as {{weight: 1.0e-3}}"
-            )
+            raise RecipeError(f"{dotted(key)}: must be a mapping such as {{weight: 1.0e-3}}")
         model = TERMS[name].Options
         try:
             validated = model.model_validate(options)

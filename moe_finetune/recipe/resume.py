@@ -41,8 +41,8 @@ def check_resumable(saved: Recipe, resumed: Recipe, where: str) -> list[str]:
     if fixed := [key for key in changed if not _changeable(key)]:
         lines = [f"  {key}: {_short(old, key)}, now {_short(new, key)}" for key in fixed]
         raise RecipeError(
-            f"--resume: the recipe differs from {where}, with which this run was started, in keys "
-            "that change what was trained:\n"
+            f"--resume: the recipe differs from {where}, which started this run, in keys that "
+            "affect the steps already trained:\n"
             + "\n".join(lines)
             + "\nrestore them, or choose another --output"
         )

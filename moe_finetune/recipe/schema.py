@@ -66,7 +66,7 @@ class Recipe(WholeRecipe):
     numerics: NumericsSection = NumericsSection()
     parallel: ParallelSection = ParallelSection()
     rewards: list[RewardSection] = Field(
-        default=[], description="of stage grpo: a name, or a mapping"
+        default=[], description="for stage grpo: a name, or a mapping"
     )
     teacher: str | None = Field(default=None, description="folder or hub id")
 
@@ -158,15 +158,18 @@ def _stage_conflicts(recipe: Recipe) -> Iterator[str]:
     """Keys that only one stage has."""
     stage = recipe.stage
     if recipe.rewards and stage != "grpo":
-        yield f"rewards: only stage grpo has them, and this is stage {stage}"
+        yield f"rewards: only valid for stage grpo, and this is stage {stage}; leave it out"
     if stage == "grpo" and not recipe.rewards:
         yield (
-            "rewards: required by stage grpo, but missing; name one (exact_match, boxed, code) or "
-            "a file with your function"
+            "rewards: required by stage grpo, but missing; choose one (exact_match, boxed, "
+            "code) or a file with your function"
         )
     if recipe.teacher is not None and stage != "distill":
-        yield f"teacher: only stage distill has one, and this is stage {stage}"
+        yield f"teacher: only valid for stage distill, and this is stage {stage}; leave it out"
     if recipe.teacher is None and stage == "distill":
-        yield "teacher: required by stage distill, but missing; name a checkpoint"
+        yield "teacher: required by stage distill, but missing; give a checkpoint"
     if "teacher_routing" in recipe.method.terms and stage != "distill":
-        yield f"method.terms.teacher_routing: of stage distill, and this is stage {stage}"
+        yield (
+            "method.terms.teacher_routing: only valid for stage distill, and this is stage "
+            f"{stage}; leave it out"
+        )

@@ -70,16 +70,16 @@ class ModelSection(Section):
     def conflicts(self, recipe: Any) -> Iterator[str]:
         if self.init == "random":
             if recipe.lora is not None:
-                yield "lora: an adapter over random weights is useless; set lora: null"
+                yield "lora: an adapter needs trained weights, not random ones; set lora: null"
             if recipe.router.train == "frozen":
-                yield "router.train: 'frozen' would keep random routers; set it to full"
+                yield "router.train: 'frozen' would leave the routers random; set it to full"
             if recipe.stage not in ("sft", "pretrain"):
                 yield (
-                    f"model.init: 'random' weights cannot begin with stage {recipe.stage}; "
+                    f"model.init: 'random' weights cannot start with stage {recipe.stage}; "
                     "pretrain first"
                 )
         elif self.config:
-            yield "model.config: changes a new model; set model.init: random"
+            yield "model.config: only valid for a new model; set model.init: random"
         if self.quantization != "none":
             yield from self._quantization_conflicts(recipe)
         if self.offload != "none":
@@ -88,11 +88,12 @@ class ModelSection(Section):
     def _quantization_conflicts(self, recipe: Any) -> Iterator[str]:
         key = f"model.quantization: '{self.quantization}'"
         if self.init == "random":
-            yield f"{key} holds a checkpoint's weights; with model.init: random set it to none"
+            yield f"{key} quantizes a checkpoint's weights; with model.init: random set it to none"
         elif recipe.lora is None:
             yield (
                 f"{key} needs an adapter: quantized weights cannot be trained, and `lora: null` "
-                "trains all; give a `lora:` section with a rank, or set model.quantization: none"
+                "trains all weights; add a `lora:` section with a rank, or set "
+                "model.quantization: none"
             )
 
     def _offload_conflicts(self, recipe: Any) -> Iterator[str]:
@@ -130,12 +131,13 @@ class ParallelSection(Section):
             )
         if model.offload != "none":
             yield (
-                f"{key} does not go with model.offload '{model.offload}'; spread experts take less "
-                "of each GPU already; set one of them to its default"
+                f"{key} cannot be combined with model.offload '{model.offload}', because "
+                "spreading already leaves each GPU only its part of the experts; set one of "
+                "them to its default"
             )
         for name in ("torch_compile", "fsdp", "deepspeed", "use_vllm"):
             if recipe.trainer.get(name):
-                yield f"trainer.{name}: does not go with {key}; leave one of them out"
+                yield f"trainer.{name}: cannot be combined with {key}; leave one of them out"
 
 
 class RouterSection(Section):
@@ -147,7 +149,7 @@ class RouterSection(Section):
 
     train: Literal["full", "lora", "frozen"] = Field(
         default="full",
-        description="full: all weights of the routers; lora: LoRA on them; frozen: nothing",
+        description="full: all router weights train; lora: LoRA on them; frozen: none train",
     )
     replay: bool = Field(
         default=False, description="stage grpo: train with the experts that the rollout selected"
@@ -159,17 +161,20 @@ class RouterSection(Section):
         if not self.replay:
             return
         if recipe.stage != "grpo":
-            yield f"router.replay: of stage grpo, and this is stage {recipe.stage}"
+            yield (
+                f"router.replay: only valid for stage grpo, and this is stage {recipe.stage}; "
+                "leave it out"
+            )
         for key in ("use_vllm", "use_transformers_continuous_batching"):
             if recipe.trainer.get(key):
                 yield (
-                    f"router.replay: with trainer.{key} TRL does not get the experts of a rollout; "
-                    "leave that out, or set router.replay: false"
+                    f"router.replay: with trainer.{key} TRL does not return the experts of a "
+                    "rollout; leave that key out, or set router.replay: false"
                 )
         if recipe.method.perturbations.random_second_choice:
             yield (
-                "router.replay: method.perturbations.random_second_choice draws experts at random, "
-                "and a replay keeps those of the rollout; set one of them to false"
+                "router.replay: method.perturbations.random_second_choice draws experts at "
+                "random, but a replay uses those of the rollout; set one of them to false"
             )
 
 
@@ -178,7 +183,7 @@ class RewardSection(Section):
 
     name: str | None = Field(
         default=None,
-        description="exact_match, boxed, code, or one that an installed package brings",
+        description="exact_match, boxed, code, or one from an installed package",
     )
     file: str | None = Field(default=None, description="Python file with your reward")
     function: str = Field(default="reward", description="the function in `file`")
@@ -198,7 +203,7 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
         if (self.name is None) == (self.file is None):
-            raise ValueError("wanted either a name or a file")
+            raise ValueError("set either name or file")
         return self
 
 
@@ -219,7 +224,10 @@ class ExportSection(Section):
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
         if self.verify and not self.merge:
-            yield "export.verify: true needs export.merge: true; there is nothing else to verify"
+            yield (
+                "export.verify: true needs export.merge: true, because it checks the merged "
+                "checkpoint; set export.merge: true"
+            )
         if recipe.evaluation and not self.merge:
             yield "evaluation: needs export.merge: true, because the merged checkpoint is evaluated"
 
@@ -247,15 +255,15 @@ class EvaluationSection(Section):
         description="also evaluate every so many steps; default: only at the end",
     )
     data_dir: str | None = Field(
-        default=None, description="folder with local task data; nothing is downloaded then"
+        default=None, description="folder with local task data; with it, nothing is downloaded"
     )
     vllm: dict[str, Any] = Field(default={}, description="arguments of vLLM's engine")
 
     def conflicts(self, recipe: Any) -> Iterator[str]:
         if self.every and recipe.trainer.get(BEST):
             yield (
-                f"evaluation.every: its curve ends with the last step, and trainer.{BEST} goes "
-                "back to another; leave one of them out"
+                f"evaluation.every: its curve ends with the last step, but trainer.{BEST} "
+                "returns to an earlier one; leave one of them out"
             )
 
 

@@ -18,8 +18,8 @@ def recipes_folder() -> Path:
         if (folder / "demo").is_dir():
             return folder
     raise RecipeError(
-        f"the package's recipes are in none of {', '.join(map(str, candidates))}; "
-        "reinstall the package"
+        f"the package's recipes were not found in {', '.join(map(str, candidates))}; reinstall "
+        "the package"
     )
 
 

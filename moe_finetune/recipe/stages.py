@@ -19,7 +19,7 @@ _REPEATED = {
     "max_prompt_length": "set data.max_length",
     "reward_weights": "set rewards[].weight",
     "teacher_model_name_or_path": "set teacher",
-    "teacher_model_init_kwargs": "the teacher is loaded as the model is",
+    "teacher_model_init_kwargs": "the teacher is loaded with the model's settings",
     "chat_template_kwargs": "set data.chat_template",
 }
 

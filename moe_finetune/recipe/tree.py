@@ -78,14 +78,14 @@ def _read(path: Path, extending: tuple[Path, ...]) -> Tree:
     resolved = path.resolve()
     if resolved in extending:
         chain = " -> ".join(str(p) for p in (*extending[extending.index(resolved) :], resolved))
-        raise RecipeError(f"{path}: `extends` goes in a circle: {chain}")
+        raise RecipeError(f"{path}: `extends` is circular: {chain}; remove one of them")
     child = _parse(path)
     parents = child.values.pop("extends", [])
     if isinstance(parents, str):
         parents = [parents]
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise RecipeError(
-            f"{child.origin(('extends',))}: extends: wanted a file or a list of files"
+            f"{child.origin(('extends',))}: extends: must be a file or a list of files"
         )
     tree = Tree()
     for parent in parents:
@@ -110,7 +110,7 @@ def _parse(path: Path) -> Tree:
     if node is None:
         return tree
     if not isinstance(values, dict):
-        raise RecipeError(f"{path}:1: wanted `key: value` lines, got {type(values).__name__}")
+        raise RecipeError(f"{path}:1: must contain `key: value` lines, not {type(values).__name__}")
     tree.values = values
     _mark(node, (), path, tree.origins)
     return tree
@@ -143,11 +143,13 @@ def _apply(tree: Tree, override: str) -> None:
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
-        raise RecipeError(f"'{override}': an override is written key.path=value")
+        raise RecipeError(f"'{override}': write overrides as key.path=value")
     try:
         _, value = parse_yaml(text)
     except YamlError as error:
-        raise RecipeError(f"'{override:.80}': the value: {error.problem}") from None
+        raise RecipeError(
+            f"'{override:.80}': the value is not valid YAML: {error.problem}"
+        ) from None
     key = tuple(int(part) if part.isdigit() else part for part in parts)
     if any(part.isdigit() for part in parts):
         _set_in_list(tree, parts, value, override)
@@ -169,9 +171,7 @@ def _set_in_list(tree: Tree, parts: list[str], value: Any, override: str) -> Non
         index: Any = part
         if isinstance(target, list):
             if not part.isdigit() or int(part) >= len(target):
-                raise RecipeError(
-                    f"'{override}': {parent} is a list of {len(target)}, counted from 0"
-                )
+                raise RecipeError(f"'{override}': {parent} has {len(target)} items, counted from 0")
             index = int(part)
         elif not isinstance(target, dict) or (not last and part not in target):
             hint = did_you_mean(part, target) if isinstance(target, dict) else "; it is not a list"

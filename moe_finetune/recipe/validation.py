@@ -31,7 +31,7 @@ def from_tree(
     except ValidationError as error:
         lines = describe(model, error)
     except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON's escapes can write it
-        lines = [f"{error.object!a} contains characters that UTF-8 does not have"]
+        lines = [f"{error.object!a} contains characters that cannot be encoded in UTF-8"]
     raise refused("\n".join(_placed(tree, line) for line in lines))
 
 

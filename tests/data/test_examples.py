@@ -179,13 +179,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, write):
         (['{"text": "a"}', "", "[1]"], r"x\.jsonl:3: wanted an object, got \[1\]"),
         (['{"txt": "a"}'], r"x\.jsonl:1: wanted 'messages'.*the row has txt.*data\.columns"),
         (['{"text": "a"}', '{"text": " "}'], r"x\.jsonl:2: 'text' is empty"),
-        (['{"text": "a"}', '{"text": 4}'], r"x\.jsonl:2: 'text': wanted text, got 4"),
+        (['{"text": "a"}', '{"text": 4}'], r"x\.jsonl:2: 'text': must be text, not 4"),
         (['{"text": "a"}', '{"prompt": "b"}'], r"x\.jsonl:2: no field 'text'"),
         (['{"text": "a", "prompt": "p", "completion": "c"}'], r":1: fits .*set data\.format"),
         (['{"messages": []}'], r"x\.jsonl:1: 'messages': wanted a list of turns"),
         (['{"messages": ["hi"]}'], r"messages\[0\]: wanted {role, content}, got 'hi'"),
         (['{"messages": [{"role": "usr", "content": "x"}]}'], r"did you mean 'user'"),
-        (['{"messages": [{"role": "user", "content": null}]}'], r"content: wanted text, got None"),
+        (['{"messages": [{"role": "user", "content": null}]}'], r"content: must be text, not None"),
         (['{"messages": [{"role": "user", "content": "x"}]}'], r"the last message is from 'user'"),
         (['{"messages": [{"role": "assistant", "content": ""}]}'], r"assistant's content is empty"),
         ([], r"x\.jsonl is empty"),
@@ -211,13 +211,13 @@ def test_damaged_and_missing_files(tmp_path, tokenizer):
         "cut.jsonl.gz": "not a complete gzip",
         "cut.parquet": "not a complete Parquet",
         "short.csv": r"short\.csv:3: wanted 2 fields",
-        "empty": "holds none of",
+        "empty": "has no files of type",
         "notes.docx": "unknown kind of file",
-        "gone.jsonl": "there is no data file",
+        "gone.jsonl": "no data file or folder",
     }.items():
         with pytest.raises(DataError, match=said):
             load(name)
-    with pytest.raises(DataError, match="as a hub dataset it cannot be loaded"):
+    with pytest.raises(DataError, match="and it cannot be loaded as a hub dataset"):
         load_dataset_for(DataSection(train="nobody/nothing"), tokenizer, 0)
 
 
@@ -244,8 +244,8 @@ def test_columns_template_and_known_layouts():
         ({"columns": {"promt": "a"}}, r"data\.columns\.promt: unknown; did you mean 'prompt'"),
         ({"columns": {"text": "bdy"}}, r"f:1: no field 'bdy'.*did you mean 'body'"),
         ({"template": {"text": "{bdy}"}}, r"f:1: data\.template\.text: no field 'bdy'"),
-        ({"template": {"text": "{body.__class__}"}}, "is not a field's name"),
-        ({"template": {"text": "{body"}}, "write a literal brace twice"),
+        ({"template": {"text": "{body.__class__}"}}, "is not a field name"),
+        ({"template": {"text": "{body"}}, "double literal braces"),
     ],
 )
 def test_wrong_mappings(options, said):
@@ -360,8 +360,10 @@ def test_cut_and_left_out_rows_are_counted_and_said(write, tokenizer, caplog):
     assert [len(ids) for ids in kept["input_ids"]] == [8, 8]
     said = caplog.text
     assert "3 rows, 16 tokens, 8 of them learned" in said
-    assert "1 rows are longer than data.max_length 8 and were cut, 6 tokens in all" in said
-    assert "1 rows are longer than data.max_length 8 and were left out" in said
+    assert (
+        "1 rows are longer than data.max_length 8 and were truncated by 6 tokens in total" in said
+    )
+    assert "1 rows are longer than data.max_length 8 and were dropped" in said
     section = DataSection(train=source, max_length=8, overlong="drop")
     assert len(prepare(source, section, tokenizer, "train")) == 1
     section = DataSection(train=source, max_length=8, overlong="error")
@@ -379,10 +381,10 @@ def test_splitting_strategies_keep_long_texts_and_refuse_chats(write, tokenizer)
     split = DataSection(train=source, max_length=8, packing=True, packing_strategy="bfd_split")
     assert len(prepare(source, split, tokenizer, "train")[0]["input_ids"]) == 151
     chats = write("c.jsonl", [{"messages": CHAT}])
-    with pytest.raises(DataError, match="cuts examples apart; use 'bfd'"):
+    with pytest.raises(DataError, match="splits examples; set it to 'bfd'"):
         prepare(chats, split, tokenizer, "train")
     masked = DataSection(train=source, completion_only_loss=True)
-    with pytest.raises(DataError, match="cannot mask"):
+    with pytest.raises(DataError, match="contains plain texts, which have no completion to"):
         prepare(source, masked, tokenizer, "train")
 
 

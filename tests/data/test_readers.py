@@ -60,7 +60,7 @@ def test_a_source_is_filtered_worded_and_limited(files):
     data = section([classification(files, limit=2)])
     kept = [row["prompt"] for row in rows(data.train[0], data)]
     assert len(kept) == 2 and kept == [p for p in ("bad:", "good:", "fine:") if p in kept]
-    with pytest.raises(DataError, match=r"data limit\): asks for 4 rows, and there are only 3"):
+    with pytest.raises(DataError, match=r"data limit\): is 4, but there are only 3"):
         rows(section([classification(files, limit=4)]).train[0], data)
 
 
@@ -129,9 +129,9 @@ def test_what_a_source_leaves_out_is_the_sections(files):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"where": {"task": ["mnli"]}}, r"sentiment\.jsonl has no row where task is one of"),
+        ({"where": {"task": ["mnli"]}}, r"sentiment\.jsonl has no row whose task is one of"),
         ({"where": {"tsk": ["sst"]}}, r"jsonl:1: no field 'tsk'.*did you mean 'task'"),
-        ({"words": {"label": ["only"]}}, r"jsonl:3: 'label': wanted a number from 0 to 0"),
+        ({"words": {"label": ["only"]}}, r"jsonl:3: 'label': must be a number from 0 to 0"),
         ({"words": {"sentence": ["a", "b"]}}, r"jsonl:1: 'sentence': wanted a number"),
     ],
 )

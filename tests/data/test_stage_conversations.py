@@ -142,7 +142,7 @@ def test_what_is_measured_is_what_is_judged(tokenizer, tmp_path):
         ("dpo", {"prompt": [ASK], "chosen": [*CALLED[1:], YES], "rejected": [NO]},
          r"'chosen'\[1\]: a turn of 'tool', which would be learned.*'prompt'"),
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "weight": 0}], "rejected": [NO]},
-         r"'chosen'\[0\]: an answer that is not learned"),
+         r"'chosen'\[0\]: this answer is marked as not learned"),
         ("dpo", {"prompt": [ASK], "chosen": [{**YES, "thinking": "So."}], "rejected": [NO]},
          r"turn 1: 'thinking': the chat template does not read it"),
         ("grpo", {"prompt": [ASK], "images": ["a.png"]}, r"'images': only text is trained"),
@@ -157,4 +157,4 @@ def test_what_would_be_lost_is_refused(tokenizer, tmp_path, stage, row, said):
 
 def test_columns_that_nothing_reads_are_named(tokenizer, tmp_path, caplog):
     load("dpo", {**PREFERENCES["trl"], "score": 3}, tokenizer, tmp_path)
-    assert "train data: nothing reads score" in caplog.text
+    assert "train data: not used: score" in caplog.text

@@ -181,7 +181,7 @@ def test_a_failed_run_is_listed_and_the_rest_go_on(ingredients, write_study, tmp
     assert states == {"absent": "failed", "present": "finished"}
     assert str(data) in results.runs[0].reason
     assert (
-        f"absent seed 3 is failed: there is no data file or folder {data}"
+        f"absent seed 3 is failed: no data file or folder {data}"
         in (output / "tables" / "study.txt").read_text()
     )
     shutil.copy(ingredients["data"]["train"], data)

@@ -31,7 +31,7 @@ def online(monkeypatch):
 def test_an_unreachable_hub_is_asked_once_and_its_cache_is_used(online, capsys):
     online.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for name in ("nobody/first", "nobody/second"):
-        with pytest.raises(DataError, match="as a hub dataset it cannot be loaded"):
+        with pytest.raises(DataError, match="and it cannot be loaded as a hub dataset"):
             list(read_rows(name))
     err = capsys.readouterr().err
     assert err.count("http://127.0.0.1:9 cannot be reached") == 1

@@ -128,11 +128,11 @@ def recipe(path: Path | str, **sections) -> Recipe:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"lora": {"rank": 4}}, "lora: an adapter over random weights .* set lora: null"),
-        ({"router": {"train": "frozen"}}, "router.train: 'frozen' would keep random routers"),
+        ({"lora": {"rank": 4}}, "lora: an adapter needs trained weights.* set lora: null"),
+        ({"router": {"train": "frozen"}}, "router.train: 'frozen' would leave the routers random"),
         ({"router": {"train": "lora"}}, "router.train: 'lora' needs a `lora:` section"),
         ({"model": {"init": "checkpoint", "config": {"num_experts": 3}}},
-         "model.config: changes a new model; set model.init: random"),
+         "model.config: only valid for a new model; set model.init: random"),
         ({"model": {"init": "rand"}}, "model.init: must be 'checkpoint' or 'random', not 'rand'"),
     ],
 )  # fmt: skip

@@ -315,7 +315,7 @@ def test_an_8_bit_optimizer_resumes_exactly(recipe_file, tmp_path):
     ("changes", "words"),
     [
         (["lora=null"], "needs an adapter: quantized weights cannot be trained"),
-        (["lora=null", "model.init=random"], "holds a checkpoint's weights"),
+        (["lora=null", "model.init=random"], "quantizes a checkpoint's weights"),
         (["model.quantization=int4"], "must be 'none', 'nf4' or 'int8', not 'int4'"),
     ],
 )

@@ -16,7 +16,9 @@ def test_a_share_sets_every_loss_but_balance_and_z(name):
     paper = resolve_method(name, **changes).terms
     aims = set(paper) - set(WEIGHTED)
     if not aims:
-        with pytest.raises(RecipeError, match=f"preset '{name}' has no loss that a share"):
+        with pytest.raises(
+            RecipeError, match=f"preset '{name}' has only losses that share does not set"
+        ):
             resolve_method(name, share=0.3)
         return
     method = resolve_method(name, share=0.3, **changes)
@@ -41,7 +43,7 @@ def test_a_term_that_has_its_own_strength_keeps_it():
     [
         ("erc", -0.1, "share: must be more than 0"),
         ("erc", "much", "share: must be a number"),
-        ({"terms": {"erc": {"weight": 1.0}}}, 0.1, "method.share: needs a preset"),
+        ({"terms": {"erc": {"weight": 1.0}}}, 0.1, "method.share: needs"),
     ],
 )
 def test_a_share_that_cannot_be_is_refused(method, share, message):

@@ -68,7 +68,7 @@ def test_circle_missing_parent_duplicate_key_and_bad_yaml(write):
     (line,) = refused(write("d.yaml", BASE + "model: {path: other}"))
     assert "d.yaml:4" in line and "model is set twice" in line
     assert "not YAML" in refused(write("e.yaml", "model: [unclosed"))[0]
-    assert "wanted `key: value`" in refused(write("f.yaml", "- just\n- a list"))[0]
+    assert "must contain `key: value`" in refused(write("f.yaml", "- just\n- a list"))[0]
     assert "there is no recipe file" in refused("nowhere.yaml")[0]
 
 
@@ -94,8 +94,8 @@ def test_every_problem_is_one_line_with_its_place(write):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("lora.rank", "written key.path=value"),
-        ("lora..rank=1", "written key.path=value"),
+        ("lora.rank", "write overrides as key"),
+        ("lora..rank=1", "write overrides as key"),
         ("data.train=[", "not YAML"),
         ("data.train.0=x", "data.train has no '0'"),
         (
@@ -105,7 +105,7 @@ def test_every_problem_is_one_line_with_its_place(write):
         ("trainer.save_strategy=sometimes", "one of no, steps, epoch, best"),
         (
             "trainer.eval_strategy=no",
-            """not False; YAML reads an unquoted no as false: write "no\"""",
+            """not False; YAML reads an unquoted no as false, so write "no\"""",
         ),
         ("trainer.fp16=true", "trainer.fp16"),
         ("trainer.output_dir=x", "--output on the command line"),
@@ -119,7 +119,7 @@ def test_every_problem_is_one_line_with_its_place(write):
             "method.terms.variance.weight=-1.0",
             "variance.weight: must be 0 or more, not -1.0",
         ),
-        ("method.terms.variance=0.1", "not a mapping such as"),
+        ("method.terms.variance=0.1", "must be a mapping such as"),
         ("method.terms.z_loss.wieght=1", "method.terms.z_loss.wieght: unknown key"),
         ("method.perturbations.jiter=0.1", "did you mean 'jitter'?"),
         ("method.bias_update=-1.0", "method.bias_update"),
@@ -149,12 +149,15 @@ def test_contradictions(write):
     assert "nothing trains" in refused(file, ["lora.targets=[]", "router.train=frozen"])[0]
     assert "needs a `lora:` section" in refused(file, ["lora=null", "router.train=lora"])[0]
     assert load_recipe(file, ["lora=null"]).lora is None
-    assert "nothing else to verify" in refused(file, ["export={merge: false, verify: true}"])[0]
+    assert (
+        "merge: true, because it checks the merged"
+        in refused(file, ["export={merge: false, verify: true}"])[0]
+    )
     assert load_recipe(file, ["export.merge=false"]).export.verify is False
     selection = ["lora.experts=s.json", "lora.targets=[attention]"]
     assert "needs 'experts' in lora.targets" in refused(file, selection)[0]
     cut = ["data.packing=true", "data.packing_strategy=wrapped", "data.format=messages"]
-    assert "cuts examples apart" in refused(file, cut)[0]
+    assert "splits examples and is only for data" in refused(file, cut)[0]
     masked = ["data.format=text", "data.completion_only_loss=true"]
     assert "needs completions" in refused(file, masked)[0]
 
@@ -162,7 +165,7 @@ def test_contradictions(write):
 @pytest.mark.parametrize("change, reason", [
     ("lora=null", "parallel.experts: 2 needs an adapter"),
     ("lora.targets=[]", "parallel.experts: 2 needs an adapter"),
-    ("model.offload=experts", "does not go with model.offload 'experts'"),
+    ("model.offload=experts", "cannot be combined with model.offload 'experts'"),
     ("trainer.torch_compile=true", "trainer.torch_compile: does not go with parallel.experts: 2"),
     ("parallel.experts=0", "parallel.experts: must be 1 or more, or 'all', not 0"),
 ])  # fmt: skip
@@ -253,12 +256,12 @@ def test_from_preset():
     (["lora.init=eva"], "lora.init: 'eva' needs activations or gradients of data"),
     (["lora.init=orthogonal", "lora.rank=7"], "lora.rank: lora.init 'orthogonal' needs an even"),
     (["lora.init=pissa", "model.quantization=nf4"], "does not go with model.quantization 'nf4'"),
-    (["lora.init=olora", "model.offload=experts"], "does not go with model.offload 'experts'"),
+    (["lora.init=olora", "model.offload=experts"], "cannot be combined with model.offload 'experts'"),
     (["lora.init=orthogonal", "parallel.experts=2"], "does not go with parallel.experts: 2"),
-    (["lora.start=a", "lora.init=pissa"], "lora.start: goes with the default lora.init"),
+    (["lora.start=a", "lora.init=pissa"], "lora.start: works only with the default"),
     (["lora.start=a", "parallel.experts=2"], "lora.start: does not go with parallel.experts: 2"),
     (["lora.loraplus_lr_ratio=0.5"], "lora.loraplus_lr_ratio: must be 1 or more, not 0.5"),
-    (["lora.loraplus_lr_ratio=8", "lora.targets=[]"], "nothing has an adapter"),
+    (["lora.loraplus_lr_ratio=8", "lora.targets=[]"], "no module has an adapter; add a part to lora"),
     (["lora.loraplus_lr_ratio=8", "parallel.experts=2"], "does not go with parallel.experts: 2"),
     (["trainer.use_liger_kernel=true"], "set liger_kernel_config: {swiglu: false}"),
     (["trainer.liger_kernel_config={rope: true}"], "has no effect; set use_liger_kernel: true"),

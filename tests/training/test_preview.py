@@ -47,7 +47,7 @@ from tests import tiny
                     {"role": "assistant", "content": "3"},
                 ]
             },
-            "taken as a chat",
+            "Alpaca: instruction, input and output are read as",
         ),
         (
             "auto",

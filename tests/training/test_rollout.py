@@ -130,7 +130,10 @@ def test_what_does_not_sample_token_by_token_is_refused_or_said(tmp_path, caplog
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"stage": "sft", "rewards": []}, "router.replay: of stage grpo, and this is stage sft"),
+        (
+            {"stage": "sft", "rewards": []},
+            "router.replay: only valid for stage grpo, and this is stage sft",
+        ),
         ({"trainer": {"use_vllm": True}}, "router.replay: with trainer.use_vllm TRL does not get"),
         ({"method": "gshard"}, "router.replay: method.perturbations.random_second_choice draws"),
     ],

@@ -166,7 +166,7 @@ def test_a_preference_without_an_adapter_has_a_model_of_its_own_to_measure_from(
         (
             "dpo",
             {"rewards": ["exact_match"]},
-            "rewards: only stage grpo has them, and this",
+            "rewards: only valid for stage grpo, and this is stage",
         ),
         ("distill", {"teacher": None}, "teacher: required by stage distill"),
         ("dpo", {"trainer": {"num_generations": 2}}, "unknown key of TRL's DPOConfig"),
@@ -189,7 +189,7 @@ def test_what_does_not_fit_a_stage_is_refused(made, tmp_path, stage, changes, sa
         ("dpo", {"prompt": "a", "chosen": "b"}, "no field 'rejected'"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]},
-         "texts and turns mixed"),
+         "mix texts and turns; use only texts, or only"),
         ("dpo", {"chosen": [{"role": "user", "content": "x"}],
                  "rejected": [{"role": "user", "content": "y"}]}, "add the field 'prompt'"),
         ("kto", {"prompt": "a", "completion": "b", "label": 1}, "wanted true or false, got 1"),

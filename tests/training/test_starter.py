@@ -42,7 +42,7 @@ def test_a_starter_is_a_recipe_for_the_checkpoint(tiny_checkpoint, rows, tmp_pat
     ("changes", "said"),
     [
         ({"checkpoint": "./nowhere"}, "nowhere"),
-        ({"--data": "gone.jsonl"}, "there is no data file or folder gone.jsonl"),
+        ({"--data": "gone.jsonl"}, "no data file or folder gone.jsonl"),
         ({"--data": "empty.jsonl"}, "empty.jsonl is empty"),
         ({"--data": "odd.jsonl"}, "the row has ask"),
         ({"--method": "ercc"}, "--method ercc: unknown; did you mean 'erc'"),

@@ -71,7 +71,7 @@ PINNED = {"count": 3, "pinned": {f"kind{n}": n % 3 for n in range(6)}}
         (["arms.one={start: dense, method: erc}"], "has no router and takes no terms"),
         (["arms.one.start=nowhere"], "arms.one.start: must be 'dense'"),
         (["arms.one two.start=dense"], "named by a-z, 0-9 and _ only"),
-        (["texts.categories.kind0=./nowhere.jsonl"], "there is no data file or folder"),
+        (["texts.categories.kind0=./nowhere.jsonl"], "no data file or folder"),
         (["dense.path=./nowhere"], "nowhere: no such folder"),
     ],
 )
